@@ -355,7 +355,7 @@ print(json.dumps([before, engine(), process_memory()]))
 
 @pytest.fixture(scope="module")
 def smol():
-    with LLM(num_gpu_blocks_override=256) as llm:
+    with LLM(num_gpu_blocks_override=256, dtype="float32") as llm:
         yield llm
 
 
@@ -391,12 +391,12 @@ def test_streamed_text_is_the_whole_text(smol: LLM, stop: list[str] | None) -> N
 
 def test_command_line(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "teachvllm"]
-    generate = [*run, "generate", "The capital of France is", "--max-tokens=4", "--num-gpu-blocks-override=64"]
+    generate = [*run, "generate", "The capital of France is", "--max-tokens=4", "--num-gpu-blocks-override=64", "--dtype=float32"]
     done = subprocess.run(generate, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and done.stdout.startswith("The capital of France is Paris"), done.stderr
     bad = subprocess.run([*run, "generate", "Hi", "--model=/no/such"], capture_output=True, text=True, timeout=200)
     assert bad.returncode == 1 and "does not exist" in bad.stderr and "Traceback" not in bad.stderr
-    chat = [*run, "chat", "What is the capital of France?", "--max-tokens=20", "--num-gpu-blocks-override=64"]
+    chat = [*run, "chat", "What is the capital of France?", "--max-tokens=20", "--num-gpu-blocks-override=64", "--dtype=float32"]
     done = subprocess.run(chat, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL)
     assert done.returncode == 0 and "Paris" in done.stdout, done.stderr
 

@@ -1,51 +1,37 @@
-"""Export the notebooks into the package, as nbdev_export does, but every module anew.
+"""Export the notebooks into the package, with nbdev.
 
     python tools/export.py            write what changed into teachvllm/
     python tools/export.py --check    write nothing, and fail if something would change
 
-nbdev_export appends the cells of `#| export some.module` to that module each time it runs, so a notebook that exports a
-family of modules would grow it without end. Here all modules start from an empty folder, and are then compared.
+`nbdev_export` itself would do to write. This also notices modules that no notebook exports any more, and can check
+without writing: it exports into a temporary copy, and compares.
 """
 
 import argparse
-import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from nbdev.config import add_init, get_config
-from nbdev.doclinks import _build_modidx
-from nbdev.export import nb_export
-from nbdev.maker import ModuleMaker
-
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def new_module(dest: Path, name: str, nb_path: Path, is_new: bool, solo_nb: bool) -> ModuleMaker:
-    "A maker that starts the module `name`, which no other notebook may have written already."
-    maker = ModuleMaker(dest, name, nb_path, is_new=True, solo_nb=solo_nb)
-    if maker.fname.exists():
-        raise SystemExit(f"{nb_path.name} exports {name}, which an earlier notebook exports too")
-    return maker
-
-
-def export(root: Path) -> Path:
-    "Export `root/nbs`, in a project with no package yet, and return the package's folder."
-    os.chdir(root)  # nbdev looks for settings.ini from here upwards
-    get_config.cache_clear()
-    package = get_config().lib_path
-    for nb in sorted(root.glob("nbs/*.ipynb")):
-        nb_export(nb, lib_path=package, mod_maker=new_module)
-    add_init(package)
-    _build_modidx()
-    return package
 
 
 def modules(package: Path) -> dict[str, str]:
     "The text of every module of a package, by its path inside it."
     return {str(p.relative_to(package)): p.read_text(encoding="utf-8") for p in sorted(package.rglob("*.py"))}
+
+
+def exported() -> dict[str, str]:
+    "The modules that the notebooks export, starting from no package at all."
+    with tempfile.TemporaryDirectory() as tmp:
+        copy = Path(tmp).resolve() / ROOT.name
+        copy.mkdir()
+        shutil.copy(ROOT / "settings.ini", copy)
+        shutil.copytree(ROOT / "nbs", copy / "nbs", ignore=shutil.ignore_patterns(".*", "_*"))
+        subprocess.run([Path(sys.executable).with_name("nbdev_export")], cwd=copy, check=True)
+        return modules(copy / "teachvllm")
 
 
 def notebook(text: str) -> str:
@@ -56,11 +42,7 @@ def notebook(text: str) -> str:
 
 def main(check: bool) -> int:
     package = ROOT / "teachvllm"
-    with tempfile.TemporaryDirectory() as tmp:
-        shutil.copy(ROOT / "settings.ini", tmp)
-        shutil.copytree(ROOT / "nbs", Path(tmp) / "nbs", ignore=shutil.ignore_patterns(".*", "_*"))
-        new, old = modules(export(Path(tmp).resolve())), modules(package)
-        os.chdir(ROOT)
+    new, old = exported(), modules(package)
     changed = [name for name in new if new[name] != old.get(name)]
     orphans = [name for name in old if name not in new]
     for name in changed:

@@ -65,7 +65,8 @@ def run_in_child(path: Path, args: argparse.Namespace) -> bool:
     start, why = time.perf_counter(), ""
     print(f"{path.stem:<24}", end="", flush=True)
     with tempfile.TemporaryDirectory() as ipython:
-        env = {**os.environ, "PYTHONHASHSEED": "0", "IPYTHONDIR": ipython}
+        quiet = {"TQDM_DISABLE": "1", "TEACHVLLM_LOGGING_LEVEL": "WARNING"}  # saved outputs hold no progress bars
+        env = {**os.environ, **quiet, "PYTHONHASHSEED": "0", "IPYTHONDIR": ipython}
         try:
             code = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, timeout=args.timeout).returncode
         except subprocess.TimeoutExpired:
