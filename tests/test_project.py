@@ -234,8 +234,8 @@ def used_in(cell: dict[str, Any]) -> set[str]:
     return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
-def test_every_exported_name_is_used_in_its_notebook() -> None:
-    "Some cell that is not exported calls it or shows it, so that the notebook demonstrates and tests all it exports."
+def test_every_exported_class_and_function_is_shown_in_its_notebook() -> None:
+    "Some cell that is not exported calls it, or a class made from it: a notebook demonstrates and tests all it exports."
     problems = []
     for module, tree in TREES.items():
         stem = notebook_of(module)
@@ -243,9 +243,14 @@ def test_every_exported_name_is_used_in_its_notebook() -> None:
             continue
         shown = [cell for cell in code_cells(ROOT / "nbs" / f"{stem}.ipynb") if not is_exported(cell)]
         used = set().union(*map(used_in, shown))
-        public = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
-        names = ast.literal_eval(public[0]) if public else []
-        problems += [f"{stem}: no cell uses {name}" for name in names if name not in used]
+        listed = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+        public = ast.literal_eval(listed[0]) if listed else []
+        nodes = [n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name in public]
+        for node in reversed(nodes):  # a class comes after those it is made from
+            if node.name not in used:
+                problems.append(f"{stem}: no cell uses {node.name}")
+            elif isinstance(node, ast.ClassDef):
+                used |= {base.id for base in node.bases if isinstance(base, ast.Name)}
     none(problems)
 
 
