@@ -8,7 +8,7 @@ __all__ = ['PACK_FOR_TOKENS', 'FUSED', 'can_pack', 'Linear', 'QKVParallelLinear'
            'LayerNorm', 'SiluAndMul', 'rope_parameters', 'inverse_frequencies', 'RotaryEmbedding', 'rotate',
            'Attention', 'locate', 'num_parts', 'WeightsError', 'load_weights']
 
-# %% ../../nbs/31_layers.ipynb #89bd4221
+# %% ../../nbs/31_layers.ipynb #3b7393a0
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from ..attention.backend import AttentionBackend, AttentionMetadata
 from ..config import require
 
-# %% ../../nbs/31_layers.ipynb #f4fb1a14
+# %% ../../nbs/31_layers.ipynb #5b9f75f7
 logger = logging.getLogger("teachvllm")
 
-# %% ../../nbs/31_layers.ipynb #beb0cbc3
+# %% ../../nbs/31_layers.ipynb #66203b41
 PACK_FOR_TOKENS = 256  # the batch oneDNN is told to lay weights out for; larger and smaller ones run as fast
 
 
@@ -33,7 +33,7 @@ def can_pack(weight: torch.Tensor) -> bool:
     there = all(hasattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise"))
     return served and there and torch.backends.mkldnn.is_available()
 
-# %% ../../nbs/31_layers.ipynb #fef84ba9
+# %% ../../nbs/31_layers.ipynb #8e83cb23
 class Linear(nn.Module):
     """`y = x Wᵀ + b`, perhaps several checkpoints' matrices stacked: `output_sizes` says how many rows each brings.
 
@@ -65,7 +65,7 @@ class Linear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
-# %% ../../nbs/31_layers.ipynb #217091a9
+# %% ../../nbs/31_layers.ipynb #bb8b75c5
 class QKVParallelLinear(Linear):
     "One product for queries, keys and values. vLLM: `layers/linear.py`; with one worker no rows are split off yet."
 
@@ -84,7 +84,7 @@ class ColumnParallelLinear(Linear):
 class RowParallelLinear(Linear):
     "A matrix whose input columns several workers could share. vLLM: `layers/linear.py`."
 
-# %% ../../nbs/31_layers.ipynb #eaffb56c
+# %% ../../nbs/31_layers.ipynb #75a4ebe5
 class VocabParallelEmbedding(nn.Module):
     "A row for each token id. vLLM: `layers/vocab_parallel_embedding.py`."
 
@@ -104,7 +104,7 @@ class ParallelLMHead(Linear):
         "Use the embedding's rows: one tensor, two uses."
         self.weight = embedding.weight
 
-# %% ../../nbs/31_layers.ipynb #665885ae
+# %% ../../nbs/31_layers.ipynb #3eef5bc0
 class RMSNorm(nn.Module):
     "Scale to a root mean square of one, then by a learned weight (Zhang and Sennrich 2019). In float32 inside."
 
@@ -124,7 +124,7 @@ class LayerNorm(nn.LayerNorm):
     def reset_parameters(self) -> None:
         "Leave the memory as it is."
 
-# %% ../../nbs/31_layers.ipynb #ee553710
+# %% ../../nbs/31_layers.ipynb #0af27439
 class SiluAndMul(nn.Module):
     "The gated activation of Llama's MLP: silu(gate) times up, both in one input. vLLM: `layers/activation.py`."
 
@@ -133,7 +133,7 @@ class SiluAndMul(nn.Module):
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-# %% ../../nbs/31_layers.ipynb #f9f6472f
+# %% ../../nbs/31_layers.ipynb #c3abe77b
 def rope_parameters(config: Any) -> dict[str, Any]:
     "The rotary settings of a `transformers` configuration, where version 5 keeps them or where version 4 did."
     new = getattr(config, "rope_parameters", None)
@@ -142,7 +142,7 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     old = dict(getattr(config, "rope_scaling", None) or {})
     return {"rope_type": old.get("type", "default"), **old, "rope_theta": getattr(config, "rope_theta", 10000.0)}
 
-# %% ../../nbs/31_layers.ipynb #aeba43b3
+# %% ../../nbs/31_layers.ipynb #123aac0c
 def inverse_frequencies(config: Any, head_size: int) -> tuple[torch.Tensor, float]:
     "Angle per position of each pair of dimensions, float32 [head_size / 2], and the factor on cosine and sine."
     rope = rope_parameters(config)
@@ -157,7 +157,7 @@ def inverse_frequencies(config: Any, head_size: int) -> tuple[torch.Tensor, floa
     )
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
-# %% ../../nbs/31_layers.ipynb #89a2e552
+# %% ../../nbs/31_layers.ipynb #a3664045
 class RotaryEmbedding(nn.Module):
     """Positions as rotations (Su et al. 2021): dimension i and i + head_size / 2 turn together.
 
@@ -184,7 +184,7 @@ def rotate(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch
     cos, sin = cos_sin
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
-# %% ../../nbs/31_layers.ipynb #a87226c2
+# %% ../../nbs/31_layers.ipynb #08fe21e7
 class Attention(nn.Module):
     "The attention of one layer: write the new keys and values, then attend. The backend and the cache are handed in."
 
@@ -199,7 +199,7 @@ class Attention(nn.Module):
         self.backend.write(k, v, kv_cache, meta)
         return self.backend.attend(q, kv_cache, meta).flatten(1)
 
-# %% ../../nbs/31_layers.ipynb #063709a6
+# %% ../../nbs/31_layers.ipynb #71d01dc2
 FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
          "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}  # fmt: skip
 
@@ -222,7 +222,7 @@ def num_parts(modules: dict[str, nn.Module], name: str) -> int:
     module = modules[name.rpartition(".")[0]]
     return len(module.output_sizes) if isinstance(module, Linear) else 1
 
-# %% ../../nbs/31_layers.ipynb #2e3ae1fc
+# %% ../../nbs/31_layers.ipynb #0369dc68
 class WeightsError(ValueError):
     "A checkpoint that does not fit its model, or cannot be read."
 

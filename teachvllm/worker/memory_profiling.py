@@ -7,7 +7,7 @@ __all__ = ['GiB', 'M_TRIM_THRESHOLD', 'M_MMAP_THRESHOLD', 'kib_fields', 'process
            'keep_freed_memory', 'group_left', 'cgroup_available', 'available_memory', 'MemorySnapshot', 'take_snapshot',
            'MemoryProfile', 'num_blocks_that_fit', 'check_enough_blocks']
 
-# %% ../../nbs/42_memory_profiling.ipynb #c33df37e
+# %% ../../nbs/42_memory_profiling.ipynb #07c95502
 import ctypes
 import gc
 import sys
@@ -19,10 +19,10 @@ import torch
 
 from ..config import CacheConfig, ShowAsTable
 
-# %% ../../nbs/42_memory_profiling.ipynb #74fd39d4
+# %% ../../nbs/42_memory_profiling.ipynb #5e4d7021
 GiB = 1 << 30
 
-# %% ../../nbs/42_memory_profiling.ipynb #5e383b23
+# %% ../../nbs/42_memory_profiling.ipynb #ed3e0a44
 def kib_fields(path: str) -> dict[str, int]:
     "The lines `name: number kB` of a file in /proc, in KiB."
     pairs = (line.split(":", 1) for line in Path(path).read_text().splitlines())
@@ -38,7 +38,7 @@ def process_memory(field: str = "VmRSS", status: str = "/proc/self/status") -> i
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
-# %% ../../nbs/42_memory_profiling.ipynb #62d0dc3d
+# %% ../../nbs/42_memory_profiling.ipynb #ac2ceda4
 def reset_peak(device: str) -> None:
     "Begin to measure a new peak."
     if device == "cuda":
@@ -57,7 +57,7 @@ def release_memory() -> None:
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
-# %% ../../nbs/42_memory_profiling.ipynb #6582f5b9
+# %% ../../nbs/42_memory_profiling.ipynb #d2bcac90
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names and numbers of glibc's malloc.h
 
 
@@ -69,7 +69,7 @@ def keep_freed_memory(num_bytes: int = 1 << 29) -> None:
             libc.mallopt(M_TRIM_THRESHOLD, num_bytes)
             libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # larger pieces come from the system one by one; 32 MiB is the limit
 
-# %% ../../nbs/42_memory_profiling.ipynb #f4b988c1
+# %% ../../nbs/42_memory_profiling.ipynb #ce84679a
 def group_left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
     """Bytes left under one control group's own limit; None if it has no limit, or there is no such group.
 
@@ -103,7 +103,7 @@ def cgroup_available(
                 left.append(group_left(root / "memory" / folder, *names))
     return min((number for number in left if number is not None), default=None)
 
-# %% ../../nbs/42_memory_profiling.ipynb #1c0a2013
+# %% ../../nbs/42_memory_profiling.ipynb #7cb14f19
 def available_memory() -> int:
     "Bytes that could still be taken on this machine, inside this control group."
     try:
@@ -115,7 +115,7 @@ def available_memory() -> int:
     limit = cgroup_available()
     return free if limit is None else max(0, min(free, limit))
 
-# %% ../../nbs/42_memory_profiling.ipynb #3b7cee55
+# %% ../../nbs/42_memory_profiling.ipynb #73b4b153
 @dataclass(frozen=True)
 class MemorySnapshot:
     "A device's memory at one moment, in bytes."
@@ -137,7 +137,7 @@ def take_snapshot(device: str) -> MemorySnapshot:
     peak, others = torch.cuda.max_memory_allocated(), total - free - reserved
     return MemorySnapshot(total, free + reserved - ours, ours, peak, others)
 
-# %% ../../nbs/42_memory_profiling.ipynb #1c452288
+# %% ../../nbs/42_memory_profiling.ipynb #6edd4cbd
 @dataclass(frozen=True)
 class MemoryProfile(ShowAsTable):
     """Where a device's memory goes, in bytes. `total` is all of a GPU's; on a CPU what was free before the weights.
@@ -176,7 +176,7 @@ class MemoryProfile(ShowAsTable):
         parts["KV cache"] = kv_cache
         return {**parts, "free": self.total - sum(parts.values())}
 
-# %% ../../nbs/42_memory_profiling.ipynb #e1d4cb28
+# %% ../../nbs/42_memory_profiling.ipynb #bce246e8
 def num_blocks_that_fit(profile: MemoryProfile, config: CacheConfig, block_bytes: int) -> int:
     "Blocks for the memory that is left, or as many as the configuration demands."
     if config.num_gpu_blocks_override is not None:
@@ -184,7 +184,7 @@ def num_blocks_that_fit(profile: MemoryProfile, config: CacheConfig, block_bytes
     num_bytes = profile.available_kv_cache if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
     return max(0, num_bytes // block_bytes)
 
-# %% ../../nbs/42_memory_profiling.ipynb #f83f32de
+# %% ../../nbs/42_memory_profiling.ipynb #448abe86
 def check_enough_blocks(
     num_blocks: int, profile: MemoryProfile, config: CacheConfig, max_model_len: int, block_bytes: int
 ) -> None:

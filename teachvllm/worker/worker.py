@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_capability', 'WorkerBase', 'Worker', 'WorkerWrapperBase']
 
-# %% ../../nbs/44_worker.ipynb #3b5d630f
+# %% ../../nbs/44_worker.ipynb #79b09ba0
 import logging
 from dataclasses import replace
 from typing import Any
@@ -30,10 +30,10 @@ from teachvllm.worker.memory_profiling import (
 )
 from .model_runner import ModelRunner
 
-# %% ../../nbs/44_worker.ipynb #44f0b89b
+# %% ../../nbs/44_worker.ipynb #0e3ce0b5
 logger = logging.getLogger("teachvllm")
 
-# %% ../../nbs/44_worker.ipynb #2dee3dbf
+# %% ../../nbs/44_worker.ipynb #2aa1dc1e
 def check_capability(dtype: str, capability: tuple[int, int]) -> None:
     "Raise `ValueError` if a GPU of compute `capability` does not multiply `dtype`."
     require(
@@ -41,7 +41,7 @@ def check_capability(dtype: str, capability: tuple[int, int]) -> None:
         f"dtype=bfloat16 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}: use dtype='half'",
     )
 
-# %% ../../nbs/44_worker.ipynb #6b5836d7
+# %% ../../nbs/44_worker.ipynb #6b0f5037
 class WorkerBase:
     """A device, and a model loaded onto it: how every worker begins. vLLM: `worker/worker_base.py`."""
 
@@ -77,7 +77,7 @@ class WorkerBase:
         "Bytes that loading the model took, measured."
         return self.loaded.ours - self.start.ours
 
-# %% ../../nbs/44_worker.ipynb #26aa6e31
+# %% ../../nbs/44_worker.ipynb #d3756749
 class Worker(WorkerBase):
     """A device with a model and a cache. The executor calls its methods in this order, in whatever process it lives:
     `init_device`, `load_model`, `determine_num_available_blocks`, `initialize_cache`, then `execute_model` each step.
@@ -124,7 +124,7 @@ class Worker(WorkerBase):
         "Forget all sequences, after a step that failed."
         self.model_runner.reset()
 
-# %% ../../nbs/44_worker.ipynb #c3adabf7
+# %% ../../nbs/44_worker.ipynb #265ff4bb
 class WorkerWrapperBase:
     """Stands for a worker before there is one: the class is looked up and created where the worker shall live.
 
