@@ -8,12 +8,13 @@ __all__ = ['PROMPTS', 'QUESTION', 'SAMPLING', 'add_sampling_args', 'sampling_par
 
 # %% ../nbs/98_command_line.ipynb #9505a9cd
 import argparse
+import difflib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .config import EngineArgs
+from .config import EngineArgs, require
 from .sampling_params import RequestOutputKind, SamplingParams
 
 # %% ../nbs/98_command_line.ipynb #afc3e246
@@ -61,6 +62,7 @@ def make_llm(parsed: argparse.Namespace):
 def run_generate(parsed: argparse.Namespace) -> None:
     "`teachvllm generate TEXT…`: each text with its continuation."
     texts = [line.rstrip("\n") for line in sys.stdin] if parsed.text == ["-"] else parsed.text
+    require(all(texts), "a text is empty: there is nothing to continue")
     with make_llm(parsed) as llm:
         for output in llm.generate(texts, sampling_params(parsed)):
             print(output.prompt + output.outputs[0].text, flush=True)
@@ -120,7 +122,7 @@ def run_demo(parsed: argparse.Namespace) -> None:
     parsed.out.mkdir(parents=True, exist_ok=True)
     figures = {"block_table.png": plot_block_table(trace), "memory.png": plot_memory(trace.memory)}
     for name, figure in figures.items():
-        figure.savefig(parsed.out / name, bbox_inches="tight")
+        figure.savefig(parsed.out / name, bbox_inches="tight", dpi=200)
         print(f"saved {parsed.out / name}")
 
 # %% ../nbs/98_command_line.ipynb #16e2bc9b
@@ -131,10 +133,11 @@ def make_parser() -> argparse.ArgumentParser:
     for name, run, help in (
         ("generate", run_generate, "continue one or more texts"),
         ("chat", run_chat, "talk with the model; an empty line or Ctrl-D ends it"),
-        ("demo", run_demo, "answer the book's four prompts, and draw what the engine did"),
+        ("demo", run_demo, "continue the book's four prompts, answer a question, and draw what the engine did"),
     ):
         usage = f"teachvllm {name} {'' if name == 'demo' else 'TEXT ... '}[options]"
-        command = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", usage=usage)
+        about = f"{help[0].upper()}{help[1:]}."
+        command = commands.add_parser(name, help=help, description=about, usage=usage, allow_abbrev=False)
         command.set_defaults(run=run)
         EngineArgs.add_cli_args(command.add_argument_group("engine"))  # type: ignore[arg-type]
         if name == "demo":
@@ -149,7 +152,12 @@ def make_parser() -> argparse.ArgumentParser:
 # %% ../nbs/98_command_line.ipynb #b2c96ce8
 def main(argv: list[str] | None = None) -> int:
     "Run a command; an error that the user can mend is one line, not a traceback."
-    parsed = make_parser().parse_args(argv)
+    parser = make_parser()
+    parsed, unknown = parser.parse_known_args(argv)
+    if unknown:
+        options = ["--" + name.replace("_", "-") for name in vars(parsed)]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+        parser.error(f"unknown: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else ""))
     try:
         parsed.run(parsed)
     except KeyboardInterrupt:

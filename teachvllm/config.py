@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'GGUF_NUMBERS', 'GGUF_CONFIG', 'DTYPES', 'LOAD_FORMATS', 'NotSupportedYet', 'UnknownArgument',
-           'require', 'check_number', 'check_names', 'html_table', 'ShowAsTable', 'bundled_model', 'cache_folder',
-           'download', 'find_model', 'read_gguf_header', 'load_gguf_config', 'load_hf_config', 'resolve_dtype',
-           'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'ParallelConfig', 'DeviceConfig', 'LoadConfig',
-           'VllmConfig', 'CliArgs', 'arg', 'EngineArgs', 'create_model_config', 'create_engine_config']
+           'require', 'kinds_of', 'check_number', 'check_names', 'html_table', 'ShowAsTable', 'bundled_model',
+           'cache_folder', 'download', 'find_model', 'read_gguf_header', 'load_gguf_config', 'load_hf_config',
+           'resolve_dtype', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'ParallelConfig', 'DeviceConfig',
+           'LoadConfig', 'VllmConfig', 'CliArgs', 'arg', 'EngineArgs', 'create_model_config', 'create_engine_config']
 
 # %% ../nbs/01_config.ipynb #a641205c
 import argparse
@@ -40,27 +40,38 @@ def require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 # %% ../nbs/01_config.ipynb #1d37319d
-def check_number(name: str, kind: Any, value: Any) -> None:
-    """Raise `ValueError` if the annotation `kind` promises a number and `value` is none.
+def kinds_of(annotation: Any) -> tuple:
+    "The types that an annotation allows: `int | None` allows two."
+    return annotation.__args__ if isinstance(annotation, types.UnionType) else (annotation,)
 
-    numpy's numbers are numbers too, and a whole number will do for a `float`.
+
+def check_number(name: str, kind: Any, value: Any) -> Any:
+    """`value`, as one of Python's own numbers if the annotation `kind` promises one; `ValueError` if it is none.
+
+    A numpy number becomes Python's, a whole number will do for a `float`, and a `bool` field takes True or False only.
     """
-    kinds = kind.__args__ if isinstance(kind, types.UnionType) else (kind,)
+    kinds = kinds_of(kind)
     if value is None and type(None) in kinds:
-        return
+        return None
     if float in kinds:
         require(isinstance(value, numbers.Real), f"{name}={value!r} must be a number")
-    elif int in kinds:
+        return value if isinstance(value, int) else float(value)
+    if int in kinds:
         require(isinstance(value, numbers.Integral), f"{name}={value!r} must be a whole number")
+        return int(value)
+    require(bool not in kinds or isinstance(value, bool), f"{name}={value!r} must be True or False")
+    return value
 
 # %% ../nbs/01_config.ipynb #1b066340
 def check_names(cls: Any) -> Any:
     """Class decorator for dataclasses: `cls(...)` refuses unknown names and, where a number belongs, other types.
 
     An unknown name raises `UnknownArgument` with the nearest known one. A name in `cls.LATER` raises `NotSupportedYet`,
-    unless its value is the one given there, which asks for nothing.
+    unless its value is the one given there, which asks for nothing. None for a field that cannot be None is its default.
     """
     init, known, later = cls.__init__, {f.name: f.type for f in dataclasses.fields(cls)}, getattr(cls, "LATER", {})
+    no_default = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    optional = {name for name, kind in known.items() if type(None) not in kinds_of(kind) and name not in no_default}
 
     @functools.wraps(init)
     def checked_init(self, *args, **kwargs):
@@ -72,9 +83,10 @@ def check_names(cls: Any) -> Any:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean `{near[0]}`?" if near else f"known are: {', '.join(known)}"
                 raise UnknownArgument(f"{cls.__name__} has no argument `{name}`; {hint}")
-        for name, value in [*zip(known, args), *kwargs.items()]:
-            check_number(name, known[name], value)
-        init(self, *args, **kwargs)
+            elif kwargs[name] is None and name in optional:
+                del kwargs[name]
+        args = (*(check_number(name, known[name], value) for name, value in zip(known, args)), *args[len(known) :])
+        init(self, *args, **{name: check_number(name, known[name], value) for name, value in kwargs.items()})
 
     cls.__init__ = checked_init
     return cls
@@ -256,6 +268,7 @@ def resolve_dtype(asked: str, device: str, checkpoint: str = "float32") -> str:
     on a GPU it is the checkpoint's (float32 becomes float16), with float16 where there is no bfloat16."""
     import torch
 
+    asked = str(asked).removeprefix("torch.")  # torch.float32 will do as well
     require(asked == "auto" or asked in DTYPES, f"dtype={asked!r}: choose auto, {', '.join(DTYPES)}")
     if asked != "auto":
         return DTYPES[asked]
@@ -286,7 +299,7 @@ class ModelConfig(ShowAsTable):
 
     def __post_init__(self):
         asked, longest = self.max_model_len, self.hf_config.max_position_embeddings
-        require(asked > 0, f"max_model_len={asked} must be positive")
+        require(asked > 1, f"max_model_len={asked} must be positive, and 2 at least: one token in, one out")
         require(
             asked <= longest, f"max_model_len={asked} is more than the {longest} positions this model was trained for"
         )
@@ -499,7 +512,9 @@ class EngineArgs(CliArgs, ShowAsTable):
         "guided_decoding_backend": "auto", "speculative_model": None, "speculative_config": None, "max_logprobs": 20,
         "enable_sleep_mode": False, "compilation_config": None, "async_scheduling": False, "tokenizer_mode": "auto",
         "task": "auto", "runner": "auto", "hf_overrides": None, "worker_extension_cls": "", "tokenizer_revision": None,
-        "code_revision": None, "scheduler_delay_factor": 0.0, "logprobs_mode": "raw_logprobs",
+        "code_revision": None, "scheduler_delay_factor": 0.0, "logprobs_mode": "raw_logprobs", "download_dir": None,
+        "served_model_name": None, "override_generation_config": None, "disable_custom_all_reduce": False,
+        "rope_scaling": None, "rope_theta": None, "hf_token": None, "allowed_local_media_path": "",
     }  # fmt: skip
 
     def create_engine_config(self) -> VllmConfig:

@@ -80,7 +80,8 @@ class InputProcessor:
         if isinstance(prompt, dict):
             ids = prompt.get("prompt_token_ids")
             known = ids is not None or "prompt" in prompt
-            require(known, f"a prompt dict needs `prompt` or `prompt_token_ids`, not {list(prompt)}")
+            known = known and set(prompt) <= {"prompt", "prompt_token_ids"}
+            require(known, f"a prompt dict has `prompt` or `prompt_token_ids`, not {list(prompt)}")
             return self._read(prompt["prompt"]) if ids is None else (prompt.get("prompt"), self._read_ids(ids))
         return None, self._read_ids(prompt)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from numbers import Integral
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -24,7 +25,7 @@ from .trace import Trace
 # %% ../nbs/61_llm.ipynb #e74f9911
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     "A list of prompts, from one or many: a string, a dict and a list of ints are one."
-    single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
 
 # %% ../nbs/61_llm.ipynb #46af28b3
@@ -32,6 +33,8 @@ def as_params(params: SamplingParams | Sequence[SamplingParams], num_prompts: in
     "One `SamplingParams` a prompt, from one for all or one for each; only final outputs are asked for."
     if isinstance(params, SamplingParams):
         return [replace(params, output_kind=RequestOutputKind.FINAL_ONLY)] * num_prompts
+    ok = isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)
+    require(ok, f"sampling_params={params!r:.80} must be a SamplingParams, or a list with one for each prompt")
     require(
         len(params) == num_prompts,
         f"{len(params)} sampling_params for {num_prompts} prompts: give one for all, or one for each",
@@ -155,15 +158,24 @@ class LLM(EngineOwner):
         messages: list[dict] | list[list[dict]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
         chat_template: str | None = None,
-        **template_options: Any,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        "Answer one conversation, or each of a list: messages are dicts with `role` and `content`."
-        require(len(messages) > 0, "messages is empty")
+        """Answer one conversation, or each of a list: messages are dicts with `role` and `content`.
+
+        What comes after the `*` goes to the chat template, which may ignore it; `None` is the model's own template.
+        """
+        require(isinstance(messages, list) and len(messages) > 0, f"messages={messages!r:.80} must be a list of dicts")
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        tokenizer = self.get_tokenizer()
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools} | (chat_template_kwargs or {})
+        if continue_final_message:
+            options |= {"continue_final_message": True, "add_generation_prompt": False}
         prompts: list[Prompt] = [
-            apply_chat_template(tokenizer, conversation, chat_template, **template_options)  # type: ignore[arg-type]
+            apply_chat_template(self.get_tokenizer(), conversation, chat_template, **options)  # type: ignore[arg-type]
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm)

@@ -116,5 +116,6 @@ def check_supported(p: SamplingParams) -> None:
     "Raise `NotSupportedYet` if `p` asks for something that the engine would otherwise ignore."
     for name, neutral in NOT_YET.items():
         value = getattr(p, name)
-        if value != neutral and not (name == "best_of" and value == 1):
+        nothing = value == neutral or value in ([], {}) or (name == "best_of" and value == 1)
+        if not nothing:
             raise NotSupportedYet(f"SamplingParams: {name}={value!r} is not in teachvllm yet (only {neutral!r} is)")

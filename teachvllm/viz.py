@@ -8,14 +8,10 @@ __all__ = ['PALETTE', 'HATCHES', 'NO_STEPS', 'PHASES', 'new_axes', 'request_styl
 
 # %% ../nbs/06_viz.ipynb #454d0837
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .config import require
 from .trace import Trace, request_phases
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # %% ../nbs/06_viz.ipynb #bc2e567b
 # Okabe and Ito's colours (2008): blue, orange, green, vermillion, purple, sky blue, yellow, black
@@ -24,7 +20,7 @@ HATCHES = ["", "///", "...", "xxx"]  # beside the colour, from the eighth reques
 NO_STEPS = "the trace has no steps: run the engine inside `with llm.record() as trace`"
 
 # %% ../nbs/06_viz.ipynb #2291dc57
-def new_axes(width: float = 7.0, height: float = 3.5, ax: "Axes | None" = None) -> "Axes":
+def new_axes(width: float = 7.0, height: float = 3.5, ax: Any = None) -> Any:
     """The axes to draw on: `ax`, or those of a new figure of `width` × `height` inches.
 
     The new figure is closed in pyplot at once, so Jupyter shows it exactly once: when it is a cell's last expression.
@@ -114,7 +110,7 @@ class BlockTableLayout:
 
 # %% ../nbs/06_viz.ipynb #db506712
 def draw_box(
-    ax: "Axes", x: float, y: float, width: float, height: float, text: str = "", size: float = 6, **style: Any
+    ax: Any, x: float, y: float, width: float, height: float, text: str = "", size: float = 6, **style: Any
 ) -> None:
     "A rectangle with its corner at `x`, `y`, and a text in its middle."
     from matplotlib.patches import Rectangle
@@ -124,7 +120,7 @@ def draw_box(
         ax.text(x + width / 2, y + height / 2, text, size=size, ha="center", va="center_baseline", parse_math=False)
 
 
-def draw_tables(ax: "Axes", layout: BlockTableLayout) -> None:
+def draw_tables(ax: Any, layout: BlockTableLayout) -> None:
     "One row a request: its physical block ids, in logical order."
     hidden = len(layout.step.block_tables) - len(layout.table_tops)
     note = f" ({hidden} more requests not shown)" if hidden else ""
@@ -140,7 +136,7 @@ def draw_tables(ax: "Axes", layout: BlockTableLayout) -> None:
             draw_box(ax, *corner, layout.CELL, 0.22, str(block), 8, **style)
 
 # %% ../nbs/06_viz.ipynb #1ad42c17
-def draw_block(ax: "Axes", layout: BlockTableLayout, index: int) -> None:
+def draw_block(ax: Any, layout: BlockTableLayout, index: int) -> None:
     "A physical block: whose it is, and its slots, those that hold a token coloured."
     trace, block = layout.trace, layout.blocks[index]
     x, y = layout.block_at(index)
@@ -163,7 +159,7 @@ def draw_block(ax: "Axes", layout: BlockTableLayout, index: int) -> None:
         draw_box(ax, *corner, layout.slot_width, layout.slot_height, token_label(text, layout.num_chars), **style)
 
 # %% ../nbs/06_viz.ipynb #4c251414
-def plot_block_table(trace: Trace, step: int = -1, ax: "Axes | None" = None) -> "Figure":
+def plot_block_table(trace: Trace, step: int = -1, ax: Any = None) -> Any:
     """The picture of paging after a step: each request's block table, and the physical blocks with the tokens in them.
 
     A slot is coloured when it holds a token of the request whose colour it is; `request 2[1]` is logical block 1 of
@@ -184,7 +180,7 @@ def plot_block_table(trace: Trace, step: int = -1, ax: "Axes | None" = None) -> 
     ax.set_ylabel("physical blocks, by id", size=8, loc="bottom")
     for side in ax.spines.values():
         side.set_visible(False)
-    return ax.figure  # type: ignore[return-value]
+    return ax.figure
 
 # %% ../nbs/06_viz.ipynb #d95f521f
 PHASES = {  # phase -> colour, hatch
@@ -213,15 +209,15 @@ def phase_spans(trace: Trace, by: str = "seconds") -> list[tuple[str, str, float
     return spans
 
 # %% ../nbs/06_viz.ipynb #81e2febb
-def legend_below(ax: "Axes", **options: Any) -> None:
+def legend_below(ax: Any, **options: Any) -> None:
     "A legend in one line, half an inch under the axes."
     from matplotlib.transforms import ScaledTranslation
 
-    below = ax.transAxes + ScaledTranslation(0, -0.5, ax.figure.dpi_scale_trans)  # type: ignore[union-attr]
+    below = ax.transAxes + ScaledTranslation(0, -0.5, ax.figure.dpi_scale_trans)
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below, ncols=5, fontsize=8, **options)
 
 # %% ../nbs/06_viz.ipynb #4ff28e4f
-def plot_timeline(trace: Trace, ax: "Axes | None" = None, by: str = "seconds") -> "Figure":
+def plot_timeline(trace: Trace, ax: Any = None, by: str = "seconds") -> Any:
     "A Gantt chart, one row a request, over seconds or `by='steps'`: when it waited, prefilled, decoded, ended."
     from matplotlib.patches import Patch
 
@@ -246,10 +242,10 @@ def plot_timeline(trace: Trace, ax: "Axes | None" = None, by: str = "seconds") -
     handles: list[Any] = [Patch(facecolor=c, hatch=h, edgecolor="black", label=p) for p, (c, h) in PHASES.items()]
     handles += ax.plot([], [], "D", color=PALETTE[7], ms=6, label="finished")
     legend_below(ax, handles=handles)
-    return ax.figure  # type: ignore[return-value]
+    return ax.figure
 
 # %% ../nbs/06_viz.ipynb #44a4864e
-def plot_free_blocks(trace: Trace, ax: "Axes | None" = None) -> "Figure":
+def plot_free_blocks(trace: Trace, ax: Any = None) -> Any:
     "Blocks in use and free after each step, with the steps that preempted somebody marked."
     require(len(trace.steps) > 0, NO_STEPS)
     ax = new_axes(7, 3, ax)
@@ -265,12 +261,12 @@ def plot_free_blocks(trace: Trace, ax: "Axes | None" = None) -> "Figure":
     ax.set(xlim=(0, num_steps), ylim=(0, top), xlabel="step", ylabel="KV blocks")
     ax.set_title(f"At most {max(used)} of {trace.num_blocks} blocks of {trace.block_size} tokens in use")
     legend_below(ax)
-    return ax.figure  # type: ignore[return-value]
+    return ax.figure
 
 # %% ../nbs/06_viz.ipynb #883e8dec
 def plot_memory(
-    waterfall: dict[str, int], measured: dict[str, int] | None = None, ax: "Axes | None" = None
-) -> "Figure":
+    waterfall: dict[str, int], measured: dict[str, int] | None = None, ax: Any = None
+) -> Any:
     """A waterfall of bytes by kind (`MemoryProfile.waterfall`): each bar begins where the one before ended.
 
     `measured` bytes, where they are given, stand hatched below. A kind `free` that would dwarf the others is cut.
@@ -297,4 +293,4 @@ def plot_memory(
     ax.set_yticks(range(len(waterfall)), list(waterfall))
     ax.set(xlim=(0, 1.45 * limit / scale), ylim=(len(waterfall) - 0.5, -0.5), ylabel="kind of memory")
     ax.set(xlabel=f"memory, one kind after the other ({unit})", title=f"Where {format_bytes(total)} of memory go")
-    return ax.figure  # type: ignore[return-value]
+    return ax.figure

@@ -14,10 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from .backend import AttentionBackend, AttentionMetadata
 
 # %% ../../nbs/21_cpu_attention.ipynb #f3b565ea
-def bucket_by_length(seq_lens: torch.Tensor, smallest: int = 64) -> list[torch.Tensor]:
-    "Rows grouped so that in a group the longest is at most twice the shortest, or `smallest`."
+def bucket_by_length(seq_lens: torch.Tensor, smallest: int = 64, most: int = 1 << 16) -> list[torch.Tensor]:
+    """Rows grouped so that in a group the longest is at most twice the shortest, or `smallest`.
+
+    A group has at most `most` tokens, padding counted, or a single row.
+    """
     bits = torch.log2(seq_lens.clamp(min=smallest).double()).ceil()
-    return [torch.nonzero(bits == b).flatten() for b in bits.unique()]
+    buckets = [torch.nonzero(bits == b).flatten() for b in bits.unique()]
+    return [part for rows in buckets for part in rows.split(max(1, most // int(seq_lens[rows].max())))]
 
 # %% ../../nbs/21_cpu_attention.ipynb #ea226ce9
 HEAD_FIRST = (0, 3, 1, 2, 4)  # in memory: keys or values, KV head, block, offset in the block, element
@@ -34,7 +38,6 @@ class Part:
     pages: torch.Tensor  # [n * num_pages] int64: block ids, one sequence after the other
     stale: torch.Tensor  # int64: gathered positions, of n * num_pages * block_size, past the last of `tokens`
     hidden: torch.Tensor  # [n, 1, m, h] bool, for the last h gathered positions: True where a token must not look
-    gathered: torch.Tensor | None = None  # room for the pages, made by the first layer and used again by all others
 
 # %% ../../nbs/21_cpu_attention.ipynb #d35aa098
 def plan_part(
@@ -92,9 +95,11 @@ class TorchSDPABackend(AttentionBackend):
     def attend(self, q, kv_cache, meta):
         "Run the plan: gather each part's pages, and attend."
         pages, out = kv_cache.permute(HEAD_FIRST), torch.empty_like(q)
+        page = 2 * self.num_kv_heads * kv_cache.shape[2] * self.head_size  # elements
+        room = kv_cache.new_empty(page * max(len(part.pages) for part in meta.plan))  # for one part after the other
         for part in meta.plan:
-            part.gathered = torch.index_select(pages, 2, part.pages, out=part.gathered)
-            kv = part.gathered.view(2, self.num_kv_heads, -1, self.head_size)
+            kv = room[: page * len(part.pages)].view(2, self.num_kv_heads, len(part.pages), -1, self.head_size)
+            kv = torch.index_select(pages, 2, part.pages, out=kv).view(2, self.num_kv_heads, -1, self.head_size)
             alone = part.tokens.numel() == 1 and kv.shape[2] <= FUSED_UP_TO
             run = self._alone if alone and self.window is None and self.soft_cap is None else self._together
             out[part.tokens] = run(q[part.tokens], kv, part)

@@ -12,6 +12,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -79,6 +80,7 @@ class OutputState(StopChecker):
         super().__init__(group, tokenizer, max_model_len)
         self.prompt_token_ids = list(group.first_seq.token_ids)  # shared by all outputs
         self.num_sent_tokens = self.num_sent_chars = 0
+        self._offered = (0, 0)
 
     def make_output(self) -> RequestOutput | None:
         "What the user gets now, by the request's `output_kind`; None if that is nothing."
@@ -86,16 +88,20 @@ class OutputState(StopChecker):
         kind = self.params.output_kind
         if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
-        text, token_ids = self._text(finished), seq.output_token_ids
-        if kind is RequestOutputKind.DELTA:
-            whole, text, token_ids = text, text[self.num_sent_chars :], token_ids[self.num_sent_tokens :]
-            self.num_sent_chars, self.num_sent_tokens = len(whole), self.num_sent_tokens + len(token_ids)
+        chars, tokens = (self.num_sent_chars, self.num_sent_tokens) if kind is RequestOutputKind.DELTA else (0, 0)
+        text, token_ids = self._text(finished), seq.token_ids[seq.num_prompt_tokens + tokens :]
+        self._offered = len(text), tokens + len(token_ids)
+        text = text[chars:]
         reason = seq.status.value if finished else None
         completion = CompletionOutput(0, text, token_ids, finish_reason=reason, stop_reason=seq.stop_reason)
         return RequestOutput(
             group.request_id, group.prompt, self.prompt_token_ids, [completion], finished,
             metrics=group.metrics, num_cached_tokens=0,
         )  # fmt: skip
+
+    def told(self) -> None:
+        "The output that was made last has been handed out: the next delta begins after it."
+        self.num_sent_chars, self.num_sent_tokens = self._offered
 
     def _text(self, finished: bool) -> str:
         if self.detokenizer is None:
@@ -115,41 +121,51 @@ class RequestTable:
         self.input_processor = InputProcessor(model, tokenizer)
         self.eos_token_ids = get_eos_token_ids(model, tokenizer)
         self.states: dict[str, OutputState] = {}
+        self.untold: dict[str, SequenceGroup] = {}  # have news that their users were not given yet
         self._seq_counter = count()
         self._random = random.Random(model.seed)  # gives a seed to each request that brings none
 
     def add(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
         "Check a request and queue it; `ValueError` if it can never run, and then it is not there."
         require(request_id not in self.states, f"request_id={request_id!r} is in use")
+        params = replace(params)  # checked again, and ours: the user may change the one that was given
         text, token_ids = self.input_processor(prompt, params)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         seq = Sequence(next(self._seq_counter), token_ids)
         group = SequenceGroup(request_id, [seq], params, text, eos.union(params.stop_token_ids), seed)
+        state = OutputState(group, self.tokenizer, self.max_model_len)
         self.scheduler.add_seq_group(group)
-        self.states[request_id] = OutputState(group, self.tokenizer, self.max_model_len)
+        self.states[request_id] = state
 
     def abort(self, request_ids: Iterable[str]) -> None:
         "End requests wherever they are, with no output; unknown ids are passed over."
         for request_id in request_ids:
             self.scheduler.abort_seq_group(request_id)
             self.states.pop(request_id, None)
+            self.untold.pop(request_id, None)
 
     def process(self, new_tokens: list[tuple[int, int]]) -> tuple[list[RequestOutput], list[SequenceGroup]]:
-        "A step's `(seq_id, token_id)`s: append, stop, free; returns what there is to tell the users, and who finished."
-        now, touched = time.monotonic(), {}
+        """A step's `(seq_id, token_id)`s: append, stop, free; returns what there is to tell the users, and who finished.
+
+        If it fails, nothing counts as told: the next call tells it.
+        """
+        now = time.monotonic()
         for seq_id, token_id in new_tokens:
             if seq_id in self.scheduler.seqs:  # else it was aborted meanwhile
                 group, seq = self.scheduler.seqs[seq_id]
-                touched[group.request_id] = group
+                self.untold[group.request_id] = group
                 group.metrics.first_token_time = group.metrics.first_token_time or now
                 if status := self.states[group.request_id].append(seq, token_id):
                     self.scheduler.finish_seq(seq, status)
-        finished = self.scheduler.free_finished_seq_groups()  # also those that the scheduler itself ended
-        for group in finished:
+        for group in self.scheduler.free_finished_seq_groups():  # also those that the scheduler itself ended
             group.metrics.finished_time = now
-            touched[group.request_id] = group
-        outputs = [self.states[request_id].make_output() for request_id in touched]
+            self.untold[group.request_id] = group
+        outputs = [self.states[request_id].make_output() for request_id in self.untold]
+        groups, self.untold = list(self.untold.values()), {}
+        finished = [group for group in groups if group.is_finished()]
+        for group in groups:
+            self.states[group.request_id].told()
         for group in finished:
             del self.states[group.request_id]
         return [output for output in outputs if output is not None], finished
@@ -165,7 +181,7 @@ def init_logger() -> None:
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)
     if logger.level == logging.NOTSET:
-        logger.setLevel(os.environ.get("TEACHVLLM_LOGGING_LEVEL", "INFO"))
+        logger.setLevel(os.environ.get("TEACHVLLM_LOGGING_LEVEL", "INFO").upper())
 
 # %% ../../nbs/60_llm_engine.ipynb #4106fd35
 class StatLogger:
@@ -202,7 +218,7 @@ class TraceRecorder:
         names = {seq_id: group.request_id for seq_id, (group, _) in scheduler.seqs.items()}
         holding = {seq_id: scheduler.seqs[seq_id][1] for seq_id in manager.block_tables}
         for group, seq in scheduler.seqs.values():
-            self.trace.num_prompt_tokens.setdefault(group.request_id, seq.num_prompt_tokens)
+            self.trace.num_prompt_tokens[group.request_id] = seq.num_prompt_tokens
         step = StepTrace(
             step=len(self.trace.steps),
             start=times[0] - self.begin,
@@ -226,6 +242,8 @@ class TraceRecorder:
         "The outputs are made: how long that took, who finished, and what their texts are, token by token."
         self.trace.steps[-1].process_seconds = time.perf_counter() - self.since
         self.trace.steps[-1].finished = [group.request_id for group in groups]
+        for group in groups:  # the scheduler may have ended one before it ever ran
+            self.trace.num_prompt_tokens[group.request_id] = group.first_seq.num_prompt_tokens
         for group in groups if self.tokenizer else ():
             self.trace.texts[group.request_id] = [self.tokenizer.decode([i]) for i in group.first_seq.token_ids]
 
@@ -324,7 +342,7 @@ class LLMEngine(EngineCore):
 
     def has_unfinished_requests(self) -> bool:
         "Whether `step` has anything to do."
-        return self.scheduler.has_unfinished_seqs()
+        return self.scheduler.has_unfinished_seqs() or bool(self.requests.untold)
 
     def get_num_unfinished_requests(self) -> int:
         "Requests that wait or run."

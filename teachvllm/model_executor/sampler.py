@@ -49,7 +49,9 @@ def keep_mask(top: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p
     whole = torch.where(top_k > top.shape[1], 1.0, top.sum(-1))
     share = torch.where(top_p < 1, top_p * whole, torch.inf)
     before = top.cumsum(-1) - top  # probability of all likelier tokens
-    return keep & (before < share[:, None]) & (top >= min_p[:, None] * top[:, :1])
+    keep = keep & (before < share[:, None]) & (top >= min_p[:, None] * top[:, :1])
+    keep[:, 0] = True  # the likeliest stays, however small a top_p becomes in float32
+    return keep
 
 # %% ../../nbs/32_sampler.ipynb #b2a0a71f
 @dataclass

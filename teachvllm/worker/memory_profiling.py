@@ -198,6 +198,11 @@ def check_enough_blocks(
     knobs = "raise gpu_memory_utilization or kv_cache_memory_bytes"
     if num_blocks <= 0:
         raise ValueError(f"no memory for the KV cache: {have} leaves no block of {block_bytes} bytes; {knobs}")
+    if num_blocks * block_bytes > profile.total:
+        raise ValueError(
+            f"{num_blocks} KV blocks would take {num_blocks * block_bytes / GiB:.1f} GiB of the {profile.total / GiB:.1f} "
+            "there are: lower num_gpu_blocks_override or kv_cache_memory_bytes"
+        )
     tokens = num_blocks * config.block_size
     if config.num_gpu_blocks_override is None and tokens < max_model_len:
         raise ValueError(

@@ -90,7 +90,8 @@ class InputBatch(DenseRows):
         self.temperature[row], self.top_p[row], self.min_p[row] = params.temperature, params.top_p, params.min_p
         self.top_k[row] = params.top_k if 0 < params.top_k < vocab else vocab
         self.seed[row] = new.seed % 2**64
-        self.min_len[row] = new.num_prompt_tokens + params.min_tokens if new.stop_token_ids else 0
+        shortest = new.num_prompt_tokens + min(params.min_tokens, self.token_ids.shape[1])
+        self.min_len[row] = shortest if new.stop_token_ids else 0
         if new.stop_token_ids:
             missing = len(new.stop_token_ids) - self.stop_ids.shape[1]
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, max(0, missing))), mode="edge")
@@ -189,22 +190,24 @@ def sampling_arrays(state: InputBatch, rows: np.ndarray) -> dict[str, np.ndarray
     return arrays
 
 # %% ../../nbs/41_model_runner.ipynb #5e865f6e
-PROFILED_CONTEXT = 1 << 16  # tokens of context that the decoding half of the largest batch has, all together
+PROFILED_CONTEXT = 1 << 16  # tokens of context that the decoding sequences have, all together
 
 
 def largest_batch(config: VllmConfig) -> SchedulerOutput:
     """Orders for the largest step this configuration allows: all tokens, all sequences, the costliest sampling.
 
+    All but a few sequences decode; the rest of the tokens are the last ones of prompts as long as may be.
     Its sequences share their blocks, 0 and up: only what it costs means anything.
     """
     scheduler, model, block_size = config.scheduler_config, config.model_config, config.cache_config.block_size
     num_tokens, longest = scheduler.max_num_batched_tokens, model.max_model_len - 1
     num_seqs = min(scheduler.max_num_seqs, num_tokens)
-    num_decodes = num_seqs // 2
+    num_chunks = min(num_seqs, max(1, num_blocks_for(num_tokens - num_seqs, longest)))
+    num_decodes = num_seqs - num_chunks
     context = max(1, min(longest, PROFILED_CONTEXT // max(1, num_decodes)))
-    rest = np.array_split(np.arange(num_tokens - num_decodes), num_seqs - num_decodes)
-    lengths = [context] * num_decodes + [max(1, min(len(part), longest)) for part in rest]
-    scheduled = [1] * num_decodes + lengths[num_decodes:]
+    chunks = np.array_split(np.arange(min(num_tokens - num_decodes, num_chunks * longest)), num_chunks)
+    lengths = [context] * num_decodes + [longest] * num_chunks
+    scheduled = [1] * num_decodes + [len(chunk) for chunk in chunks]
     blocks = list(range(num_blocks_for(max(lengths), block_size)))
     params = SamplingParams(top_p=0.99, top_k=model.vocab_size - 1)
     new = [
@@ -266,10 +269,13 @@ class ModelRunner:
         return self.sampler(logits, SamplingMetadata(greedy, **fields, banned=banned if len(banned[0]) else None))
 
     def profile_run(self) -> None:
-        "Run the largest legal batch, so that its memory can be measured. Nothing is kept."
+        """Run the largest legal batch, so that its memory can be measured. Nothing is kept.
+
+        Two layers show what all would: a layer's activations are freed before the next one's are made.
+        """
         out, model = largest_batch(self.config), self.config.model_config
-        num_blocks = len(out.new_seqs[0].block_ids)
+        num_blocks = len(out.new_seqs[0].block_ids)  # all of them share theirs
         shape = self.backend.get_kv_cache_shape(num_blocks, self.block_size, model.num_kv_heads, model.head_size)
         cache = torch.zeros(shape, dtype=getattr(torch, model.dtype), device=self.device)
-        self.execute_model(out, [cache] * model.num_layers)
+        self.execute_model(out, [cache] * min(2, model.num_layers))
         self.reset()

@@ -59,7 +59,6 @@ class WorkerBase:
             check_capability(self.config.model_config.dtype, torch.cuda.get_device_capability())
         else:
             keep_freed_memory()
-        torch.manual_seed(self.config.model_config.seed)
         self.start = take_snapshot(self.device)
         self.model_runner = ModelRunner(self.config)
 

@@ -92,7 +92,7 @@ class LlamaModel(nn.Module):
     ) -> torch.Tensor:
         "ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size]."
         x, cos_sin = self.embed_tokens(ids), self.rotary(positions)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+        for layer, kv_cache in zip(self.layers, kv_caches):  # fewer caches: a profile of the first layers
             x = layer(x, cos_sin, kv_cache, meta)
         return self.norm(x)
 

@@ -88,7 +88,7 @@ class OPTDecoder(nn.Module):
         x = self.embed_tokens(ids)
         x = x if self.project_in is None else self.project_in(x)
         x = x + self.embed_positions(positions + POSITION_OFFSET)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+        for layer, kv_cache in zip(self.layers, kv_caches):  # fewer caches: a profile of the first layers
             x = layer(x, kv_cache, meta)
         x = x if self.final_layer_norm is None else self.final_layer_norm(x)
         return x if self.project_out is None else self.project_out(x)
