@@ -5,6 +5,7 @@ import copy
 import importlib.metadata
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from execnb.nbio import nb2str, read_nb
 from IPython.core.inputtransformer2 import TransformerManager
@@ -145,6 +147,13 @@ def test_import_teachvllm_is_light() -> None:
     assert not heavy
 
 
+def test_import_works_beside_the_clone() -> None:
+    "There a folder of the package's name lies about: the clone itself, which is no package."
+    code = "from teachvllm import SamplingParams; print(SamplingParams.__module__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True)
+    assert done.stdout.strip() == "teachvllm.sampling_params", done.stderr
+
+
 def test_control_plane_needs_no_torch() -> None:
     assert CONTROL_PLANE, "teachvllm.core has no modules"
     assert "torch" not in loaded_by(*CONTROL_PLANE)
@@ -260,6 +269,12 @@ def test_every_exported_class_and_function_is_shown_in_its_notebook() -> None:
 def test_quarto_yml_is_one_file() -> None:
     link = ROOT / "nbs" / "_quarto.yml"
     assert link.is_symlink() and link.readlink() == Path("../_quarto.yml")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11) and not shutil.which("quarto"), reason="smalldocs needs Python 3.11")
+def test_site_builds() -> None:
+    done = subprocess.run([sys.executable, "tools/docs.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_sidebar_lists_every_notebook_in_order() -> None:

@@ -37,7 +37,7 @@ def main() -> None:
         if not smalldocs.exists():
             sys.exit("neither Quarto nor smalldocs is here; smalldocs needs Python 3.11 or newer")
         subprocess.run([smalldocs, "render", processed], check=True)
-        subprocess.run([smalldocs, "check", processed], check=False)
+        subprocess.run([smalldocs, "check", processed], check=True)  # broken links
     shutil.rmtree(site, ignore_errors=True)
     shutil.move(built, site)
     print(f"open {site.relative_to(ROOT)}/index.html")
