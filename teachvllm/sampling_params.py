@@ -48,7 +48,7 @@ class SamplingParams(ShowAsTable):
     top_p: float = 1.0  # keep the likeliest tokens that hold this much probability
     top_k: int = -1  # keep this many tokens; -1 or 0 = all
     min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
-    seed: int | None = None  # None or -1: the engine draws one
+    seed: int | None = None  # None or -1: the engine draws one. In bfloat16 rounding depends on the batch, and so may a draw
     stop: Any = None  # a string, a list of them or None; a list once constructed
     stop_token_ids: Any = None  # an int, a list of them or None; a list once constructed
     bad_words: list[str] | None = None
