@@ -149,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
             add_sampling_args(command)
     return parser
 
-# %% ../nbs/98_command_line.ipynb #b2c96ce8
+# %% ../nbs/98_command_line.ipynb #d59eed41
 def main(argv: list[str] | None = None) -> int:
     "Run a command; an error that the user can mend is one line, not a traceback."
     parser = make_parser()
@@ -167,6 +167,6 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     return 0
 
-# %% ../nbs/98_command_line.ipynb #5da20a04
+# %% ../nbs/98_command_line.ipynb #c2fae358
 if __name__ == "__main__" and "__file__" in globals():  # in a notebook there is no file
     sys.exit(main())

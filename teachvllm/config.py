@@ -6,8 +6,9 @@
 __all__ = ['DEFAULT_MODEL', 'GGUF_NUMBERS', 'GGUF_CONFIG', 'DTYPES', 'LOAD_FORMATS', 'NotSupportedYet', 'UnknownArgument',
            'require', 'kinds_of', 'check_number', 'check_names', 'html_table', 'ShowAsTable', 'bundled_model',
            'cache_folder', 'download', 'find_model', 'read_gguf_header', 'load_gguf_config', 'load_hf_config',
-           'resolve_dtype', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'ParallelConfig', 'DeviceConfig',
-           'LoadConfig', 'VllmConfig', 'CliArgs', 'arg', 'EngineArgs', 'create_model_config', 'create_engine_config']
+           'resolve_dtype', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'resolve_class', 'ParallelConfig',
+           'DeviceConfig', 'LoadConfig', 'VllmConfig', 'CliArgs', 'arg', 'EngineArgs', 'create_model_config',
+           'create_engine_config']
 
 # %% ../nbs/01_config.ipynb #a641205c
 import argparse
@@ -15,6 +16,9 @@ import dataclasses
 import difflib
 import functools
 import html
+import importlib
+import inspect
+import math
 import numbers
 import os
 import struct
@@ -317,6 +321,12 @@ class ModelConfig(ShowAsTable):
         lambda self: getattr(self.hf_config, "head_dim", None) or self.hidden_size // self.num_attention_heads
     )
 
+    @property
+    def sliding_window(self) -> int | None:
+        "Tokens that each layer looks back, itself included; None = all."
+        used = getattr(self.hf_config, "use_sliding_window", True)
+        return getattr(self.hf_config, "sliding_window", None) if used else None
+
 # %% ../nbs/01_config.ipynb #a762dc1a
 @check_names
 @dataclass(frozen=True)
@@ -327,8 +337,8 @@ class CacheConfig(ShowAsTable):
     gpu_memory_utilization: float = 0.9  # fraction of the device's memory this engine may use
     kv_cache_memory_bytes: int | None = None  # overrides the fraction
     num_gpu_blocks_override: int | None = None  # overrides both: for tests and experiments
-    swap_space: float = 0  # GiB of host memory for swapped-out blocks
-    enable_prefix_caching: bool = False
+    swap_space: float | None = None  # GiB of host memory for swapped-out blocks; None: 4, or less where memory is short
+    enable_prefix_caching: bool = True
 
     def __post_init__(self):
         require(1 <= self.block_size <= 256, f"block_size={self.block_size} must be between 1 and 256 tokens")
@@ -339,12 +349,8 @@ class CacheConfig(ShowAsTable):
         for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value} must be positive")
-        if self.enable_prefix_caching:
-            raise NotSupportedYet("enable_prefix_caching=True: prefix caching is not in teachvllm yet")
-        if self.swap_space:
-            raise NotSupportedYet(
-                f"swap_space={self.swap_space}: swapping is not in teachvllm yet, preemption recomputes"
-            )
+        swap = self.swap_space
+        require(swap is None or 0 <= swap < math.inf, f"swap_space={swap} GiB must be finite and not negative (0 is none)")
 
 # %% ../nbs/01_config.ipynb #d7270efb
 @check_names
@@ -356,9 +362,15 @@ class SchedulerConfig(ShowAsTable):
     max_num_seqs: int = 256  # sequences running at once
     max_num_batched_tokens: int = 2048  # tokens computed in one step
     enable_chunked_prefill: bool = True
+    policy: str | type = "fcfs"  # or "priority", or a class: who comes first, and who is preempted
+    preemption_mode: str | None = None  # "recompute", "swap"; None: swap requests of several sequences
     scheduler_cls: str | type = "teachvllm.core.scheduler.Scheduler"
 
     def __post_init__(self):
+        policy, mode = self.policy, self.preemption_mode
+        ok = not isinstance(policy, str) or policy in ("fcfs", "priority") or "." in policy
+        require(ok, f"scheduling_policy={policy!r}: choose fcfs or priority, or give a class")
+        require(mode in (None, "recompute", "swap"), f"preemption_mode={mode!r}: choose recompute or swap, or None")
         tokens = self.max_num_batched_tokens
         require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs} must be positive")
         require(tokens > 0, f"max_num_batched_tokens={tokens} must be positive")
@@ -369,6 +381,19 @@ class SchedulerConfig(ShowAsTable):
         )
 
 # %% ../nbs/01_config.ipynb #ff3fecfc
+def resolve_class(spec: str | type) -> Any:
+    "A class, given itself or its qualified name `package.module.Class`."
+    if isinstance(spec, type):
+        return spec
+    module, _, name = spec.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{spec!r} names no class that can be imported: {error}") from error
+    require(inspect.isclass(found), f"{spec!r} is not a class")
+    return found
+
+# %% ../nbs/01_config.ipynb #15ce861a
 @check_names
 @dataclass(frozen=True)
 class ParallelConfig(ShowAsTable):
@@ -391,7 +416,7 @@ class ParallelConfig(ShowAsTable):
 
     world_size = property(lambda self: self.tensor_parallel_size * self.pipeline_parallel_size)
 
-# %% ../nbs/01_config.ipynb #15ce861a
+# %% ../nbs/01_config.ipynb #9a0ca458
 @check_names
 @dataclass(frozen=True)
 class DeviceConfig(ShowAsTable):
@@ -407,7 +432,7 @@ class DeviceConfig(ShowAsTable):
         require(self.device != "cuda" or found == "cuda", 'device="cuda", but torch sees no CUDA device')
         object.__setattr__(self, "device", found if self.device == "auto" else self.device)
 
-# %% ../nbs/01_config.ipynb #9a0ca458
+# %% ../nbs/01_config.ipynb #4b974d0e
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 
@@ -421,7 +446,7 @@ class LoadConfig(ShowAsTable):
     def __post_init__(self):
         require(self.load_format in LOAD_FORMATS, f"load_format={self.load_format!r}: choose {', '.join(LOAD_FORMATS)}")
 
-# %% ../nbs/01_config.ipynb #4b974d0e
+# %% ../nbs/01_config.ipynb #8a3506bd
 @check_names
 @dataclass(frozen=True)
 class VllmConfig:
@@ -440,7 +465,7 @@ class VllmConfig:
     def _repr_html_(self) -> str:
         return "".join(getattr(self, f.name)._repr_html_() for f in dataclasses.fields(self))
 
-# %% ../nbs/01_config.ipynb #8a3506bd
+# %% ../nbs/01_config.ipynb #9755279d
 class CliArgs:
     "Mixin for a dataclass of arguments: each field becomes a command-line option with the same name in kebab case."
 
@@ -465,12 +490,12 @@ class CliArgs:
         names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
         return cls(**{name: getattr(parsed, name) for name in names if hasattr(parsed, name)})
 
-# %% ../nbs/01_config.ipynb #675e104f
+# %% ../nbs/01_config.ipynb #fd9d6e2d
 def arg(default: Any, help: str, **more: Any) -> Any:
     "A field of `EngineArgs`: its default, and the sentence that `--help` prints."
     return field(default=default, metadata={"help": help, **more})
 
-# %% ../nbs/01_config.ipynb #fd9d6e2d
+# %% ../nbs/01_config.ipynb #83ced775
 @check_names
 @dataclass
 class EngineArgs(CliArgs, ShowAsTable):
@@ -489,12 +514,14 @@ class EngineArgs(CliArgs, ShowAsTable):
     kv_cache_memory_bytes: int | None = arg(None, "bytes of KV cache, instead of a fraction of the memory")
     num_gpu_blocks_override: int | None = arg(None, "number of KV blocks, instead of measuring what fits")
     block_size: int = arg(16, "tokens in a KV block, 1 to 256")
-    swap_space: float = arg(0, "GiB of host memory for swapped-out blocks (not yet)")
+    swap_space: float | None = arg(None, "GiB of host memory for swapped-out blocks; default 4, less if memory is short")
     max_num_seqs: int = arg(256, "sequences running at once")
     max_num_batched_tokens: int | None = arg(None, "tokens computed in one step; default 2048")
     enforce_eager: bool = arg(False, "never record CUDA graphs (there are none yet: every step is eager)")
-    enable_prefix_caching: bool = arg(False, "find repeated prefixes again (not yet)")
+    enable_prefix_caching: bool = arg(True, "find blocks again that an earlier prompt with the same beginning has computed")
     enable_chunked_prefill: bool = arg(True, "split long prompts over several steps")
+    scheduling_policy: Any = arg("fcfs", "fcfs, priority, or a class: who comes first, and who is preempted", cli=str)
+    preemption_mode: str | None = arg(None, "recompute or swap; default: swap requests that have several sequences")
     load_format: str = arg("auto", f"one of {', '.join(LOAD_FORMATS)}")
     generation_config: str = arg("auto", "auto: the model's own sampling defaults and EOS ids; vllm: ignore its file")
     distributed_executor_backend: Any = arg(None, "uni, or an executor class", cli=str)
@@ -507,7 +534,7 @@ class EngineArgs(CliArgs, ShowAsTable):
 
     LATER: typing.ClassVar = {  # vLLM's, with the value that asks for nothing
         "cpu_offload_gb": 0, "max_seq_len_to_capture": 8192, "num_lookahead_slots": 0, "num_scheduler_steps": 1,
-        "preemption_mode": None, "scheduling_policy": "fcfs", "quantization": None, "kv_cache_dtype": "auto",
+        "quantization": None, "kv_cache_dtype": "auto",
         "enable_lora": False, "max_loras": 1, "max_lora_rank": 16, "limit_mm_per_prompt": None,
         "guided_decoding_backend": "auto", "speculative_model": None, "speculative_config": None, "max_logprobs": 20,
         "enable_sleep_mode": False, "compilation_config": None, "async_scheduling": False, "tokenizer_mode": "auto",
@@ -521,7 +548,7 @@ class EngineArgs(CliArgs, ShowAsTable):
         "The checked, nested configuration that these arguments describe; `ValueError` says what is wrong with them."
         return create_engine_config(self)
 
-# %% ../nbs/01_config.ipynb #706b462f
+# %% ../nbs/01_config.ipynb #9e793497
 def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
     "Find the model, read its configuration, and settle dtype and lengths."
     path = find_model(args.model, args.revision, weights=args.load_format != "dummy")
@@ -542,7 +569,7 @@ def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
         attention_backend=args.attention_backend,
     )
 
-# %% ../nbs/01_config.ipynb #f1dbea20
+# %% ../nbs/01_config.ipynb #f1dc1174
 def create_engine_config(args: EngineArgs) -> VllmConfig:
     "From flat arguments to one checked `VllmConfig`. vLLM: `EngineArgs.create_engine_config`."
 
@@ -555,5 +582,6 @@ def create_engine_config(args: EngineArgs) -> VllmConfig:
     tokens = args.max_num_batched_tokens
     if tokens is None:  # without chunks, a step must hold the longest prompt
         tokens = 2048 if args.enable_chunked_prefill else max(2048, model.max_model_len)
-    scheduler = pick(SchedulerConfig, max_model_len=model.max_model_len, max_num_batched_tokens=tokens)
+    limits = {"max_model_len": model.max_model_len, "max_num_batched_tokens": tokens, "policy": args.scheduling_policy}
+    scheduler = pick(SchedulerConfig, **limits)
     return VllmConfig(model, cache, scheduler, parallel, device, load)

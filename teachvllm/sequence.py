@@ -6,6 +6,7 @@
 __all__ = ['SequenceStatus', 'Sequence', 'RequestMetrics', 'SequenceGroup', 'CompletionOutput', 'RequestOutput']
 
 # %% ../nbs/03_sequence.ipynb #a03b10a0
+import copy
 import enum
 import time
 from dataclasses import dataclass, field
@@ -25,10 +26,8 @@ class SequenceStatus(enum.Enum):
     FINISHED_LENGTH_CAPPED = "length"
     FINISHED_ABORTED = "abort"
 
-    @property
-    def finished(self) -> bool:
-        "Whether nothing more will be computed."
-        return self.name.startswith("FINISHED")
+    def __init__(self, value: str):
+        self.finished = value in ("stop", "length", "abort")  # nothing more will be computed
 
 # %% ../nbs/03_sequence.ipynb #d29652ca
 class Sequence:
@@ -38,13 +37,23 @@ class Sequence:
     and values are in the cache: preemption sets it back to 0. vLLM: `Sequence` in `sequence.py`.
     """
 
-    def __init__(self, seq_id: int, prompt_token_ids: list[int]):
+    def __init__(self, seq_id: int, prompt_token_ids: list[int], seed: int = 0):
         self.seq_id = seq_id
+        self.seed = seed  # of its sampling
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.status = SequenceStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.cumulative_logprob = 0.0  # of the output, where somebody asked for it
+        self.cache_salt: str | None = None  # set: its blocks are found again by its own request, at least
+        self.block_keys: list[bytes] = []  # names of its full blocks, as far as they were needed
+
+    def fork(self, seq_id: int, seed: int) -> "Sequence":
+        "A sequence that has the same past, and from now on its own future."
+        child = copy.copy(self)
+        child.seq_id, child.seed, child.token_ids, child.block_keys = seq_id, seed, list(self.token_ids), list(self.block_keys)
+        return child
 
     def get_len(self) -> int:
         "Prompt and output tokens."
@@ -71,7 +80,7 @@ class Sequence:
             f"{self.get_len() - self.num_prompt_tokens} output tokens, {self.num_computed_tokens} computed)"
         )
 
-# %% ../nbs/03_sequence.ipynb #b2e95d9c
+# %% ../nbs/03_sequence.ipynb #5b724af0
 @dataclass
 class RequestMetrics(ShowAsTable):
     "When things happened to a request, in seconds of `time.monotonic`; None = not yet. vLLM: `RequestMetrics`."
@@ -82,9 +91,14 @@ class RequestMetrics(ShowAsTable):
     finished_time: float | None = None
     num_preemptions: int = 0
 
-# %% ../nbs/03_sequence.ipynb #07d9a446
+# %% ../nbs/03_sequence.ipynb #182ebce6
 class SequenceGroup:
-    "One request: its parameters and its sequences (one each until `n` > 1 is supported). vLLM: `SequenceGroup`."
+    """One request: its parameters and its sequences: one at first, more when it is forked. vLLM: `SequenceGroup`.
+
+    `num_seqs` is how many sequences it may have at once, and `num_samples` how many tokens are drawn for its first one
+    when the prompt is computed: the others are forked with them. `num_logprobs` says what of the log-probabilities it needs: None
+    nothing, 0 those of the tokens it gets, k also the k likeliest tokens.
+    """
 
     def __init__(
         self,
@@ -93,20 +107,37 @@ class SequenceGroup:
         sampling_params: SamplingParams,
         prompt: str | None = None,
         stop_token_ids: frozenset[int] = frozenset(),  # all that end this request: EOS and the parameters' own
-        seed: int = 0,
+        priority: int = 0,  # the smaller, the more important
+        num_seqs: int = 1,
+        num_samples: int = 1,
+        num_logprobs: int | None = None,
     ):
         self.request_id = request_id
         self.seqs = seqs
         self.sampling_params = sampling_params
         self.prompt = prompt
         self.stop_token_ids = stop_token_ids
-        self.seed = seed
+        self.priority = priority
+        self.num_seqs = num_seqs
+        self.num_samples = num_samples
+        self.num_logprobs = num_logprobs
+        self.arrival = 0  # how many came before it: the scheduler counts
+        self.num_cached_tokens: int | None = None  # of the prompt, found in the cache when it was admitted
         self.metrics = RequestMetrics(time.monotonic())
 
     @property
     def first_seq(self) -> Sequence:
         "The sequence that holds the prompt."
         return self.seqs[0]
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        "The sequences that are still being written."
+        return [seq for seq in self.seqs if not seq.status.finished]
+
+    def get_max_num_running_seqs(self) -> int:
+        "The most sequences that it can still have at once."
+        return self.num_seqs - sum(seq.status.finished for seq in self.seqs)
 
     def is_finished(self) -> bool:
         "Whether every sequence is."
@@ -115,7 +146,7 @@ class SequenceGroup:
     def __repr__(self) -> str:
         return f"SequenceGroup({self.request_id!r}, {self.seqs})"
 
-# %% ../nbs/03_sequence.ipynb #68dcd165
+# %% ../nbs/03_sequence.ipynb #6e5a4e1c
 @dataclass
 class CompletionOutput(ShowAsTable):
     "One answer to a request. vLLM: `CompletionOutput` in `outputs.py`."
@@ -133,7 +164,7 @@ class CompletionOutput(ShowAsTable):
         "Whether this answer is complete."
         return self.finish_reason is not None
 
-# %% ../nbs/03_sequence.ipynb #5b724af0
+# %% ../nbs/03_sequence.ipynb #16f0fe0c
 @dataclass
 class RequestOutput(ShowAsTable):
     "What the user gets for a prompt. vLLM: `RequestOutput` in `outputs.py`."

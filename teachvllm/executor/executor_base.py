@@ -10,9 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from ..attention.backend import resolve_class
-from ..config import NotSupportedYet, VllmConfig, require
-from ..core.scheduler import SchedulerOutput
+from ..config import NotSupportedYet, VllmConfig, require, resolve_class
+from ..core.request_queues import SchedulerOutput
 from ..model_executor.sampler import SamplerOutput
 from ..worker.worker import WorkerWrapperBase
 

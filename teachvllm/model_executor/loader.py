@@ -196,7 +196,8 @@ def default_tensors(dtype: torch.dtype, device: str) -> Iterator[None]:
 def make_backend(config: ModelConfig, device: str) -> AttentionBackend:
     "The attention backend object for a model: one, shared by its layers."
     cls = get_attn_backend(config.attention_backend, device, getattr(torch, config.dtype), config.head_size)
-    return cls(config.num_attention_heads, config.head_size, config.num_kv_heads, scale=config.head_size**-0.5)
+    sizes = (config.num_attention_heads, config.head_size, config.num_kv_heads)
+    return cls(*sizes, scale=config.head_size**-0.5, window=config.sliding_window)
 
 
 def get_model(config: VllmConfig, backend: AttentionBackend) -> nn.Module:

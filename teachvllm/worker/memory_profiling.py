@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GiB', 'M_TRIM_THRESHOLD', 'M_MMAP_THRESHOLD', 'kib_fields', 'process_memory', 'reset_peak', 'release_memory',
            'keep_freed_memory', 'group_left', 'cgroup_available', 'available_memory', 'MemorySnapshot', 'take_snapshot',
-           'MemoryProfile', 'num_blocks_that_fit', 'check_enough_blocks']
+           'MemoryProfile', 'num_blocks_that_fit', 'check_enough_blocks', 'swap_bytes']
 
 # %% ../../nbs/42_memory_profiling.ipynb #07c95502
 import ctypes
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import CacheConfig, ShowAsTable
+from ..config import CacheConfig, ShowAsTable, require
 
 # %% ../../nbs/42_memory_profiling.ipynb #5e4d7021
 GiB = 1 << 30
@@ -209,3 +209,15 @@ def check_enough_blocks(
             f"max_model_len={max_model_len} is more than the {tokens} tokens the KV cache holds ({have} gives "
             f"{num_blocks} blocks of {config.block_size} tokens): {knobs}, or lower max_model_len to {tokens} or less"
         )
+
+# %% ../../nbs/42_memory_profiling.ipynb #c4430bd6
+def swap_bytes(config: CacheConfig) -> int:
+    "Host memory for swapped-out blocks: `swap_space`; by default 4 GiB, but at most a tenth of what is free."
+    free = available_memory()
+    if config.swap_space is None:
+        return min(4 * GiB, free // 10)
+    require(
+        config.swap_space * GiB <= free,
+        f"swap_space={config.swap_space} GiB is more than the {free / GiB:.1f} GiB that are free on this machine: lower it",
+    )
+    return int(config.swap_space * GiB)

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from ..attention.backend import resolve_class
-from ..config import VllmConfig, require
-from ..core.scheduler import SchedulerOutput
+from ..config import VllmConfig, require, resolve_class
+from ..core.request_queues import SchedulerOutput
 from ..model_executor.sampler import SamplerOutput
 from .cache_engine import CacheEngine
 from teachvllm.worker.memory_profiling import (
@@ -26,6 +25,7 @@ from teachvllm.worker.memory_profiling import (
     num_blocks_that_fit,
     release_memory,
     reset_peak,
+    swap_bytes,
     take_snapshot,
 )
 from .model_runner import ModelRunner
@@ -100,7 +100,7 @@ class Worker(WorkerBase):
         block_bytes = CacheEngine.get_cache_block_size(cache, model)
         num_blocks = num_blocks_that_fit(self.profile, cache, block_bytes)
         check_enough_blocks(num_blocks, self.profile, cache, model.max_model_len, block_bytes)
-        return num_blocks, int(cache.swap_space * GiB) // block_bytes
+        return num_blocks, swap_bytes(cache) // block_bytes
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         "Allocate the KV cache."
@@ -123,7 +123,7 @@ class Worker(WorkerBase):
         "Forget all sequences, after a step that failed."
         self.model_runner.reset()
 
-# %% ../../nbs/44_worker.ipynb #265ff4bb
+# %% ../../nbs/44_worker.ipynb #4c6f7134
 class WorkerWrapperBase:
     """Stands for a worker before there is one: the class is looked up and created where the worker shall live.
 

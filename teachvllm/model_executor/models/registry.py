@@ -8,7 +8,7 @@ __all__ = ['ARCHITECTURES', 'register_model', 'architectures_of', 'get_model_cla
 # %% ../../../nbs/33c_registry.ipynb #33cced1e
 from typing import Any
 
-from ...attention.backend import resolve_class
+from ...config import resolve_class
 
 # %% ../../../nbs/33c_registry.ipynb #bd407053
 _MODELS = "teachvllm.model_executor.models"
@@ -16,6 +16,7 @@ _MODELS = "teachvllm.model_executor.models"
 # %% ../../../nbs/33c_registry.ipynb #5a1f73d7
 ARCHITECTURES: dict[str, str | type] = {
     "LlamaForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",
+    "MistralForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",  # a Llama; its sliding window is the attention backend's part
     "OPTForCausalLM": f"{_MODELS}.opt.OPTForCausalLM",
 }
 

@@ -1,0 +1,885 @@
+"""Block allocator, block manager and scheduler without a model: whatever happens, everybody reads what he wrote.
+
+A simulated worker carries out the scheduler's orders on slots that remember which text was computed into them. It has no
+tensors and no weights; its next token is a hash of what it reads. So a wrong hit, copy or swap shows at once.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from teachvllm import LLMEngine, RequestOutputKind, SamplingParams
+from teachvllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from teachvllm.core.beam_search import BeamSearch
+from teachvllm.core.block_allocator import BlockAllocator, NoFreeBlocksError
+from teachvllm.core.block_manager import NO_BLOCK, AllocStatus, BlockSpaceManager, num_blocks_for
+from teachvllm.core.request_queues import SchedulerOutput
+from teachvllm.executor.executor_base import ExecutorBase
+from teachvllm.model_executor.sampler import SampledToken
+from teachvllm.sampling_params import BeamSearchParams
+from teachvllm.sequence import Sequence, SequenceStatus
+
+OPERATIONS: Counter[str] = Counter()  # what the three state machines did, by machine
+
+
+# A worker without a model
+
+VOCAB = 6
+STOP = VOCAB - 1  # the token that ends a request that does not ignore it
+
+
+def read_text(token_ids: list[int]) -> list[int]:
+    "What a slot remembers: for each position, a hash of all tokens up to there."
+    states, state = [], 0
+    for token_id in token_ids:
+        state = hash((state, token_id))
+        states.append(state)
+    return states
+
+
+def likeliest(state: int, count: int) -> list[tuple[int, float]]:
+    "The simulated model's next tokens after the text `state`, the likeliest first, with their log-probabilities."
+    scored = [(token_id, -5 * (hash((state, token_id, 1)) % 2**48) / 2**48) for token_id in range(VOCAB)]
+    return sorted(scored, key=lambda pair: (-pair[1], pair[0]))[:count]
+
+
+def draw(state: int, params: SamplingParams, seed: int) -> int:
+    "The simulated model's next token."
+    return likeliest(state, 1)[0][0] if params.temperature == 0 else hash((state, seed, 2)) % VOCAB
+
+
+class Row:
+    "What the simulated worker knows of a sequence."
+
+    def __init__(self, token_ids: list[int], computed: int, table: list[int], seed: int, new: Any):
+        self.token_ids, self.computed, self.table, self.seed, self.new = token_ids, computed, table, seed, new
+        self.num_samples = new.num_samples
+
+
+class SimulatedWorker(ExecutorBase):
+    "Carries out orders exactly, and asserts that nobody reads what is not his."
+
+    def __init__(self, config: VllmConfig, num_cpu_blocks: int):
+        self.num_cpu_blocks = num_cpu_blocks
+        self.scheduler: Any = None
+        self.before: list[Callable[[], None]] = []  # called once, between schedule and execute
+        self.after: list[Callable[[], None]] = []  # called once, between execute and update
+        super().__init__(config)
+
+    def _init_executor(self) -> None:
+        cache = self.config.cache_config
+        self.block_size, self.num_gpu_blocks = cache.block_size, cache.num_gpu_blocks_override
+        self.window = self.config.model_config.sliding_window or 10**9
+        self.reset()
+
+    def reset(self) -> None:
+        "Nobody knows what is in the cache: garbage."
+        self.rows: dict[int, Row] = {}
+        self.gpu = [[-1] * self.block_size for _ in range(self.num_gpu_blocks)]
+        self.cpu = [[-1] * self.block_size for _ in range(self.num_cpu_blocks)]
+
+    def collective_rpc(self, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None) -> list[Any]:
+        return [self.reset()] if method == "reset" else [None]
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        return self.num_gpu_blocks, self.num_cpu_blocks
+
+    def shutdown(self) -> None:
+        pass
+
+    def execute_model(self, out: SchedulerOutput) -> Any:
+        while self.before:
+            self.before.pop()()
+        self.move(out)
+        self.update(out)
+        self.compare_with_scheduler(out)
+        self.write(out)
+        for seq_id in out.num_scheduled_tokens:
+            self.check_reads(self.rows[seq_id], self.gpu, out.num_scheduled_tokens[seq_id])
+        sampled = [token for seq_id in out.num_scheduled_tokens for token in self.sample(seq_id)]
+        while self.after:
+            self.after.pop()()
+        return SimpleNamespace(tokens=lambda: sampled)
+
+    def move(self, out: SchedulerOutput) -> None:
+        "Swap out, swap in, copy: each as one gather and one scatter."
+        assert not (out.blocks_to_swap_out and out.blocks_to_swap_in), "copies in and out cross"
+        moves = (
+            (out.blocks_to_swap_out, self.gpu, self.cpu),
+            (out.blocks_to_swap_in, self.cpu, self.gpu),
+            (out.blocks_to_copy, self.gpu, self.gpu),
+        )
+        for pairs, source, target in moves:
+            assert len({to for _, to in pairs}) == len(pairs), "two blocks are copied to one place"
+            assert source is not target or not {a for a, _ in pairs} & {b for _, b in pairs}, "a copy of a copy"
+            contents = [list(source[a]) for a, _ in pairs]
+            for (_, b), content in zip(pairs, contents, strict=True):
+                target[b] = content
+
+    def update(self, out: SchedulerOutput) -> None:
+        rows = self.rows
+        for fork in out.forked_seqs:
+            parent = rows[fork.parent_seq_id]
+            assert fork.seq_id not in rows
+            rows[fork.seq_id] = Row(list(parent.token_ids), parent.computed, list(parent.table), fork.seed, parent.new)
+            rows[fork.seq_id].num_samples = parent.num_samples
+        for seq_id, token_id in out.new_token_ids.items():
+            rows[seq_id].token_ids[-1] = token_id
+        for seq_id in out.ended_seq_ids:
+            assert rows.pop(seq_id, None), "the worker is told to forget a sequence that it does not know"
+        for new in out.new_seqs:
+            assert new.seq_id not in rows, "a sequence comes twice"
+            rows[new.seq_id] = Row(list(new.token_ids), new.num_computed_tokens, list(new.block_ids), new.seed, new)
+        for seq_id, block_ids in out.new_block_ids.items():
+            rows[seq_id].table += block_ids
+        for seq_id, (index, block_id) in out.copied_block_ids.items():
+            rows[seq_id].table[index] = block_id
+
+    def compare_with_scheduler(self, out: SchedulerOutput) -> None:
+        "The worker knows exactly what the scheduler knows, and what was computed before this step is still there."
+        manager = self.scheduler.block_manager
+        if self.scheduler.aborted_meanwhile:
+            return  # then the worker is told with the next step
+        assert set(self.rows) == set(manager.block_tables)
+        for seq_id, row in self.rows.items():
+            _, seq = self.scheduler.seqs[seq_id]
+            assert row.token_ids == seq.token_ids and row.seed == seq.seed
+            assert row.computed == seq.num_computed_tokens
+            table = manager.block_tables[seq_id]
+            assert all(mine in (NO_BLOCK, theirs) for mine, theirs in zip(table, row.table, strict=True))
+        for seq_id, table in manager.cpu.tables.items():
+            _, seq = self.scheduler.seqs[seq_id]
+            self.check_reads(
+                SimpleNamespace(token_ids=seq.token_ids, computed=seq.num_computed_tokens, table=table), self.cpu
+            )
+
+    def write(self, out: SchedulerOutput) -> None:
+        written = set()
+        for seq_id, num_tokens in out.num_scheduled_tokens.items():
+            row = self.rows[seq_id]
+            assert 0 < num_tokens <= len(row.token_ids) - row.computed
+            states = read_text(row.token_ids)
+            for position in range(row.computed, row.computed + num_tokens):
+                slot = row.table[position // self.block_size], position % self.block_size
+                assert slot not in written and slot[0] != NO_BLOCK, "two write to one slot"
+                written.add(slot)
+                self.gpu[slot[0]][slot[1]] = states[position]
+            row.computed += num_tokens
+
+    def check_reads(self, row: Any, pool: list[list[int]], num_queries: int = 0) -> None:
+        "All that the queries look at is what belongs to this text."
+        states, size = read_text(row.token_ids), self.block_size
+        for position in range(max(0, row.computed - num_queries - self.window + 1), row.computed):
+            block_id = row.table[position // size]
+            assert block_id != NO_BLOCK and pool[block_id][position % size] == states[position], f"wrong at {position}"
+
+    def sample(self, seq_id: int) -> list[SampledToken]:
+        row = self.rows[seq_id]
+        if row.computed < len(row.token_ids):
+            return []
+        state, params, tokens = read_text(row.token_ids)[-1], row.new.sampling_params, []
+        for i in range(row.num_samples):
+            token = SampledToken(seq_id, draw(state, params, row.seed + i))
+            if row.new.num_logprobs is not None:
+                token.logprob = dict(likeliest(state, VOCAB))[token.token_id]
+                token.top = likeliest(state, row.new.num_logprobs)
+            tokens.append(token)
+        row.token_ids.append(tokens[0].token_id)
+        row.num_samples = 1
+        return tokens
+
+
+# What the answers must be, without an engine
+
+Params = SamplingParams | BeamSearchParams
+
+
+def write_alone(prompt: list[int], params: SamplingParams, seed: int, longest: int) -> tuple[list[int], float]:
+    "One sample of the simulated model, and its log-probability."
+    text, total = list(prompt), 0.0
+    while len(text) < min(longest, len(prompt) + (params.max_tokens or longest)):
+        state = read_text(text)[-1]
+        text.append(draw(state, params, seed))
+        total += dict(likeliest(state, VOCAB))[text[-1]]
+        if text[-1] in params.stop_token_ids:
+            break
+    return text[len(prompt) :], total
+
+
+def search_alone(prompt: list[int], params: BeamSearchParams, longest: int) -> list[list[int]]:
+    "Beam search over plain lists."
+    stops = frozenset() if params.ignore_eos else frozenset({STOP})
+    search = BeamSearch(params, stops, min(params.max_tokens, longest - len(prompt)))
+    beams = [Sequence(0, prompt)]
+    while beams:
+        tops = [likeliest(read_text(beam.token_ids)[-1], search.num_candidates) for beam in beams]
+        chosen, parents, beams = search.extend(beams, tops), beams, []
+        for i, token_id, logprob in chosen:
+            beam = parents[i].fork(0, 0)
+            beam.token_ids.append(token_id)
+            beam.cumulative_logprob = logprob
+            beams.append(beam)
+    return [found.token_ids for found in search.hypotheses]
+
+
+def answers(prompt: list[int], params: Params, longest: int) -> list[list[int]]:
+    "The token ids of all outputs of a request, if there is memory for it."
+    if isinstance(params, BeamSearchParams):
+        return search_alone(prompt, params, longest)
+    samples = [write_alone(prompt, params, (params.seed or 0) + j, longest) for j in range(params.num_seqs)]
+    if params.num_seqs > params.n:
+        samples = sorted(samples, key=lambda sample: -sample[1])[: params.n]
+    return [token_ids for token_ids, _ in samples]
+
+
+# An engine around it
+
+DEFAULTS: dict[str, Any] = {
+    "block_size": 4, "num_gpu_blocks": 12, "num_cpu_blocks": 12, "max_num_seqs": 6, "max_num_batched_tokens": 16,
+    "caching": True, "policy": "fcfs", "preemption_mode": None, "chunked": True, "window": None, "max_model_len": 64,
+}  # fmt: skip
+
+
+class Simulation:
+    "An engine with a simulated worker, and what its users were told; after each step everything is checked."
+
+    def __init__(self, **options: Any):
+        self.options = o = {**DEFAULTS, **options}
+        if not o["chunked"]:
+            o["max_num_batched_tokens"] = max(o["max_num_batched_tokens"], o["max_model_len"])
+        hf = SimpleNamespace(
+            max_position_embeddings=o["max_model_len"], vocab_size=VOCAB, eos_token_id=STOP, sliding_window=o["window"],
+        )  # fmt: skip
+        config = VllmConfig(
+            ModelConfig("simulated", Path(), hf, Path(), o["max_model_len"], skip_tokenizer_init=True, generation_config="vllm"),
+            CacheConfig(o["block_size"], num_gpu_blocks_override=o["num_gpu_blocks"], enable_prefix_caching=o["caching"]),
+            SchedulerConfig(
+                o["max_model_len"], o["max_num_seqs"], o["max_num_batched_tokens"], o["chunked"], o["policy"],
+                o["preemption_mode"],
+            ),
+            ParallelConfig(), DeviceConfig("cpu"), LoadConfig(),
+        )  # fmt: skip
+        self.engine = LLMEngine(config, lambda config: SimulatedWorker(config, o["num_cpu_blocks"]))  # type: ignore[arg-type]
+        self.scheduler, self.worker = self.engine.scheduler, self.engine.executor
+        self.worker.scheduler, self.scheduler.aborted_meanwhile = self.scheduler, False
+        self.requests: dict[str, tuple[list[int], Params]] = {}
+        self.told: dict[str, list[list[int]]] = {}
+        self.reasons: dict[str, list[str]] = {}  # of the finished ones
+        self.gone: set[str] = set()  # aborted
+        self.num_steps = 0
+        schedule = self.scheduler.schedule
+        self.scheduler.schedule = lambda: self.check_schedule(schedule)
+
+    def add(self, prompt: list[int], params: Params, priority: int = 0) -> str | None:
+        "The new request's id, or None if it was refused because it can never run."
+        name = str(len(self.requests))
+        try:
+            self.engine.add_request(name, prompt, params, priority)
+        except ValueError as error:
+            assert "blocks" in str(error) or "max_num_seqs" in str(error)
+            return None
+        self.requests[name] = prompt, params
+        self.told[name] = []
+        return name
+
+    def abort(self, name: str) -> None:
+        self.gone |= {name} - set(self.reasons)
+        self.engine.abort_request(name)
+        self.scheduler.block_manager.check_integrity()
+
+    def open(self) -> list[str]:
+        "Who is neither finished nor aborted."
+        return [name for name in self.requests if name not in self.reasons and name not in self.gone]
+
+    def check_schedule(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
+        "Who decodes gets a token; the first by the policy is never preempted; nobody is admitted out of turn."
+        scheduler = self.scheduler
+        key = scheduler.policy.key
+        groups = scheduler.running + scheduler.waiting + scheduler.swapped
+        first = min(groups, key=key, default=None)
+        decoding = [
+            (group, seq)
+            for group in scheduler.running
+            if all(s.status is SequenceStatus.RUNNING and s.num_new_tokens == 1 for s in group.unfinished)
+            for seq in group.unfinished
+        ]
+        out = schedule()
+        for group, seq in decoding:
+            gone = group.request_id in out.preempted_request_ids or seq.status.finished
+            assert gone or out.num_scheduled_tokens.get(seq.seq_id) == 1, "a sequence that decodes got no token"
+        assert first is None or first.request_id not in out.preempted_request_ids, "the first was preempted"
+        assert out.total_num_scheduled_tokens <= self.options["max_num_batched_tokens"]
+        running = sum(len(group.unfinished) for group in scheduler.running)
+        assert running <= self.options["max_num_seqs"]
+        assert set(out.num_scheduled_tokens) <= set(scheduler.block_manager.block_tables)
+        for queue in (scheduler.running, scheduler.waiting, scheduler.swapped):
+            assert [key(group) for group in queue] == sorted(key(group) for group in queue)
+        if not self.options["caching"]:
+            assert not any(group.num_cached_tokens for group in groups), "a hit, though there is no prefix cache"
+        if self.options["policy"] == "fcfs":
+            begun = [group.arrival for group in groups if group.num_cached_tokens is not None]
+            waiting = [group.arrival for group in scheduler.waiting if group.num_cached_tokens is None]
+            assert not begun or not waiting or max(begun) < min(waiting), "somebody was overtaken"
+        self.check()
+        return out
+
+    def step(self, fail: str | None = None, abort: str | None = None) -> None:
+        "One step of the engine, which may fail `before` or `after` the worker's part, or see an abort in the middle."
+        hooks = {"before": self.worker.before, "after": self.worker.after}
+
+        def failing() -> None:
+            raise RuntimeError("boom")
+
+        def aborting() -> None:
+            self.abort(abort)
+            self.scheduler.aborted_meanwhile = True
+
+        if fail:
+            hooks[fail].append(failing)
+        elif abort:
+            hooks["before"].append(aborting)
+        try:
+            outputs = self.engine.step()
+        except RuntimeError as error:
+            assert fail and str(error) == "boom"
+            outputs = []
+        self.scheduler.aborted_meanwhile = False
+        self.worker.before.clear()
+        self.worker.after.clear()
+        self.num_steps += 1
+        self.take(outputs)
+        self.check()
+
+    def take(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            name, (_, params) = output.request_id, self.requests[output.request_id]
+            assert name not in self.reasons and name not in self.gone, "told after its end"
+            delta = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+            old = self.told[name] if delta else []
+            old = old + [[] for _ in range(len(output.outputs) - len(old))]
+            self.told[name] = [before + o.token_ids for before, o in zip(old, output.outputs, strict=True)]
+            if output.finished:
+                self.reasons[name] = [o.finish_reason for o in output.outputs]
+                self.check_answer(name)
+
+    def may_fill_the_pool(self, name: str) -> bool:
+        "Whether the request, if nothing but its prompt is shared, is too large for the pool: then it may end early."
+        prompt, params = self.requests[name]
+        width = params.beam_width if isinstance(params, BeamSearchParams) else params.num_seqs
+        most = min(self.options["max_model_len"], len(prompt) + (params.max_tokens or 10**9)) + 1
+        shared, size = len(prompt) // self.options["block_size"], self.options["block_size"]
+        return shared + width * (num_blocks_for(most, size) - shared) > self.options["num_gpu_blocks"]
+
+    def check_answer(self, name: str) -> None:
+        prompt, params = self.requests[name]
+        wanted, got = answers(prompt, params, self.options["max_model_len"]), self.told[name]
+        if not self.may_fill_the_pool(name):
+            assert got == wanted, (name, self.options)
+        elif isinstance(params, SamplingParams) and params.num_seqs == params.n:
+            for short, whole, reason in zip(got, wanted, self.reasons[name], strict=True):
+                assert short == whole[: len(short)] and (short == whole or reason == "length")
+
+    def check(self) -> None:
+        manager, scheduler = self.scheduler.block_manager, self.scheduler
+        manager.check_integrity()
+        here = {s.seq_id for g in scheduler.running for s in g.unfinished if s.status is SequenceStatus.RUNNING}
+        there = {s.seq_id for g in scheduler.swapped for s in g.unfinished}
+        assert set(manager.gpu.tables) == here and set(manager.cpu.tables) == there
+        assert all(s.status is SequenceStatus.WAITING for g in scheduler.waiting for s in g.unfinished)
+        groups = scheduler.running + scheduler.waiting + scheduler.swapped
+        assert all(len(g.unfinished) <= g.get_max_num_running_seqs() for g in groups), "more sequences than seats"
+
+    def finish(self) -> None:
+        "Run to the end: everybody who was not aborted is answered, and nothing is left behind."
+        limit = self.num_steps + 200 + 100 * len(self.open())
+        while self.engine.has_unfinished_requests():
+            self.step()
+            assert self.num_steps < limit, f"no end: {self.options}"
+        assert not self.open()
+        self.engine.step()  # tells the worker who ended last
+        manager = self.scheduler.block_manager
+        assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks and not manager.cpu.tables
+        assert not self.worker.rows and not self.scheduler.seqs and not self.engine.requests.states
+
+
+def random_options(rng: random.Random) -> dict[str, Any]:
+    return {
+        "block_size": rng.choice([1, 2, 4, 8]), "num_gpu_blocks": rng.choice([4, 8, 12, 20, 40]),
+        "num_cpu_blocks": rng.choice([0, 5, 40]), "max_num_seqs": rng.choice([1, 3, 5, 8]),
+        "max_num_batched_tokens": rng.choice([1, 3, 4, 7, 32]), "caching": rng.random() < 0.5,
+        "policy": rng.choice(["fcfs", "priority"]), "preemption_mode": rng.choice([None, "recompute", "swap"]),
+        "chunked": rng.random() < 0.75, "window": rng.choice([None, None, 1, 3, 8]), "max_model_len": rng.choice([24, 48]),
+    }  # fmt: skip
+
+
+def random_request(rng: random.Random, options: dict[str, Any]) -> tuple[list[int], Params, int]:
+    most = min(options["max_num_seqs"], options["max_num_batched_tokens"])
+    longest = min(options["max_model_len"] - 1, options["block_size"] * options["num_gpu_blocks"])
+    start = [rng.randrange(3)] * rng.choice([0, 4, 8, 9, 20])  # prompts that begin alike
+    prompt = (start + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))])[:longest]
+    width, max_tokens = rng.randint(1, most), rng.choice([1, 2, 5, 12, 30])
+    if rng.random() < 0.25:
+        params: Params = BeamSearchParams(width, max_tokens, rng.random() < 0.5, length_penalty=rng.choice([0.0, 1.0]))
+    else:
+        n = rng.choice([1, width])
+        best_of = rng.randint(n, most) if rng.random() < 0.3 else None
+        kinds = [kind for kind in RequestOutputKind if best_of in (None, n) or kind is not RequestOutputKind.DELTA]
+        params = SamplingParams(
+            n=n, best_of=best_of, temperature=rng.choice([0, 1]), seed=rng.randrange(50), max_tokens=max_tokens,
+            stop_token_ids=rng.choice([[], [STOP]]), output_kind=rng.choice(kinds), ignore_eos=True,
+        )  # fmt: skip
+    return prompt, params, rng.randrange(3)
+
+
+# Three state machines: any order of calls
+
+
+def run(machine: type[RuleBasedStateMachine], examples: int, steps: int = 60) -> None:
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    options = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": checks}
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps, **options))
+
+
+class Counting(RuleBasedStateMachine):
+    "Counts what it does, over all examples."
+
+    def did(self) -> None:
+        OPERATIONS[type(self).__name__] += 1
+
+
+class AllocatorMachine(Counting):
+    "`BlockAllocator` beside a model that is a few dictionaries."
+
+    @initialize(num_blocks=st.integers(0, 6))
+    def begin(self, num_blocks: int) -> None:
+        self.allocator = BlockAllocator(num_blocks)
+        self.held: Counter[int] = Counter()
+        self.keys: dict[int, bytes] = {}  # block -> the key it can be found by
+        self.cached: list[int] = []  # free blocks with a key, in the order in which they became free
+        self.emptied: list[int] = []  # free blocks without, in the same order
+
+    @rule()
+    def allocate(self) -> None:
+        self.did()
+        if len(self.held) == self.allocator.num_blocks:
+            with pytest.raises(NoFreeBlocksError):
+                self.allocator.allocate()
+            return
+        block_id = self.allocator.allocate()
+        assert 0 <= block_id < self.allocator.num_blocks and block_id not in self.held
+        if self.emptied:
+            assert block_id == self.emptied.pop()
+        elif len(self.held) + len(self.cached) == self.allocator.num_blocks:  # nothing else is free
+            assert block_id == self.cached.pop(0)
+            del self.keys[block_id]
+        self.held[block_id] = 1
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        self.did()
+        block_id = data.draw(st.sampled_from(sorted(self.held)))
+        self.allocator.free(block_id)
+        self.held[block_id] -= 1
+        if not self.held[block_id]:
+            del self.held[block_id]
+            (self.cached if block_id in self.keys else self.emptied).append(block_id)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def publish(self, data: st.DataObject, key: bytes) -> None:
+        self.did()
+        block_id = data.draw(st.sampled_from(sorted(self.held)))
+        self.allocator.publish(block_id, key)
+        if key not in self.keys.values():
+            self.keys.setdefault(block_id, key)
+
+    @rule(key=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def find_and_share(self, key: bytes) -> None:
+        self.did()
+        block_id = self.allocator.find(key)
+        assert block_id == next((known for known, k in self.keys.items() if k == key), None)
+        if block_id is not None:
+            self.allocator.share(block_id)
+            self.held[block_id] += 1
+            if block_id in self.cached:
+                self.cached.remove(block_id)
+
+    @precondition(lambda self: self.emptied)
+    @rule(data=st.data())
+    def misuse(self, data: st.DataObject) -> None:
+        self.did()
+        block_id = data.draw(st.sampled_from(self.emptied))
+        for call in (self.allocator.free, self.allocator.share, lambda i: self.allocator.publish(i, b"x")):
+            with pytest.raises(AssertionError):
+                call(block_id)
+
+    @rule()
+    def forget_contents(self) -> None:
+        self.did()
+        self.allocator.forget_contents()
+        self.emptied += self.cached
+        self.keys, self.cached = {}, []
+
+    @invariant()
+    def is_sound(self) -> None:
+        if hasattr(self, "allocator"):
+            self.allocator.check_integrity()
+            assert self.allocator.get_num_free_blocks() == self.allocator.num_blocks - len(self.held)
+            assert self.allocator.get_cached_blocks() == self.cached
+            assert all(self.allocator.ref_count(i) == self.held[i] for i in range(self.allocator.num_blocks))
+
+
+class ManagerMachine(Counting):
+    "`BlockSpaceManager` beside two pools of slots: whatever happens to a sequence, its slots hold its text."
+
+    @initialize(
+        block_size=st.integers(1, 4), num_gpu_blocks=st.integers(1, 12), num_cpu_blocks=st.integers(0, 8),
+        watermark=st.sampled_from([0.0, 0.2]), window=st.sampled_from([None, 1, 3, 6]), caching=st.booleans(),
+    )  # fmt: skip
+    def begin(
+        self, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int, watermark: float, **options: Any
+    ) -> None:
+        pools = (block_size, num_gpu_blocks, num_cpu_blocks, watermark)
+        self.manager = BlockSpaceManager(*pools, options["window"], options["caching"])
+        self.gpu = [[-1] * block_size for _ in range(num_gpu_blocks)]
+        self.cpu = [[-1] * block_size for _ in range(num_cpu_blocks)]
+        self.running: list[list[Sequence]] = []  # groups of sequences that are forks of one
+        self.swapped: list[list[Sequence]] = []
+        self.num_seqs = 0
+
+    def pick(self, data: st.DataObject, groups: list[list[Sequence]]) -> list[Sequence]:
+        return groups[data.draw(st.integers(0, len(groups) - 1))]
+
+    @rule(prefix=st.sampled_from([[0] * 4, [0] * 8, [0, 1] * 4]), end=st.lists(st.integers(0, 2), max_size=6))
+    def allocate(self, prefix: list[int], end: list[int]) -> None:
+        self.did()
+        manager, seq, free = self.manager, Sequence(self.num_seqs, prefix + end), self.manager.get_num_free_gpu_blocks()
+        total, needed = manager.num_needed_blocks([seq])
+        status = manager.can_allocate([seq])
+        assert total == num_blocks_for(seq.get_len(), manager.block_size)
+        assert (status is AllocStatus.NEVER) == (total > manager.num_gpu_blocks)
+        if not manager.gpu.tables and total <= manager.num_gpu_blocks:
+            assert status is AllocStatus.OK
+        if status is AllocStatus.OK:
+            known = manager.num_cached_tokens(seq)
+            manager.allocate(seq)
+            assert seq.num_computed_tokens == known < seq.get_len() and known % manager.block_size == 0
+            assert free - manager.get_num_free_gpu_blocks() == needed
+            self.running.append([seq])
+            self.num_seqs += 1
+
+    def write(self, seq: Sequence, num_tokens: int) -> None:
+        "As in a step: published, written, then what is behind the window is let go."
+        self.manager.computed(seq, num_tokens)
+        states, table = read_text(seq.token_ids), self.manager.block_tables[seq.seq_id]
+        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens):
+            block_id, offset = table[position // self.manager.block_size], position % self.manager.block_size
+            assert self.manager.gpu.allocator.ref_count(block_id) == 1, "somebody else holds what is written"
+            self.gpu[block_id][offset] = states[position]
+        seq.num_computed_tokens += num_tokens
+        self.manager.free_behind_window(seq)
+        hidden = max(0, seq.num_computed_tokens + 1 - (self.manager.window or 10**9)) // self.manager.block_size
+        assert set(self.manager.block_tables[seq.seq_id][:hidden]) <= {NO_BLOCK}, "a block behind the window is held"
+
+    @precondition(lambda self: any(len(group) == 1 and group[0].num_new_tokens for group in self.running))
+    @rule(data=st.data())
+    def prefill(self, data: st.DataObject) -> None:
+        self.did()
+        (seq,) = self.pick(data, [group for group in self.running if len(group) == 1 and group[0].num_new_tokens])
+        self.write(seq, data.draw(st.integers(1, seq.num_new_tokens)))
+
+    def complete(self) -> list[list[Sequence]]:
+        return [group for group in self.running if not any(seq.num_new_tokens for seq in group)]
+
+    @precondition(lambda self: self.complete())
+    @rule(data=st.data(), token_ids=st.lists(st.integers(0, 2), min_size=4, max_size=4))
+    def decode(self, data: st.DataObject, token_ids: list[int]) -> None:
+        "Each sequence of a group gets a token, if there are blocks: exactly as many as were foretold."
+        self.did()
+        group, manager = self.pick(data, self.complete()), self.manager
+        missing, free = manager.gpu.num_missing(group), manager.get_num_free_gpu_blocks()
+        if missing > free:
+            return
+        grown = [manager.gpu.append_slot(seq) for seq in group]
+        assert free - manager.get_num_free_gpu_blocks() == missing
+        for change in grown:
+            if change and change[2] is not None:
+                self.gpu[change[1]] = list(self.gpu[change[2]])
+        for seq, token_id in zip(group, token_ids):
+            seq.token_ids.append(token_id)
+        for seq in group:
+            self.write(seq, 1)
+
+    @precondition(lambda self: any(len(group) < 4 for group in self.complete()))
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        self.did()
+        group = self.pick(data, [group for group in self.complete() if len(group) < 4])
+        free = self.manager.get_num_free_gpu_blocks()
+        parent = group[data.draw(st.integers(0, len(group) - 1))]
+        child = parent.fork(self.num_seqs, 0)
+        self.manager.gpu.fork(parent, child)
+        assert self.manager.get_num_free_gpu_blocks() == free
+        group.append(child)
+        self.num_seqs += 1
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        self.did()
+        group, manager = self.pick(data, self.running), self.manager
+        if manager.can_swap_out(group):
+            pairs = manager.swap_out(group)
+            self.running.remove(group)
+            self.swapped.append(group)
+            for here, there in pairs:
+                self.cpu[there] = list(self.gpu[here])
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        self.did()
+        group, manager = self.pick(data, self.swapped), self.manager
+        if manager.can_swap_in(group) is AllocStatus.OK:
+            pairs = manager.swap_in(group)
+            self.swapped.remove(group)
+            self.running.append(group)
+            for there, here in pairs:
+                self.gpu[here] = list(self.cpu[there])
+
+    @precondition(lambda self: self.running + self.swapped)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        self.did()
+        group = self.pick(data, self.running + self.swapped)
+        seq = group.pop(data.draw(st.integers(0, len(group) - 1)))
+        self.manager.free(seq)
+        self.running = [group for group in self.running if group]
+        self.swapped = [group for group in self.swapped if group]
+
+    @rule()
+    def forget(self) -> None:
+        self.did()
+        self.manager.gpu.allocator.forget_contents()
+
+    @invariant()
+    def everybody_reads_his_text(self) -> None:
+        if not hasattr(self, "swapped"):
+            return
+        manager = self.manager
+        manager.check_integrity()
+        for groups, tables, pool in ((self.running, manager.gpu, self.gpu), (self.swapped, manager.cpu, self.cpu)):
+            assert set(tables.tables) == {seq.seq_id for group in groups for seq in group}
+            for seq in (seq for group in groups for seq in group):
+                table, states = tables.tables[seq.seq_id], read_text(seq.token_ids)
+                begin = max(0, seq.num_computed_tokens + 1 - (manager.window or 10**9))
+                for position in range(begin, seq.num_computed_tokens):
+                    block_id, offset = table[position // manager.block_size], position % manager.block_size
+                    assert block_id != NO_BLOCK and pool[block_id][offset] == states[position]
+
+
+class EngineMachine(Counting):
+    "The whole engine on a simulated worker: `Simulation` checks every step, and every answer."
+
+    @initialize(seed=st.integers(0, 10**6))
+    def begin(self, seed: int) -> None:
+        self.simulation = Simulation(**random_options(random.Random(seed)))
+
+    @rule(seed=st.integers(0, 10**6))
+    def add(self, seed: int) -> None:
+        self.did()
+        self.simulation.add(*random_request(random.Random(seed), self.simulation.options))
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.did()
+            self.simulation.step()
+
+    @rule(when=st.sampled_from(["before", "after"]))
+    def failing_step(self, when: str) -> None:
+        self.did()
+        self.simulation.step(fail=when)
+
+    @precondition(lambda self: self.simulation.open())
+    @rule(data=st.data(), meanwhile=st.booleans())
+    def abort(self, data: st.DataObject, meanwhile: bool) -> None:
+        self.did()
+        name = data.draw(st.sampled_from(self.simulation.open()))
+        self.simulation.step(abort=name) if meanwhile else self.simulation.abort(name)
+
+    @rule()
+    def preempt_all(self) -> None:
+        self.did()
+        self.simulation.engine.start_over()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.did()
+        self.simulation.scheduler.reset_prefix_cache()
+
+    def teardown(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.finish()
+
+
+def test_any_order_of_calls_allocator() -> None:
+    run(AllocatorMachine, 60)
+
+
+def test_any_order_of_calls_manager() -> None:
+    run(ManagerMachine, 100)
+
+
+def test_any_order_of_calls_engine() -> None:
+    run(EngineMachine, 80)
+
+
+def test_that_was_ten_thousand_operations() -> None:
+    if len(OPERATIONS) < 3:
+        pytest.skip("counts what the three tests before it did")
+    assert sum(OPERATIONS.values()) >= 10_000 and min(OPERATIONS.values()) >= 2000, OPERATIONS
+
+
+# Random loads
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_two_thousand_random_requests(seed: int) -> None:
+    "A hundred small engines with twenty requests each, which are aborted and fail at random times."
+    rng = random.Random(seed)
+    simulation = Simulation(**random_options(rng))
+    for _ in range(20):
+        while simulation.add(*random_request(rng, simulation.options)) is None:
+            pass
+        for _ in range(rng.choice([0, 1, 1, 4])):
+            chance, waiting = rng.random(), simulation.open()
+            if waiting and chance < 0.1:
+                simulation.abort(rng.choice(waiting))
+            elif chance < 0.15:
+                simulation.step(fail=rng.choice(["before", "after"]))
+            elif chance < 0.2:
+                simulation.step(abort=rng.choice(waiting) if waiting else None)
+            elif chance < 0.22:
+                simulation.scheduler.reset_prefix_cache()
+            else:
+                simulation.step()
+    simulation.finish()
+
+
+# Cases that once went wrong, and promises
+
+ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+
+def with_tokens(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def test_two_that_come_back_into_a_full_pool() -> None:
+    "Each fills the pool alone, so each ends as soon as it is back: but not in the step that brings it back."
+    simulation = Simulation(block_size=2, num_gpu_blocks=4, policy="priority", preemption_mode="swap")
+    for priority in (2, 1):
+        assert simulation.add([priority] * 7, ENDLESS, priority)
+        simulation.step()
+        simulation.step()
+    simulation.add([0, 0], with_tokens(1), 0)
+    simulation.step()
+    assert len(simulation.scheduler.swapped) == 2
+    simulation.finish()
+    assert simulation.reasons == {name: ["length"] for name in "012"}
+    assert [len(simulation.told[name][0]) for name in "012"] == [2, 2, 1]
+
+
+def test_beams_that_the_pool_ended_do_not_come_back() -> None:
+    "A search that lost a beam to the full pool goes on with fewer: the seats are counted once."
+    simulation = Simulation(num_gpu_blocks=8, max_num_seqs=3, window=None)
+    name = simulation.add([0] * 8, BeamSearchParams(3, 50, True))
+    other = simulation.add([1] * 4, with_tokens(8))
+    simulation.finish()
+    assert simulation.reasons[name] == ["length"] * 3 and len(simulation.told[other][0]) == 8
+
+
+@pytest.mark.parametrize("mode", [None, "recompute", "swap"])
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("width", [1, 3])
+def test_nobody_starves(mode: str | None, chunked: bool, width: int) -> None:
+    "A long request, preempted or not, is done in bounded time, though short ones never stop coming."
+    options = {"max_model_len": 40, "max_num_batched_tokens": 40 if not chunked else 8, "num_gpu_blocks": 20}
+    simulation = Simulation(preemption_mode=mode, chunked=chunked, max_num_seqs=8, **options)
+    for i in range(3):
+        simulation.add([i] * 12, with_tokens(12))
+    name = simulation.add([4] * 30, with_tokens(8, n=width))
+    for _ in range(120):
+        simulation.add([3, 3, 3], with_tokens(3))
+        simulation.step()
+        if simulation.num_steps == 30:
+            simulation.step(fail="after")
+    assert name in simulation.reasons
+    simulation.finish()
+
+
+def test_a_window_lets_a_text_outgrow_the_pool() -> None:
+    simulation = Simulation(window=6, num_gpu_blocks=4, max_model_len=64)
+    name = simulation.add([1, 2, 3], with_tokens(60))
+    simulation.finish()
+    assert len(simulation.told[name][0]) == 60 and simulation.scheduler.get_metrics()["peak_gpu_blocks_used"] == 3
+
+
+def test_forks_of_two_requests_share_nothing_without_prefix_caching() -> None:
+    "What a preempted request finds again of its own, nobody else finds."
+    simulation = Simulation(caching=False, num_gpu_blocks=40)
+    for _ in range(2):
+        simulation.add([1] * 8, with_tokens(8, n=2))
+        simulation.step()
+    tables = list(simulation.scheduler.block_manager.block_tables.values())
+    assert len(tables) >= 3 and not set(tables[0]) & set(tables[-1])
+    simulation.finish()
+
+
+def test_writers_of_a_shared_block() -> None:
+    "The last of those who share a block writes into it; if somebody else holds it too, all of them copy."
+    manager = BlockSpaceManager(4, 8)
+    parent = Sequence(0, [1, 2])
+    manager.allocate(parent)
+    parent.num_computed_tokens = 2
+    children = [parent.fork(seq_id, 0) for seq_id in (1, 2)]
+    for child in children:
+        manager.gpu.fork(parent, child)
+    assert manager.gpu.num_missing([parent, *children]) == 2 and manager.gpu.num_missing(children) == 2
+    assert manager.gpu.append_slot(children[0]) == (0, 1, 0) and manager.gpu.append_slot(children[1]) == (0, 2, 0)
+    assert manager.gpu.append_slot(parent) is None and manager.gpu.num_missing([parent]) == 0
+
+
+def test_the_tail_of_a_prefix_is_evicted_first() -> None:
+    manager = BlockSpaceManager(2, 4, enable_caching=True)
+    first, second = Sequence(0, list(range(8))), Sequence(1, [9, 9, 9, 9])
+    manager.allocate(first)
+    manager.computed(first, 8)
+    manager.free(first)
+    manager.allocate(second)
+    assert manager.num_cached_tokens(Sequence(2, list(range(8)))) == 4 and manager.gpu.allocator.num_evictions == 2
