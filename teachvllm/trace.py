@@ -51,7 +51,7 @@ class StepTrace(ShowAsTable):
         return self.schedule_seconds + self.execute_seconds + self.process_seconds
 
 # %% ../nbs/05_trace.ipynb #b2ca4a1d
-def request_of(trace: "Trace", name: str) -> str:
+def request_of(trace: Any, name: str) -> str:
     "The request that a sequence belongs to: `7.2` is the third sequence of request `7`."
     request_id, _, index = name.rpartition(".")
     return request_id if index.isdigit() and request_id in trace.num_prompt_tokens else name

@@ -24,7 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def tiny(folder: str, **options: Any) -> LLM:
-    return LLM(folder, **{"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 64, **options})
+    defaults = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 64, "swap_space": 0.001}
+    return LLM(folder, **{**defaults, **options})
 
 
 def texts(llm: LLM, prompts: list, params: Any = GREEDY) -> list[list[int]]:
@@ -58,8 +59,7 @@ def all_blocks_free(llm: LLM) -> bool:
         ({"generation_config": "mine"}, "generation_config"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        ({"enable_prefix_caching": True}, "enable_prefix_caching"),
-        ({"swap_space": 4}, "swap_space"),
+        ({"swap_space": 1e6}, "swap_space"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend"),
         ({"quantization": "awq"}, "quantization"),
         ({"attention_backend": "flash"}, "attention_backend"),

@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def tiny(folder: str, **options: Any) -> LLM:
-    return LLM(folder, dtype="float32", skip_tokenizer_init=True, **options)
+    return LLM(folder, dtype="float32", skip_tokenizer_init=True, swap_space=0.001, **options)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,8 @@ class Run:
             "max_num_batched_tokens": rng.choice([1, 2, 5, 16, 64]),
             "max_num_seqs": rng.choice([1, 2, 5, 20]),
             "max_model_len": rng.choice([40, 64, 128]),
+            "enable_prefix_caching": rng.random() < 0.5,
+            "preemption_mode": rng.choice(["recompute", "swap"]),
         }
         self.pool = block_size * self.options["num_gpu_blocks_override"]
         self.requests = {f"r{i}": self.request(i) for i in range(14)}
@@ -172,8 +174,8 @@ def test_parameters_are_the_engines_own(alone: LLM) -> None:
         for output in engine.step():
             tokens = output.outputs[0].token_ids
     assert tokens == wanted
-    params.n = 2
-    with pytest.raises(ValueError, match="n=2"):
+    params.n = 0
+    with pytest.raises(ValueError, match="n=0"):
         engine.add_request("b", [5, 6, 7], params)
 
 
@@ -196,7 +198,7 @@ def said():
 
         def say(text: str, params: SamplingParams) -> list:
             script = iter(tokenizer(text).input_ids)
-            runner.run = lambda batch, caches: torch.tensor([next(script)] * len(batch.sample_rows))
+            runner.run = lambda batch, caches: (torch.tensor([next(script)] * len(batch.sample_rows)), None)
             llm.llm_engine.add_request("a", [1, 2, 3], params)
             outputs = []
             while llm.llm_engine.has_unfinished_requests():

@@ -38,7 +38,7 @@ class BeamSearch:
 
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
         "What a continuation of `num_tokens` tokens is worth: higher is better."
-        return cumulative_logprob / num_tokens**self.params.length_penalty
+        return cumulative_logprob / max(1, num_tokens) ** self.params.length_penalty
 
     def extend(self, beams: list[Sequence], tops: list[list[tuple[int, float]]]) -> list[tuple[int, int, float]]:
         """One step: `tops[i]` are the likeliest tokens after `beams[i]` with their log-probabilities.
@@ -63,9 +63,10 @@ class BeamSearch:
         return go_on[: self.width] if go_on and self._may_improve(go_on[0][2], num_tokens) else []
 
     def keep(self, token_ids: list[int], logprob: float, status: SequenceStatus) -> None:
-        "A continuation has ended: it is a hypothesis if it is good enough."
-        self.hypotheses.append(Hypothesis(token_ids, logprob, self.score(logprob, len(token_ids)), status))
-        self.hypotheses = sorted(self.hypotheses, key=lambda h: -h.score)[: self.width]
+        "A continuation has ended: it is a hypothesis if it is good enough, and not there already."
+        new = Hypothesis(token_ids, logprob, self.score(logprob, len(token_ids)), status)
+        if new not in self.hypotheses:
+            self.hypotheses = sorted([*self.hypotheses, new], key=lambda h: -h.score)[: self.width]
 
     def _may_improve(self, best_logprob: float, num_tokens: int) -> bool:
         if len(self.hypotheses) < self.width:

@@ -12,7 +12,7 @@ from .block_manager import AllocStatus
 from .request_queues import LifeCycle, NewSequenceData, SchedulerOutput
 from ..sequence import Sequence, SequenceGroup, SequenceStatus
 
-# %% ../../nbs/12_scheduler.ipynb #0726a2c0
+# %% ../../nbs/12_scheduler.ipynb #c75cb529
 class Departures(LifeCycle):
     """How a request that runs loses its blocks: they are copied to the CPU's pool, or dropped and computed again later.
 
@@ -67,7 +67,7 @@ class Departures(LifeCycle):
         "Find nothing again that was computed before now."
         self.block_manager.gpu.allocator.forget_contents()
 
-# %% ../../nbs/12_scheduler.ipynb #e673cd08
+# %% ../../nbs/12_scheduler.ipynb #433d9f73
 class Preemption(Departures):
     """What happens when the blocks run out: the request that comes last by the policy gives its own back.
 
@@ -103,7 +103,7 @@ class Preemption(Departures):
         absent = self._next_absent(live)
         return self.block_manager.gpu.num_missing(live) if absent is None else self.block_manager.num_needed_blocks([absent])[1]
 
-# %% ../../nbs/12_scheduler.ipynb #2de5c132
+# %% ../../nbs/12_scheduler.ipynb #22c50a16
 class Orders(Preemption):
     "Decisions about one sequence, each written down for the workers as it is made."
 
@@ -145,7 +145,7 @@ class Orders(Preemption):
             )
         )  # fmt: skip
 
-# %% ../../nbs/12_scheduler.ipynb #486bb04d
+# %% ../../nbs/12_scheduler.ipynb #0cd642b1
 class Running(Orders):
     "The requests that run, and what each of them gets in a step."
 
@@ -184,7 +184,7 @@ class Running(Orders):
             if seq.status is SequenceStatus.RUNNING:
                 self._compute(seq, seq.num_new_tokens - (len(live) > 1), out)
 
-# %% ../../nbs/12_scheduler.ipynb #a8e4a628
+# %% ../../nbs/12_scheduler.ipynb #486bb04d
 class Places(Running):
     "Who comes next, whether there is a place for it, and who may have to yield theirs."
 
@@ -209,7 +209,7 @@ class Places(Running):
                 return
             self._preempt(self.running[-1], out)
 
-# %% ../../nbs/12_scheduler.ipynb #447e9f39
+# %% ../../nbs/12_scheduler.ipynb #d70db6b6
 class Admission(Places):
     "The way in, for those who wait and for those who were swapped out."
 
@@ -240,20 +240,20 @@ class Admission(Places):
         return num_tokens <= self._budget or self.config.enable_chunked_prefill
 
     def _swap_in(self, group: SequenceGroup, out: SchedulerOutput) -> None:
-        "Its blocks come back, and it goes on where it was. What does not fit the whole pool with its next token ends here."
-        manager, live = self.block_manager, group.unfinished
-        while live and len(manager.cpu.blocks_of(live)) + manager.cpu.num_missing(live) > manager.get_num_free_gpu_blocks():  # it is alone
-            self.finish_seq(live.pop(), SequenceStatus.FINISHED_LENGTH_CAPPED)
-        pairs = manager.swap_in(live)
+        "Its blocks come back, and it goes on where it was."
+        live = group.unfinished
+        pairs = self.block_manager.swap_in(live)
         out.blocks_to_swap_in += pairs
         self.num_swapped_in_blocks += len(pairs)
         for seq in live:
             seq.status = SequenceStatus.RUNNING
-            self._announce(group, seq, manager.get_block_table(seq), out)
-        if live and not self._decode(group, out):
+            self._announce(group, seq, self.block_manager.get_block_table(seq), out)
+        if self._num_missing_blocks(live) > self.block_manager.get_num_free_gpu_blocks():
+            return  # alone in a full pool: the next step ends one of them, when the worker knows them again
+        if not self._decode(group, out):
             self._prefill(group, out)
 
-# %% ../../nbs/12_scheduler.ipynb #a797c680
+# %% ../../nbs/12_scheduler.ipynb #149447c0
 class Scheduler(Admission):
     """Continuous batching with chunked prefill, over paged blocks.
 

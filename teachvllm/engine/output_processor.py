@@ -147,11 +147,9 @@ class OutputState:
     def _hypotheses(self) -> list[CompletionOutput]:
         "What the search found, the best first."
         assert self.search is not None
-        known = [found.token_ids for found in self.search.hypotheses]
-        for seq in self.group.seqs:  # those that the scheduler ended, for want of blocks
-            capped, ids = seq.status is SequenceStatus.FINISHED_LENGTH_CAPPED, seq.output_token_ids
-            if capped and ids and ids not in known:  # the same output may be made twice
-                self.search.keep(ids, seq.cumulative_logprob, seq.status)
+        for seq in self.group.seqs:
+            if seq.status is SequenceStatus.FINISHED_LENGTH_CAPPED:  # the scheduler ended it, for want of blocks
+                self.search.keep(seq.output_token_ids, seq.cumulative_logprob, seq.status)
         keep, completions = self.group.sampling_params.include_stop_str_in_output, []
         for i, found in enumerate(self.search.hypotheses):
             ids, logprob, reason = found.token_ids, found.cumulative_logprob, found.status.value
@@ -220,13 +218,12 @@ class Growth(Admission):
 
     def _extend(self, state: OutputState, tokens: list[SampledToken]) -> None:
         "Each sequence gets its token. A prompt that just got n of them is forked: sample i goes on from token i."
-        group, seen = state.group, set()
-        pairs = []
+        pairs: list[tuple[Sequence, SampledToken]] = []
+        state.group.num_samples = 1
         for token in tokens:
             seq = self.scheduler.seqs[token.seq_id][1]
-            pairs.append((self._fork(group, seq) if token.seq_id in seen else seq, token))
-            seen.add(token.seq_id)
-        group.num_samples = 1
+            again = pairs and pairs[-1][1].seq_id == token.seq_id  # its samples come one after the other
+            pairs.append((self._fork(state.group, seq) if again else seq, token))
         for seq, token in pairs:
             self.scheduler.append_token(seq, token.token_id, sampled=seq.seq_id == token.seq_id)
             seq.cumulative_logprob += token.logprob or 0.0
