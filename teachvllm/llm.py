@@ -116,9 +116,9 @@ class EngineOwner:
         "What the engine has counted since it began: blocks used, preemptions, swaps, copies, hits of the prefix cache."
         return self.llm_engine.get_metrics()
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         "Forget what is cached of earlier prompts: before a measurement that must not profit from it, say."
-        self.llm_engine.scheduler.reset_prefix_cache()
+        return self.llm_engine.scheduler.reset_prefix_cache()
 
     @contextmanager
     def record(self) -> Iterator[Trace]:

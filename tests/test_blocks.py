@@ -289,7 +289,7 @@ class Simulation:
         self.told: dict[str, list[list[int]]] = {}
         self.reasons: dict[str, list[str]] = {}  # of the finished ones
         self.gone: set[str] = set()  # aborted
-        self.cheated: set[str] = set()  # could not find what they share: the user had it forgotten
+        self.ends: dict[str, dict[int, str]] = {}  # by request and answer, of those that tell deltas
         self.num_steps = 0
         schedule = self.scheduler.schedule
         self.scheduler.schedule = lambda: self.check_schedule(schedule)
@@ -312,11 +312,9 @@ class Simulation:
         self.scheduler.block_manager.check_integrity()
 
     def reset_prefix_cache(self) -> None:
-        "As a user may: a forked request that is half back then has more to hold, and may end early."
-        for group in self.scheduler.running:
-            if any(seq.status is SequenceStatus.WAITING for seq in group.unfinished):
-                self.cheated.add(group.request_id)
-        self.scheduler.reset_prefix_cache()
+        "As a user may at any time: nothing happens while requests hold blocks."
+        busy = bool(self.scheduler.running or self.scheduler.swapped)
+        assert self.scheduler.reset_prefix_cache() is not busy
 
     def open(self) -> list[str]:
         "Who is neither finished nor aborted."
@@ -386,11 +384,17 @@ class Simulation:
             name, (_, params) = output.request_id, self.requests[output.request_id]
             assert name not in self.reasons and name not in self.gone, "told after its end"
             delta = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
-            old = self.told[name] if delta else []
-            old = old + [[] for _ in range(len(output.outputs) - len(old))]
-            self.told[name] = [before + o.token_ids for before, o in zip(old, output.outputs, strict=True)]
+            ends = self.ends.setdefault(name, {}) if delta else {}
+            told = self.told[name] if delta else []
+            told += [[] for _ in range(max(o.index for o in output.outputs) + 1 - len(told))]
+            for o in output.outputs:
+                assert o.index not in ends, "an answer's end is told once"
+                told[o.index] = told[o.index] + o.token_ids
+                if o.finish_reason is not None:
+                    ends[o.index] = o.finish_reason
+            self.told[name] = told
             if output.finished:
-                self.reasons[name] = [o.finish_reason for o in output.outputs]
+                self.reasons[name] = [ends[i] for i in range(len(told))]
                 self.check_answer(name)
 
     def may_fill_the_pool(self, name: str) -> bool:
@@ -404,7 +408,7 @@ class Simulation:
     def check_answer(self, name: str) -> None:
         prompt, params = self.requests[name]
         wanted, got = answers(prompt, params, self.options["max_model_len"]), self.told[name]
-        if name not in self.cheated and not self.may_fill_the_pool(name):
+        if not self.may_fill_the_pool(name):
             assert got == wanted, (name, self.options)
         elif isinstance(params, SamplingParams) and params.num_seqs == params.n:
             for short, whole, reason in zip(got, wanted, self.reasons[name], strict=True):
@@ -522,8 +526,13 @@ class AllocatorMachine(Counting):
         self.did()
         block_id = data.draw(st.sampled_from(sorted(self.held)))
         self.allocator.publish(block_id, key)
-        if key not in self.keys.values():
-            self.keys.setdefault(block_id, key)
+        known = next((i for i, k in self.keys.items() if k == key), None)
+        if block_id not in self.keys and known not in self.held:
+            if known is not None:  # free, with the same content: the one in use is found instead
+                self.cached.remove(known)
+                self.emptied.append(known)
+                del self.keys[known]
+            self.keys[block_id] = key
 
     @rule(key=st.sampled_from([b"a", b"b", b"c", b"d"]))
     def find_and_share(self, key: bytes) -> None:

@@ -273,7 +273,7 @@ def test_samples_end_each_on_its_own_and_stream(folder: str) -> None:
 
 def test_two_hundred_random_requests_and_aborts(folder: str) -> None:
     rng = random.Random(0)
-    with tiny(folder, 40, max_num_seqs=8, max_num_batched_tokens=48) as llm:
+    with tiny(folder, 24, max_num_seqs=8, max_num_batched_tokens=48) as llm:
         engine, open_ids, ended = llm.llm_engine, set(), set()
         todo = [str(i) for i in range(200)]
         while todo or engine.has_unfinished_requests():

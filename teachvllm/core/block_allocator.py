@@ -38,6 +38,10 @@ class CountedBlocks:
         "How many holders `block_id` has."
         return self._ref_counts[block_id]
 
+    def get_held_blocks(self) -> dict[int, int]:
+        "The blocks that somebody holds, with how many do."
+        return {block_id: n for block_id, n in enumerate(self._ref_counts[: self._num_touched]) if n}
+
     def allocate(self) -> int:
         "A free block's id, now held once. Raises `NoFreeBlocksError` when there is none."
         if self._empty:
@@ -76,11 +80,17 @@ class CachedBlocks(CountedBlocks):
         self._block_of: dict[bytes, int] = {}
 
     def publish(self, block_id: int, key: bytes) -> None:
-        "Let a held block be found by `key`. The first block under a key stays; a block has one key at most."
+        "Let a held block be found by `key`: instead of a free one, but not of one in use. A block has one key at most."
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free: nobody knows what it holds"
-        if key not in self._block_of and block_id not in self._key_of:
-            self._block_of[key] = block_id
-            self._key_of[block_id] = key
+        if block_id in self._key_of:
+            return
+        known = self._block_of.get(key)
+        if known is not None:
+            if self._ref_counts[known]:
+                return
+            del self._cached[known], self._key_of[known]  # nobody holds that one: it is as good as empty
+            self._empty.append(known)
+        self._block_of[key], self._key_of[block_id] = block_id, key
 
     def find(self, key: bytes) -> int | None:
         "The block published under `key`, in use or free; None if there is none. `share` makes it yours."
@@ -144,9 +154,9 @@ class BlockAllocator(CachedBlocks):
 
     def check_integrity(self) -> None:
         "Every block is free, cached or held, exactly one of them: raises `AssertionError` if not. O(num_blocks)."
-        places = [*self._empty, *self._cached, *range(self._num_touched, self.num_blocks)]
-        held = [i for i, count in enumerate(self._ref_counts) if count]
-        assert min(self._ref_counts, default=0) >= 0, "a reference count is negative"
-        assert sorted(places + held) == list(range(self.num_blocks)), "a block is lost, or in two places"
+        held = self.get_held_blocks()
+        assert min(held.values(), default=1) > 0, "a reference count is negative"
+        places = sorted([*self._empty, *self._cached, *held])
+        assert places == list(range(self._num_touched)), "a block is lost, or in two places"
         assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys and blocks differ"
         assert set(self._cached) == {i for i in self._key_of if not self._ref_counts[i]}, "what is free and known is not cached"

@@ -58,8 +58,7 @@ class Tables:
         "Every reference to a block is in exactly one block table entry: raises `AssertionError` if not."
         self.allocator.check_integrity()
         counts = Counter(i for table in self.tables.values() for i in table if i != NO_BLOCK)
-        held = {i: n for i in range(self.allocator.num_blocks) if (n := self.allocator.ref_count(i))}
-        assert counts == held, "tables and reference counts differ"
+        assert counts == self.allocator.get_held_blocks(), "tables and reference counts differ"
 
 # %% ../../nbs/11_block_manager.ipynb #07a8615b
 class GrowingTables(Tables):

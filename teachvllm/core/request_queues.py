@@ -9,6 +9,7 @@ __all__ = ['POLICIES', 'NewSequenceData', 'ForkedSequenceData', 'SchedulerOutput
 # %% ../../nbs/11a_request_queues.ipynb #762e9afd
 from bisect import insort
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from ..config import CacheConfig, SchedulerConfig, require, resolve_class
@@ -117,9 +118,11 @@ class QueueState:
         self.config, self.enable_caching = scheduler_config, cache_config.enable_prefix_caching
         policy = scheduler_config.policy
         self.policy: FCFSPolicy = resolve_class(POLICIES.get(policy, policy) if isinstance(policy, str) else policy)()
-        self.block_manager = BlockSpaceManager(
-            cache_config.block_size, num_gpu_blocks, num_cpu_blocks, window=window, enable_caching=self.enable_caching
-        )
+        self._new_manager = partial(
+            BlockSpaceManager, cache_config.block_size, num_gpu_blocks, num_cpu_blocks, window=window,
+            enable_caching=self.enable_caching,
+        )  # fmt: skip
+        self.block_manager = self._new_manager()
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
@@ -172,7 +175,7 @@ class RequestQueues(QueueState):
         self.check_fits(group)
         group.arrival = next(self._arrivals)
         if group.num_seqs > 1:
-            group.first_seq.cache_salt = group.request_id
+            group.first_seq.cache_salt = str(group.arrival)  # a request_id may come again
         self._queue(self.waiting, group)
         self.groups[group.request_id] = group
         self.seqs.update({seq.seq_id: (group, seq) for seq in group.seqs})

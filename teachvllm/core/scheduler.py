@@ -14,10 +14,7 @@ from ..sequence import Sequence, SequenceGroup, SequenceStatus
 
 # %% ../../nbs/12_scheduler.ipynb #c75cb529
 class Departures(LifeCycle):
-    """How a request that runs loses its blocks: they are copied to the CPU's pool, or dropped and computed again later.
-
-    PagedAttention (Kwon et al. 2023), section 4.5.
-    """
+    "How a request loses its blocks: copied to the CPU's pool, or dropped and computed again (Kwon et al. 2023, section 4.5)."
 
     num_preemptions = num_swapped_out_blocks = num_swapped_in_blocks = 0
 
@@ -53,19 +50,28 @@ class Departures(LifeCycle):
         self._queue(self.waiting, group)
 
     def preempt_all(self) -> None:
-        "Start over with everybody: a step failed half-way, and nobody knows what the workers' caches hold."
-        groups = self.running + self.swapped
-        self.running, self.swapped = [], []
-        for group in groups:
-            self._requeue(group)
+        "Start over with everybody, from their tokens alone: a step failed, and queues, tables and caches may be torn."
+        live = sorted((group for group in self.groups.values() if not group.is_finished()), key=self.policy.key)
+        begun = [group for group in live if any(s.status is not SequenceStatus.WAITING for s in group.unfinished)]
+        self.waiting, self.running, self.swapped = live, [], []
+        self._finished = [group for group in self.groups.values() if group.is_finished()]
+        self.seqs = {seq.seq_id: (group, seq) for group in live for seq in group.unfinished}
+        for group in begun:
             group.metrics.num_preemptions += 1
-        self.num_preemptions += len(groups)
-        self.reset_prefix_cache()
+        for _, seq in self.seqs.values():
+            seq.reset_for_recompute()
+        self.num_preemptions += len(begun)
+        num_evictions = self.block_manager.gpu.allocator.num_evictions
+        self.block_manager = self._new_manager()
+        self.block_manager.gpu.allocator.num_evictions = num_evictions
         self._ended, self._forked, self._new_token_ids = [], [], {}  # the workers were told to forget everything
 
-    def reset_prefix_cache(self) -> None:
-        "Find nothing again that was computed before now."
-        self.block_manager.gpu.allocator.forget_contents()
+    def reset_prefix_cache(self) -> bool:
+        "Find nothing again that was computed before now. False, and nothing is forgotten, while requests hold blocks."
+        idle = not self.running and not self.swapped
+        if idle:
+            self.block_manager.gpu.allocator.forget_contents()
+        return idle
 
 # %% ../../nbs/12_scheduler.ipynb #433d9f73
 class Preemption(Departures):
@@ -149,8 +155,13 @@ class Orders(Preemption):
 class Running(Orders):
     "The requests that run, and what each of them gets in a step."
 
-    def _continue_running(self, out: SchedulerOutput) -> None:
-        "Blocks for those who run, in the order of the policy; then tokens, for decodes before prompts already begun."
+    def _num_free_seats(self, running: list[SequenceGroup]) -> int:
+        "How many sequences more may run beside `running`: each gets a token in every step."
+        most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        return most - sum(group.get_max_num_running_seqs() for group in running)
+
+    def _schedule_running(self, out: SchedulerOutput) -> list[SequenceGroup]:
+        "Blocks for those who run, in the order of the policy, and tokens for decodes; returns those with more to compute."
         prefills, i = [], 0
         while i < len(self.running):
             group = self.running[i]
@@ -158,16 +169,11 @@ class Running(Orders):
                 i += 1
                 if not self._decode(group, out):
                     prefills.append(group)
-        for group in prefills:
-            self._prefill(group, out)
+        return prefills
 
     def _decode(self, group: SequenceGroup, out: SchedulerOutput) -> bool:
         "A token for each sequence of `group`; False if there is more to compute first, or one of them is not back yet."
         live = group.unfinished
-        absent = self._next_absent(live)
-        if absent is not None:
-            self._start(group, absent, out)
-            return False
         for seq in live:
             if seq.num_new_tokens > 1 or seq.status is not SequenceStatus.RUNNING:
                 return False
@@ -178,50 +184,87 @@ class Running(Orders):
         return True
 
     def _prefill(self, group: SequenceGroup, out: SchedulerOutput) -> None:
-        "What the sequences of `group` lack. Several go on together: so each stops before its last token until all are there."
+        """What the sequences of `group` lack, one after the other.
+
+        Several go on together, so each stops before its last token until all are there. Those that a preemption sent
+        away come back when the ones before them are computed: so each finds what it shares with them.
+        """
         live = group.unfinished
         for seq in live:
-            if seq.status is SequenceStatus.RUNNING:
-                self._compute(seq, seq.num_new_tokens - (len(live) > 1), out)
+            if seq.status is SequenceStatus.WAITING:
+                _, needed = self.block_manager.num_needed_blocks([seq])
+                if self._budget <= 0 or needed > self.block_manager.get_num_free_gpu_blocks():
+                    return
+                self._start(group, seq, out)
+            self._compute(seq, seq.num_new_tokens - (len(live) > 1), out)
+            if seq.num_new_tokens - out.num_scheduled_tokens.get(seq.seq_id, 0) > 1:
+                return
 
 # %% ../../nbs/12_scheduler.ipynb #486bb04d
 class Places(Running):
     "Who comes next, whether there is a place for it, and who may have to yield theirs."
 
+    _refused: tuple[SequenceGroup | None, int] = (None, 0)  # for want of blocks, and how many were free then
+
     def _next(self) -> SequenceGroup | None:
         return min([*self.waiting[:1], *self.swapped[:1]], key=self.policy.key, default=None)
 
-    def _has_place(self, group: SequenceGroup) -> AllocStatus:
-        "Whether there are seats and blocks for `group`."
-        taken = sum(g.get_max_num_running_seqs() for g in self.running)
-        most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # each gets a token in every step
-        if taken + group.get_max_num_running_seqs() > most:
+    def _has_blocks(self, group: SequenceGroup) -> AllocStatus:
+        "Whether there are blocks for `group`. One that was refused is looked at again when more are free."
+        live, free = group.unfinished, self.block_manager.get_num_free_gpu_blocks()
+        if group is self._refused[0] and free <= self._refused[1]:
             return AllocStatus.LATER
-        live = group.unfinished
         swapped = live[0].status is SequenceStatus.SWAPPED
-        return self.block_manager.can_swap_in(live) if swapped else self.block_manager.can_allocate(live)
+        status = self.block_manager.can_swap_in(live) if swapped else self.block_manager.can_allocate(live)
+        self._refused = (group, free) if status is AllocStatus.LATER else (None, 0)
+        return status
 
     def _yield_places(self, out: SchedulerOutput) -> None:
-        "Where the policy says so, the last of those who run go for one who waits."
-        group = self._next()
-        while group and self.running and self.policy.may_preempt(group, self.running[-1]):
-            if self._has_place(group) is not AllocStatus.LATER:
+        "Where the policy says so, the last of those who run go for one who waits, if that gives it a place."
+        group, key = self._next(), self.policy.key
+        if group is None or not self.running or not self.policy.may_preempt(group, self.running[-1]):
+            return
+        lower = [g for g in self.running if key(group) < key(g) and self.policy.may_preempt(group, g)]
+        while lower and self._would_help(group, lower):
+            seats = self._num_free_seats(self.running) - group.get_max_num_running_seqs()
+            if seats >= 0 and self._has_blocks(group) is not AllocStatus.LATER:
                 return
-            self._preempt(self.running[-1], out)
+            self._preempt(lower.pop(), out)
+
+    def _would_help(self, group: SequenceGroup, lower: list[SequenceGroup]) -> bool:
+        "Whether `group` could come in if all of `lower` went."
+        others = [g for g in self.running if g not in lower]
+        if not others:
+            return True
+        manager, live = self.block_manager, group.unfinished
+        theirs = manager.gpu.blocks_of([s for g in lower for s in g.unfinished if s.seq_id in manager.block_tables])
+        free = manager.get_num_free_gpu_blocks() + len(theirs) - manager.watermark_blocks
+        swapped = live[0].status is SequenceStatus.SWAPPED
+        needed = len(manager.cpu.blocks_of(live)) + len(live) if swapped else manager.num_needed_blocks(live)[1]
+        return needed <= free and self._num_free_seats(others) >= group.get_max_num_running_seqs()
 
 # %% ../../nbs/12_scheduler.ipynb #d70db6b6
 class Admission(Places):
     "The way in, for those who wait and for those who were swapped out."
 
-    def _admit(self, out: SchedulerOutput) -> None:
-        "Admit while tokens, seats and blocks last. A prompt gets all its blocks at once, its tokens in chunks."
+    def _schedule_waiting(self, out: SchedulerOutput, before: tuple | None = None) -> None:
+        """Admit while tokens, seats and blocks last; with `before`, those whose key is smaller.
+
+        A prompt gets all its blocks at once, its tokens in chunks.
+        """
+        seats: int | None = None
         while self._budget > 0 and (group := self._next()):
-            status, seq = self._has_place(group), group.unfinished[0]
+            if before is not None and self.policy.key(group) >= before:
+                return
+            seats = self._num_free_seats(self.running) if seats is None else seats
+            seats -= group.get_max_num_running_seqs()
+            status, seq = self._has_blocks(group), group.unfinished[0]
             if status is AllocStatus.NEVER:  # it was sent back when it had outgrown the pool
                 self.finish_seq(group.unfinished[-1], SequenceStatus.FINISHED_LENGTH_CAPPED)
+                seats = None
                 continue
             swapped = seq.status is SequenceStatus.SWAPPED
-            if status is AllocStatus.LATER or not self._has_tokens(group, swapped, out):
+            if seats < 0 or status is AllocStatus.LATER or not self._has_tokens(group, swapped, out):
                 return
             (self.swapped if swapped else self.waiting).remove(group)
             self._queue(self.running, group)
@@ -257,11 +300,11 @@ class Admission(Places):
 class Scheduler(Admission):
     """Continuous batching with chunked prefill, over paged blocks.
 
-    A step's `max_num_batched_tokens` go first to those who decode (one token each), then to prompts already begun, then to
-    newcomers: those who wait, and those who were swapped out. So a sequence that decodes gets a token in every step
-    unless it is preempted, however long the prompts are that arrive meanwhile. And nobody overtakes: a newcomer is
-    admitted when there are seats for all the sequences it will have and blocks for its whole prompt, and until then
-    nobody comes in behind it. vLLM: `core/scheduler.py`; the order is that of its chunked prefill.
+    A step's `max_num_batched_tokens` go first to those who decode (one token each), then, in the order of the policy, to
+    prompts already begun and to newcomers: those who wait, and those who were swapped out. So a sequence that decodes gets
+    a token in every step unless it is preempted, however long the prompts are that arrive meanwhile. And nobody
+    overtakes: a newcomer is admitted when there are seats for all the sequences it will have and blocks for its whole
+    prompt, and until then nobody comes in behind it. vLLM: `core/scheduler.py`; the order is that of its chunked prefill.
     """
 
     peak_gpu_blocks_used = 0
@@ -271,9 +314,14 @@ class Scheduler(Admission):
         out, self._budget = SchedulerOutput(), self.config.max_num_batched_tokens
         self._yield_places(out)
         num_yielded = len(out.preempted_request_ids)
-        self._continue_running(out)
-        if len(out.preempted_request_ids) == num_yielded:  # nobody comes in when somebody just had to go
-            self._admit(out)
+        begun = self._schedule_running(out)
+        roomy = len(out.preempted_request_ids) == num_yielded  # nobody comes in when somebody just had to go
+        for group in begun:
+            if roomy:
+                self._schedule_waiting(out, before=self.policy.key(group))
+            self._prefill(group, out)
+        if roomy:
+            self._schedule_waiting(out)
         out.ended_seq_ids, self._ended = self._ended, []
         out.forked_seqs, self._forked = self._forked, []
         out.new_token_ids, self._new_token_ids = self._new_token_ids, {}

@@ -82,13 +82,13 @@ class Answer(StopChecker):
 
     def __init__(self, group: SequenceGroup, seq: Sequence, tokenizer: Any, max_model_len: int):
         super().__init__(group, seq, tokenizer, max_model_len)
-        self._told = self._offered = (0, 0)  # characters, tokens
+        self._told = self._offered = (0, 0, False)  # characters, tokens, the end
 
     def completion(self, index: int, kind: RequestOutputKind) -> CompletionOutput:
         "What there is to say now: everything, or for `DELTA` what is new."
         seq, text = self.seq, self.text()
-        self._offered = len(text), seq.get_len() - seq.num_prompt_tokens
-        chars, tokens = self._told if kind is RequestOutputKind.DELTA else (0, 0)
+        self._offered = len(text), seq.get_len() - seq.num_prompt_tokens, seq.status.finished
+        chars, tokens, _ = self._told if kind is RequestOutputKind.DELTA else (0, 0, False)
         return CompletionOutput(
             index, text[chars:], seq.token_ids[seq.num_prompt_tokens + tokens :],
             None if self.group.num_logprobs is None else seq.cumulative_logprob,
@@ -98,6 +98,11 @@ class Answer(StopChecker):
     def told(self) -> None:
         "What `completion` made last has been handed out: the next delta begins after it."
         self._told = self._offered
+
+    @property
+    def over(self) -> bool:
+        "Whether the user has been told that it ended."
+        return self._told[2]
 
 # %% ../../nbs/59_output_processor.ipynb #2171a5b4
 def text_after(tokenizer: Any, prompt_token_ids: list[int], token_ids: list[int], skip_special_tokens: bool) -> str:
@@ -142,7 +147,8 @@ class OutputState:
         answers, n = list(self.answers.values()), self.group.sampling_params.n
         if self.group.num_seqs > n:
             answers = sorted(answers, key=lambda answer: -answer.seq.cumulative_logprob)[:n]
-        return [answer.completion(i, kind) for i, answer in enumerate(answers)]
+        delta = kind is RequestOutputKind.DELTA  # says the end of an answer once
+        return [answer.completion(i, kind) for i, answer in enumerate(answers) if not (delta and answer.over)]
 
     def _hypotheses(self) -> list[CompletionOutput]:
         "What the search found, the best first."
@@ -254,7 +260,7 @@ class RequestTable(Growth):
     def process(self, sampled: list[SampledToken]) -> tuple[list[RequestOutput], list[SequenceGroup]]:
         """A step's tokens: fork, append, stop, free; returns what there is to tell the users, and who finished.
 
-        If it fails, nothing counts as told: the next call tells it.
+        If it fails, nothing counts as told: the next call tells it. A request in whose own tokens it fails is given up.
         """
         now = time.monotonic()
         by_group: dict[str, list[SampledToken]] = {}
@@ -265,7 +271,12 @@ class RequestTable(Growth):
             state = self.states[request_id]
             self.untold[request_id] = state.group
             state.group.metrics.first_token_time = state.group.metrics.first_token_time or now
-            (self._extend_beams if state.search else self._extend)(state, tokens)
+            try:
+                (self._extend_beams if state.search else self._extend)(state, tokens)
+            except BaseException:  # half of its step is done, and nobody can say which half: it is given up
+                for table in (self.scheduler.groups, self.states, self.untold):
+                    del table[request_id]
+                raise
         for group in self.scheduler.free_finished_seq_groups():  # also those that the scheduler itself ended
             group.metrics.finished_time = now
             self.untold[group.request_id] = group

@@ -388,7 +388,11 @@ def simulate(engine: Any, requests: Iterable[SimRequest]) -> Simulation:
             params, prompt = requests[i].params, {"prompt_token_ids": requests[i].prompt_token_ids}
             if isinstance(params, SamplingParams):  # news of every token would cost time, and nobody reads it
                 params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-            engine.add_request(str(i), prompt, params, requests[i].priority)
+            try:
+                engine.add_request(str(i), prompt, params, requests[i].priority)
+            except ValueError:
+                engine.abort_request(map(str, range(len(requests))))
+                raise
         outputs, now = engine.step(), executor.seconds
         for group in scheduler.running:
             if group.metrics.first_token_time is not None:

@@ -52,9 +52,13 @@ class DenseRows:
         last_id, last = self.seq_ids.pop(), len(self.seq_ids)
         if last_id != seq_id:
             self.seq_ids[row], self.row_of[last_id] = last_id, row
-            for column in vars(self).values():
-                if isinstance(column, np.ndarray):
-                    column[row] = column[last]
+            self.copy_row(last, row)
+
+    def copy_row(self, source: int, target: int) -> None:
+        "Let row `target` hold what row `source` holds."
+        for column in vars(self).values():
+            if isinstance(column, np.ndarray):
+                column[target] = column[source]
 
 # %% ../../nbs/41_model_runner.ipynb #0dfc6e46
 class SequenceRows(DenseRows):
@@ -92,6 +96,15 @@ class SequenceRows(DenseRows):
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, max(0, missing))), mode="edge")
             self.stop_ids[row] = new.stop_token_ids + new.stop_token_ids[-1:] * -min(0, missing)
 
+    def copy_row(self, source: int, target: int) -> None:
+        "As every `DenseRows`, but of the long columns only what is used."
+        used = {"token_ids": self.num_tokens[source], "block_table": self.num_blocks[source]}
+        for name, column in vars(self).items():
+            if name in used:
+                column[target, : used[name]] = column[source, : used[name]]
+            elif isinstance(column, np.ndarray):
+                column[target] = column[source]
+
     def append_blocks(self, seq_id: int, block_ids: list[int]) -> None:
         "The sequence's block table grew at its end."
         row, start = self.row_of[seq_id], self.num_blocks[self.row_of[seq_id]]
@@ -114,9 +127,7 @@ class InputBatch(SequenceRows):
     def fork(self, fork: ForkedSequenceData) -> None:
         "A row like its parent's, but for the seed."
         parent, row = self.row_of[fork.parent_seq_id], self.new_row(fork.seq_id)
-        for column in vars(self).values():
-            if isinstance(column, np.ndarray):
-                column[row] = column[parent]
+        self.copy_row(parent, row)
         self.seed[row] = fork.seed % 2**64
 
     def update(self, out: SchedulerOutput) -> None:
