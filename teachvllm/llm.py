@@ -19,7 +19,7 @@ from .config import DEFAULT_MODEL, EngineArgs, require
 from .engine.llm_engine import LLMEngine
 from .inputs import Prompt, apply_chat_template, get_default_sampling_params
 from .sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from .sequence import RequestOutput
+from .sequence import BeamSearchOutput, RequestOutput
 from .trace import Trace
 
 # %% ../nbs/61_llm.ipynb #e74f9911
@@ -167,7 +167,7 @@ class TextGenerator(EngineOwner):
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
-    ) -> list[RequestOutput]:
+    ) -> list[BeamSearchOutput]:
         """The likeliest continuations of every prompt, found together: `beam_width` outputs each, the best first.
 
         A prompt is computed once and its blocks are shared by the beams. vLLM: `LLM.beam_search`.
@@ -176,7 +176,8 @@ class TextGenerator(EngineOwner):
         require(ok, f"params={params!r:.80} must be BeamSearchParams")
         many = as_prompts(prompts)
         ids = [str(next(self._request_counter)) for _ in many]
-        return run_requests(self.llm_engine, {i: (prompt, params) for i, prompt in zip(ids, many)}, use_tqdm)
+        outputs = run_requests(self.llm_engine, {i: (prompt, params) for i, prompt in zip(ids, many)}, use_tqdm)
+        return [BeamSearchOutput(**vars(output)) for output in outputs]
 
     def get_default_sampling_params(self) -> SamplingParams:
         "What `generate` uses when it is given none."

@@ -162,6 +162,11 @@ class BlockTables(GrowingTables):
         "The blocks that `seqs` hold, each once."
         return list(dict.fromkeys(i for seq in seqs for i in self.tables[seq.seq_id] if i != NO_BLOCK))
 
+    def num_freed(self, seqs: list[Sequence]) -> int:
+        "Blocks that would be free if `seqs` let go of theirs: those that nobody else holds."
+        held = Counter(i for seq in seqs for i in self.tables.get(seq.seq_id, ()) if i != NO_BLOCK)
+        return sum(self.allocator.ref_count(block_id) == n for block_id, n in held.items())
+
     def move(self, seqs: list[Sequence], other: "BlockTables") -> list[tuple[int, int]]:
         "Move the tables of `seqs` to another pool, shared blocks staying shared: pairs (block here, block there)."
         there = {block_id: other.allocator.allocate() for block_id in self.blocks_of(seqs)}

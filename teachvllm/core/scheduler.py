@@ -37,10 +37,10 @@ class Departures(LifeCycle):
         out.preempted_request_ids.append(group.request_id)
 
     def _prefers_swap(self, live: list[Sequence]) -> bool:
-        "By default one sequence is computed again, and several are swapped: the choice of vLLM V0."
-        mode = self.config.preemption_mode
+        "By default those are swapped that would come back with more blocks than they have: forks, and all behind a window."
+        mode, more = self.config.preemption_mode, len(live) > 1 or self.block_manager.window is not None
         complete = all(seq.status is SequenceStatus.RUNNING for seq in live)
-        return complete and (mode == "swap" or (mode is None and len(live) > 1))
+        return complete and (mode == "swap" or (mode is None and more))
 
     def _requeue(self, group: SequenceGroup) -> None:
         "Back to `waiting`, to be computed again."
@@ -237,8 +237,8 @@ class Places(Running):
         if not others:
             return True
         manager, live = self.block_manager, group.unfinished
-        theirs = manager.gpu.blocks_of([s for g in lower for s in g.unfinished if s.seq_id in manager.block_tables])
-        free = manager.get_num_free_gpu_blocks() + len(theirs) - manager.watermark_blocks
+        theirs = manager.gpu.num_freed([seq for g in lower for seq in g.unfinished])
+        free = manager.get_num_free_gpu_blocks() + theirs - manager.watermark_blocks
         swapped = live[0].status is SequenceStatus.SWAPPED
         needed = len(manager.cpu.blocks_of(live)) + len(live) if swapped else manager.num_needed_blocks(live)[1]
         return needed <= free and self._num_free_seats(others) >= group.get_max_num_running_seqs()
