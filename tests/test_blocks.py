@@ -5,6 +5,7 @@ tensors and no weights; its next token is a hash of what it reads. So a wrong hi
 """
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -900,3 +901,67 @@ def test_the_tail_of_a_prefix_is_evicted_first() -> None:
     manager.free(first)
     manager.allocate(second)
     assert manager.num_cached_tokens(Sequence(2, list(range(8)))) == 4 and manager.gpu.allocator.num_evictions == 2
+
+
+# Torn steps
+
+CONTROL_PLANE = (
+    "scheduler.py", "request_queues.py", "block_manager.py", "block_allocator.py", "output_processor.py", "beam_search.py",
+)  # fmt: skip
+
+
+class Interrupt(BaseException):
+    "As Ctrl-C: it may come in any line."
+
+
+def interrupt_after(num_lines: int, call: Callable[[], Any]) -> bool:
+    "Run `call`, and raise `Interrupt` in that line of the control plane, as they are reached; False if there were fewer."
+    left = num_lines
+
+    def in_line(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left == 0:
+            sys.settrace(None)
+            raise Interrupt
+        return in_line
+
+    def in_call(frame: Any, event: str, arg: Any) -> Any:
+        path = Path(frame.f_code.co_filename)
+        return in_line if path.name in CONTROL_PLANE and "teachvllm" in path.parts else None
+
+    sys.settrace(in_call)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_step_torn_at_any_line_loses_one_request_at_most(policy: str, num_steps: int) -> None:
+    "The one in the midst of whose tokens it was torn; the others get their answers, and no block, row or sequence is left."
+    torn = 0
+    for line in range(1, 4000, 29):
+        simulation = Simulation(num_gpu_blocks=9 if policy == "priority" else 12, max_num_seqs=8, policy=policy)
+        for request in (([0] * 9, with_tokens(6, n=3)), ([1] * 6, BeamSearchParams(2, 5, True)), ([0] * 9 + [1], with_tokens(5))):
+            simulation.add(*request)
+        for _ in range(num_steps):
+            simulation.step()
+        del simulation.scheduler.schedule  # the one that checks: an interrupt would come in the checks
+        if not interrupt_after(line, simulation.engine.step):
+            break
+        torn += 1
+        lost = set(simulation.open()) - set(simulation.engine.requests.states)
+        assert len(lost) <= 1
+        simulation.gone |= lost
+        while simulation.engine.has_unfinished_requests():
+            simulation.take(simulation.engine.step())
+        simulation.engine.step()  # tells the worker who ended last
+        simulation.scheduler.block_manager.check_integrity()
+        assert not simulation.open() and not simulation.worker.rows and not simulation.scheduler.seqs
+        assert simulation.scheduler.get_metrics()["num_gpu_blocks_used"] == 0
+    assert torn > 5

@@ -248,6 +248,7 @@ class LLMEngine(EngineFront):
         """One pass of the model, and what it brought the users.
 
         If anything fails on the way, also by Ctrl-C, all requests are set back to be recomputed, and the error goes on.
+        Only a request in the midst of whose own new tokens it failed is given up.
         """
         try:
             out, new_tokens, times = self.execute_step()
