@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NO_BLOCK', 'num_blocks_for', 'Tables', 'GrowingTables', 'block_key', 'PrefixCache', 'BlockTables', 'BlockSpace',
-           'AllocStatus', 'Admission', 'BlockSpaceManager']
+           'AllocStatus', 'BlockBudget', 'BlockSpaceManager']
 
 # %% ../../nbs/11_block_manager.ipynb #f476fcdc
 import enum
@@ -233,7 +233,7 @@ class AllocStatus(enum.Enum):
     NEVER = enum.auto()
 
 # %% ../../nbs/11_block_manager.ipynb #a2b7da54
-class Admission(BlockSpace):
+class BlockBudget(BlockSpace):
     "Who may come in, and what of a newcomer's tokens is there already."
 
     def num_needed_blocks(self, seqs: list[Sequence]) -> tuple[int, int]:
@@ -280,7 +280,7 @@ class Admission(BlockSpace):
         return AllocStatus.OK if ok else AllocStatus.LATER
 
 # %% ../../nbs/11_block_manager.ipynb #960cfd9f
-class BlockSpaceManager(Admission):
+class BlockSpaceManager(BlockBudget):
     """Two pools of blocks, the GPU's and the CPU's, who holds what in them, and who may come in.
 
     `watermark` is the fraction of the pool that admitting a newcomer leaves free, so that those who run can grow before
