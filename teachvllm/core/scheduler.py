@@ -279,8 +279,8 @@ class Admission(Places):
         if swapped:  # its sequences go on together; and copies in and out must not cross
             return len(group.unfinished) <= self._budget and not out.blocks_to_swap_out
         seq = group.unfinished[0]
-        num_tokens = seq.num_new_tokens - self.block_manager.num_cached_tokens(seq)
-        return num_tokens <= self._budget or self.config.enable_chunked_prefill
+        chunked = self.config.enable_chunked_prefill
+        return chunked or seq.num_new_tokens - self.block_manager.num_cached_tokens(seq) <= self._budget
 
     def _swap_in(self, group: SequenceGroup, out: SchedulerOutput) -> None:
         "Its blocks come back, and it goes on where it was."
