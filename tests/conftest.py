@@ -23,3 +23,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    "A tiny Llama with random weights, as a folder in Hugging Face's format."
+    from helpers import make_tiny  # imports torch
+
+    path = tmp_path_factory.mktemp("llama")
+    make_tiny("llama", path)
+    return str(path)

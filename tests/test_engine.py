@@ -16,13 +16,6 @@ from teachvllm import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingPar
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("tiny")
-    make_tiny("llama", path)
-    return str(path)
-
-
 def tiny(folder: str, **options: Any) -> LLM:
     defaults = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 64, "swap_space": 0.001}
     return LLM(folder, **{**defaults, **options})

@@ -5,16 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers import VOCAB, make_tiny
+from helpers import VOCAB
 
 from teachvllm import LLM, RequestOutputKind, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("llama")
-    make_tiny("llama", path)
-    return str(path)
 
 
 def tiny(folder: str, **options: Any) -> LLM:
