@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test nbdev-test export notebooks readme docs lab clean
+.PHONY: help setup demo test nbdev-test export notebooks readme docs lab gpu-report clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ readme: $(READY) ## write README.md from nbs/index.ipynb
 
 docs: export ## build the site into _docs/
 	$(PY) tools/docs.py
+
+gpu-report: $(READY) ## measure on an NVIDIA GPU, and write docs/gpu-report.md
+	$(PY) tools/gpu_report.py
 
 lab: $(READY) ## open the notebooks in JupyterLab
 	$(PY) -m jupyter lab --notebook-dir=nbs

@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_MODEL', 'GGUF_NUMBERS', 'GGUF_CONFIG', 'DTYPES', 'LOAD_FORMA
            'require', 'kinds_of', 'check_number', 'check_names', 'html_table', 'ShowAsTable', 'bundled_model',
            'cache_folder', 'download', 'find_model', 'read_gguf_header', 'load_gguf_config', 'load_hf_config',
            'resolve_dtype', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'resolve_class', 'ParallelConfig',
-           'DeviceConfig', 'LoadConfig', 'VllmConfig', 'CliArgs', 'arg', 'EngineArgs', 'create_model_config',
+           'DeviceConfig', 'LoadConfig', 'VllmConfig', 'CliArgs', 'arg', 'EngineArgs', 'pick', 'create_model_config',
            'create_engine_config']
 
 # %% ../nbs/01_config.ipynb #a641205c
@@ -300,8 +300,12 @@ class ModelConfig(ShowAsTable):
     trust_remote_code: bool = False
     generation_config: str = "auto"  # "auto" = the model's generation_config.json, "vllm" = ignore it
     attention_backend: str | type | None = None
+    enforce_eager: bool = False  # True: no CUDA graphs
+    max_seq_len_to_capture: int = 8192  # longest text, in tokens, that a CUDA graph decodes
 
     def __post_init__(self):
+        captured = self.max_seq_len_to_capture
+        require(captured > 0, f"max_seq_len_to_capture={captured} must be positive; enforce_eager=True turns graphs off")
         asked, longest = self.max_model_len, self.hf_config.max_position_embeddings
         require(asked > 1, f"max_model_len={asked} must be positive, and 2 at least: one token in, one out")
         require(
@@ -364,6 +368,7 @@ class SchedulerConfig(ShowAsTable):
     enable_chunked_prefill: bool = True
     policy: str | type = "fcfs"  # or "priority", or a class: who comes first, and who is preempted
     preemption_mode: str | None = None  # "recompute", "swap"; None: swap requests of several sequences
+    async_scheduling: bool = False  # decide a step while the one before it still runs
     scheduler_cls: str | type = "teachvllm.core.scheduler.Scheduler"
 
     def __post_init__(self):
@@ -475,7 +480,7 @@ class CliArgs:
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):  # type: ignore[arg-type]
             flag, help = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default: %(default)s)"
-            if hints[f.name] is bool:
+            if hints[f.name] in (bool, bool | None):
                 parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=help)
             else:
                 kind = f.metadata.get("cli") or hints[f.name]
@@ -517,7 +522,9 @@ class EngineArgs(CliArgs, ShowAsTable):
     swap_space: float | None = arg(None, "GiB of host memory for swapped-out blocks; default 4, less if memory is short")
     max_num_seqs: int = arg(256, "sequences running at once")
     max_num_batched_tokens: int | None = arg(None, "tokens computed in one step; default 2048")
-    enforce_eager: bool = arg(False, "never record CUDA graphs (there are none yet: every step is eager)")
+    enforce_eager: bool = arg(False, "never record CUDA graphs: launch each kernel of each step")
+    max_seq_len_to_capture: int = arg(8192, "longest text, in tokens, that CUDA graphs decode; longer ones run eagerly")
+    async_scheduling: bool | None = arg(None, "decide a step while the one before it runs; default: on a GPU")
     enable_prefix_caching: bool = arg(True, "find blocks again that an earlier prompt with the same beginning has computed")
     enable_chunked_prefill: bool = arg(True, "split long prompts over several steps")
     scheduling_policy: Any = arg("fcfs", "fcfs, priority, or a class: who comes first, and who is preempted", cli=str)
@@ -533,11 +540,11 @@ class EngineArgs(CliArgs, ShowAsTable):
     disable_log_stats: bool = arg(True, "do not log the engine's statistics while it runs")
 
     LATER: typing.ClassVar = {  # vLLM's, with the value that asks for nothing
-        "cpu_offload_gb": 0, "max_seq_len_to_capture": 8192, "num_lookahead_slots": 0, "num_scheduler_steps": 1,
+        "cpu_offload_gb": 0, "num_lookahead_slots": 0, "num_scheduler_steps": 1,
         "quantization": None, "kv_cache_dtype": "auto",
         "enable_lora": False, "max_loras": 1, "max_lora_rank": 16, "limit_mm_per_prompt": None,
         "guided_decoding_backend": "auto", "speculative_model": None, "speculative_config": None, "max_logprobs": 20,
-        "enable_sleep_mode": False, "compilation_config": None, "async_scheduling": False, "tokenizer_mode": "auto",
+        "enable_sleep_mode": False, "compilation_config": None, "tokenizer_mode": "auto",
         "task": "auto", "runner": "auto", "hf_overrides": None, "worker_extension_cls": "", "tokenizer_revision": None,
         "code_revision": None, "scheduler_delay_factor": 0.0, "logprobs_mode": "raw_logprobs", "download_dir": None,
         "served_model_name": None, "override_generation_config": None, "disable_custom_all_reduce": False,
@@ -549,39 +556,34 @@ class EngineArgs(CliArgs, ShowAsTable):
         return create_engine_config(self)
 
 # %% ../nbs/01_config.ipynb #9e793497
+def pick(args: EngineArgs, cls: type, **more: Any) -> Any:
+    "A `cls` of those of its fields that `args` has, and `more`."
+    names = {f.name for f in dataclasses.fields(cls)} & {f.name for f in dataclasses.fields(args)}
+    return cls(**{name: getattr(args, name) for name in names} | more)
+
+
 def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
     "Find the model, read its configuration, and settle dtype and lengths."
     path = find_model(args.model, args.revision, weights=args.load_format != "dummy")
     hf_config = load_hf_config(path, args.trust_remote_code)
     stored = hf_config.to_dict()
     checkpoint = stored.get("dtype") or stored.get("torch_dtype")  # the second is its name before transformers 5
-    return ModelConfig(
-        model=args.model,
-        path=path,
-        hf_config=hf_config,
-        tokenizer=find_model(args.tokenizer, weights=False) if args.tokenizer else path,
-        dtype=resolve_dtype(args.dtype, device, str(checkpoint).removeprefix("torch.")),
-        max_model_len=hf_config.max_position_embeddings if args.max_model_len is None else args.max_model_len,
-        seed=args.seed,
-        skip_tokenizer_init=args.skip_tokenizer_init,
-        trust_remote_code=args.trust_remote_code,
-        generation_config=args.generation_config,
-        attention_backend=args.attention_backend,
-    )
+    settled = {
+        "tokenizer": find_model(args.tokenizer, weights=False) if args.tokenizer else path,
+        "dtype": resolve_dtype(args.dtype, device, str(checkpoint).removeprefix("torch.")),
+        "max_model_len": hf_config.max_position_embeddings if args.max_model_len is None else args.max_model_len,
+    }
+    return pick(args, ModelConfig, path=path, hf_config=hf_config, **settled)
 
 # %% ../nbs/01_config.ipynb #f1dc1174
 def create_engine_config(args: EngineArgs) -> VllmConfig:
     "From flat arguments to one checked `VllmConfig`. vLLM: `EngineArgs.create_engine_config`."
-
-    def pick(cls: type, **more: Any) -> Any:
-        names = {f.name for f in dataclasses.fields(cls)} & {f.name for f in dataclasses.fields(args)}
-        return cls(**{name: getattr(args, name) for name in names} | more)
-
-    cache, parallel, load, device = (pick(c) for c in (CacheConfig, ParallelConfig, LoadConfig, DeviceConfig))
+    cache, parallel, load, device = (pick(args, c) for c in (CacheConfig, ParallelConfig, LoadConfig, DeviceConfig))
     model = create_model_config(args, device.device)
     tokens = args.max_num_batched_tokens
     if tokens is None:  # without chunks, a step must hold the longest prompt
         tokens = 2048 if args.enable_chunked_prefill else max(2048, model.max_model_len)
+    ahead = device.device == "cuda" if args.async_scheduling is None else args.async_scheduling
     limits = {"max_model_len": model.max_model_len, "max_num_batched_tokens": tokens, "policy": args.scheduling_policy}
-    scheduler = pick(SchedulerConfig, **limits)
+    scheduler = pick(args, SchedulerConfig, **limits, async_scheduling=ahead)
     return VllmConfig(model, cache, scheduler, parallel, device, load)

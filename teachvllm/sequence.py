@@ -35,20 +35,24 @@ class Sequence:
     """One text being written: the prompt's tokens, then the output's, and how many of them the KV cache holds.
 
     The sequence owns its tokens; the block manager owns its blocks. `num_computed_tokens` counts the tokens whose keys
-    and values are in the cache: preemption sets it back to 0. vLLM: `Sequence` in `sequence.py`.
+    and values are in the cache: preemption sets it back to 0. `num_pending` counts sampled tokens that the host has not
+    seen yet: who plans ahead reckons with them. vLLM: `Sequence` in `sequence.py`.
     """
 
-    def __init__(self, seq_id: int, prompt_token_ids: list[int], seed: int = 0):
+    def __init__(self, seq_id: int, prompt_token_ids: list[int], seed: int = 0, max_len: int | None = None):
         self.seq_id = seq_id
         self.seed = seed  # of its sampling
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_len = max_len  # tokens, prompt and output, at which it ends
         self.num_computed_tokens = 0
+        self.num_pending = 0
         self.status = SequenceStatus.WAITING
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0  # of the output, where somebody asked for it
         self.cache_salt: str | None = None  # set: its blocks are found again by its own request, at least
         self.block_keys: list[bytes] = []  # names of its full blocks, as far as they were needed
+        self.num_published = 0  # how many of its blocks were offered to whoever has the same beginning
 
     def fork(self, seq_id: int, seed: int) -> "Sequence":
         "A sequence that has the same past, and from now on its own future."
@@ -63,7 +67,12 @@ class Sequence:
     @property
     def num_new_tokens(self) -> int:
         "Tokens not computed yet: the prompt's at first, then one a step."
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
+
+    @property
+    def is_full(self) -> bool:
+        "Whether its last token is on its way: there is nothing more to compute."
+        return self.max_len is not None and len(self.token_ids) + self.num_pending >= self.max_len
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -72,7 +81,7 @@ class Sequence:
 
     def reset_for_recompute(self) -> None:
         "Forget what the cache held: the blocks are gone. The tokens stay, so the output continues where it was."
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_pending = self.num_published = 0
         self.status = SequenceStatus.WAITING
 
     def __repr__(self) -> str:
@@ -122,6 +131,7 @@ class SequenceGroup:
         self.num_seqs = num_seqs
         self.num_samples = num_samples
         self.num_logprobs = num_logprobs
+        self.is_beam_search = False
         self.arrival = 0  # how many came before it: the scheduler counts
         self.num_cached_tokens: int | None = None  # of the prompt, found in the cache when it was admitted
         self.metrics = RequestMetrics(time.monotonic())
@@ -135,6 +145,11 @@ class SequenceGroup:
     def unfinished(self) -> list[Sequence]:
         "The sequences that are still being written."
         return [seq for seq in self.seqs if not seq.status.finished]
+
+    @property
+    def needs_tokens(self) -> bool:
+        "Whether its tokens decide how it goes on: which sequences it has, not only what they say."
+        return self.num_samples > 1 or self.is_beam_search
 
     def get_max_num_running_seqs(self) -> int:
         "The most sequences that it can still have at once."

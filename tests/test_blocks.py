@@ -123,7 +123,7 @@ class SimulatedWorker(ExecutorBase):
         sampled = [token for seq_id in out.num_scheduled_tokens for token in self.sample(seq_id)]
         while self.after:
             self.after.pop()()
-        return SimpleNamespace(tokens=lambda: sampled)
+        return SimpleNamespace(tokens=lambda: sampled, device_span=None)
 
     def move(self, out: SchedulerOutput) -> None:
         "Swap out, swap in, copy: each as one gather and one scatter."
@@ -947,7 +947,11 @@ def test_a_step_torn_at_any_line_loses_one_request_at_most(policy: str, num_step
     torn = 0
     for line in range(1, 4000, 29):
         simulation = Simulation(num_gpu_blocks=9 if policy == "priority" else 12, max_num_seqs=8, policy=policy)
-        for request in (([0] * 9, with_tokens(6, n=3)), ([1] * 6, BeamSearchParams(2, 5, True)), ([0] * 9 + [1], with_tokens(5))):
+        for request in (
+            ([0] * 9, with_tokens(6, n=3)),
+            ([1] * 6, BeamSearchParams(2, 5, True)),
+            ([0] * 9 + [1], with_tokens(5)),
+        ):
             simulation.add(*request)
         for _ in range(num_steps):
             simulation.step()

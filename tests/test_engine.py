@@ -225,7 +225,9 @@ def test_max_model_len_is_the_boundary(folder: str) -> None:
 def test_alone_in_a_full_pool_ends_with_length(folder: str) -> None:
     "Nobody else will ever free a block: it must end, not hang."
     with tiny(folder, num_gpu_blocks_override=2) as llm:
-        output = llm.generate([1] * 20, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), use_tqdm=False)[0]
+        output = llm.generate([1] * 20, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), use_tqdm=False)[
+            0
+        ]
         assert output.outputs[0].finish_reason == "length" and len(output.outputs[0].token_ids) == 2 * 16 - 20 + 1
         assert all_blocks_free(llm)
 
@@ -384,12 +386,26 @@ def test_streamed_text_is_the_whole_text(smol: LLM, stop: list[str] | None) -> N
 
 def test_command_line(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "teachvllm"]
-    generate = [*run, "generate", "The capital of France is", "--max-tokens=4", "--num-gpu-blocks-override=64", "--dtype=float32"]
+    generate = [
+        *run,
+        "generate",
+        "The capital of France is",
+        "--max-tokens=4",
+        "--num-gpu-blocks-override=64",
+        "--dtype=float32",
+    ]
     done = subprocess.run(generate, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and done.stdout.startswith("The capital of France is Paris"), done.stderr
     bad = subprocess.run([*run, "generate", "Hi", "--model=/no/such"], capture_output=True, text=True, timeout=200)
     assert bad.returncode == 1 and "does not exist" in bad.stderr and "Traceback" not in bad.stderr
-    chat = [*run, "chat", "What is the capital of France?", "--max-tokens=20", "--num-gpu-blocks-override=64", "--dtype=float32"]
+    chat = [
+        *run,
+        "chat",
+        "What is the capital of France?",
+        "--max-tokens=20",
+        "--num-gpu-blocks-override=64",
+        "--dtype=float32",
+    ]
     done = subprocess.run(chat, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL)
     assert done.returncode == 0 and "Paris" in done.stdout, done.stderr
 

@@ -107,7 +107,9 @@ def test_random_loads_on_small_pools(folder: str, alone: LLM, seed: int) -> None
     for name in set(case.ended) - case.aborted:
         prompt, params = case.requests[name]
         room = case.options["max_model_len"] - len(prompt)
-        limited = replace(params, max_tokens=min(params.max_tokens or room, room), output_kind=RequestOutputKind.FINAL_ONLY)
+        limited = replace(
+            params, max_tokens=min(params.max_tokens or room, room), output_kind=RequestOutputKind.FINAL_ONLY
+        )
         wanted = alone.generate(prompt, limited, use_tqdm=False)[0].outputs[0].token_ids
         got = case.tokens[name]
         if len(prompt) + len(got) > case.pool:  # alone in a full pool it ends early

@@ -133,13 +133,14 @@ class PrefixCache:
             found.append(block_id)
         return found
 
-    def publish(self, seq: Sequence, table: list[int], since: int, num_tokens: int) -> None:
-        "The first `num_tokens` tokens of `seq` are computed now, `since` of them before: their blocks can be found."
-        if since // self.block_size != num_tokens // self.block_size:
-            keys = self.keys(seq, num_tokens)
-            for index in range(since // self.block_size, len(keys)):
-                if table[index] != NO_BLOCK:
-                    self.allocator.publish(table[index], keys[index])
+    def publish(self, seq: Sequence, table: list[int], num_tokens: int) -> None:
+        "The first `num_tokens` tokens of `seq` are computed now: the full blocks of those that are known can be found."
+        num_full = min(num_tokens, seq.get_len()) // self.block_size
+        if num_full > seq.num_published:
+            for index, key in enumerate(self.keys(seq, num_full * self.block_size)):
+                if index >= seq.num_published and table[index] != NO_BLOCK:
+                    self.allocator.publish(table[index], key)
+            seq.num_published = num_full
 
 # %% ../../nbs/11_block_manager.ipynb #5149cc52
 class BlockTables(GrowingTables):
@@ -255,21 +256,20 @@ class BlockBudget(BlockSpace):
         "How many tokens of `seq` would not have to be computed if it came in now."
         return len(self.prefix_cache.find(seq)) * self.block_size
 
-    def can_allocate(self, seqs: list[Sequence]) -> AllocStatus:
-        "Whether all tokens that `seqs` have now would fit, with the watermark left over."
+    def can_allocate(self, seqs: list[Sequence], num_freed: int = 0) -> AllocStatus:
+        "Whether all tokens that `seqs` have now would fit, with the watermark left over, if `num_freed` blocks became free."
         total, needed = self.num_needed_blocks(seqs)
-        return self._status(total, needed)
+        return self._status(total, needed - num_freed)
 
     def allocate(self, seq: Sequence) -> list[int]:
         "Blocks for all tokens of `seq`. Those that are known count as computed: `seq.num_computed_tokens` is set."
         found = self.prefix_cache.find(seq)
-        seq.num_computed_tokens = len(found) * self.block_size
+        seq.num_computed_tokens, seq.num_published = len(found) * self.block_size, len(found)
         return self.gpu.allocate(seq, found)
 
     def computed(self, seq: Sequence, num_tokens: int) -> None:
         "The next step computes `num_tokens` tokens of `seq`: whoever comes later in this very step may read them."
-        since = seq.num_computed_tokens
-        self.prefix_cache.publish(seq, self.gpu.tables[seq.seq_id], since, since + num_tokens)
+        self.prefix_cache.publish(seq, self.gpu.tables[seq.seq_id], seq.num_computed_tokens + num_tokens)
 
     def _status(self, total: int, needed: int) -> AllocStatus:
         if total > self.num_gpu_blocks:
@@ -295,16 +295,17 @@ class BlockSpaceManager(BlockBudget):
         "Move `seqs` to the CPU's pool: pairs (GPU block, CPU block) for the worker to copy."
         return self.gpu.move(seqs, self.cpu)
 
-    def can_swap_in(self, seqs: list[Sequence]) -> AllocStatus:
-        "Whether `seqs` could come back, and write one token each."
-        needed = len(self.cpu.blocks_of(seqs)) + len(seqs)
-        return self._status(len(self.cpu.blocks_of(seqs)), needed)
+    def can_swap_in(self, seqs: list[Sequence], num_freed: int = 0) -> AllocStatus:
+        "Whether `seqs` could come back, and write one token each, if `num_freed` blocks became free."
+        total = len(self.cpu.blocks_of(seqs))
+        return self._status(total, total + len(seqs) - num_freed)
 
     def swap_in(self, seqs: list[Sequence]) -> list[tuple[int, int]]:
         "Move `seqs` back to the GPU's pool: pairs (CPU block, GPU block)."
         pairs = self.cpu.move(seqs, self.gpu)
         for seq in seqs:
-            self.prefix_cache.publish(seq, self.gpu.tables[seq.seq_id], 0, seq.num_computed_tokens)
+            seq.num_published = 0  # its blocks are others now
+            self.prefix_cache.publish(seq, self.gpu.tables[seq.seq_id], seq.num_computed_tokens)
         return pairs
 
     def free_behind_window(self, seq: Sequence) -> None:

@@ -37,7 +37,8 @@ class StopChecker:
     def __init__(self, group: SequenceGroup, seq: Sequence, tokenizer: Any, max_model_len: int):
         params = group.sampling_params
         self.group, self.seq, self.params = group, seq, params
-        self.max_len = min(max_model_len, seq.num_prompt_tokens + (params.max_tokens or max_model_len))
+        longest = min(max_model_len, seq.num_prompt_tokens + (params.max_tokens or max_model_len))
+        seq.max_len = self.max_len = longest
         self.detokenizer = None
         if tokenizer is not None and params.detokenize:
             prompt = seq.token_ids[: seq.num_prompt_tokens]
@@ -199,6 +200,7 @@ class FrontDesk:
         )  # fmt: skip
         state = OutputState(group, self.tokenizer, self.max_model_len, beam)
         if state.search:
+            group.is_beam_search = True
             group.num_seqs, group.num_logprobs = state.search.width, state.search.num_candidates
         else:
             group.num_seqs = group.num_samples = params.num_seqs

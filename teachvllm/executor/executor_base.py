@@ -8,6 +8,8 @@ __all__ = ['ExecutorBase', 'UniProcExecutor', 'get_executor_class']
 # %% ../../nbs/50_executor.ipynb #1c6e3408
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from ..config import NotSupportedYet, VllmConfig, require, resolve_class
@@ -56,28 +58,57 @@ class ExecutorBase(ABC):
         "Run one step everywhere; every worker samples the same tokens, so the first answer counts."
         return self.collective_rpc("execute_model", args=(out,))[0]
 
+    def execute_model_async(self, out: SchedulerOutput) -> Future[SamplerOutput]:
+        """The same as an answer to be had later. Steps are carried out in the order in which they are sent.
+
+        Here the call returns when the worker does: on a GPU that is when the step's kernels are queued, not when they ran.
+        """
+        answer: Future[SamplerOutput] = Future()
+        try:
+            answer.set_result(self.execute_model(out))
+        except Exception as error:
+            answer.set_exception(error)
+        return answer
+
     @abstractmethod
     def shutdown(self) -> None:
         "Let the workers go. May be called twice."
 
 # %% ../../nbs/50_executor.ipynb #c6b9ab7e
 class UniProcExecutor(ExecutorBase):
-    "One worker, in this process: a call is a plain call. vLLM: `executor/uniproc_executor.py`."
+    """One worker, in this process: a call is a plain call. vLLM: `executor/uniproc_executor.py`.
+
+    A GPU works while Python goes on; a CPU does not. There, with `async_scheduling`, the worker has a thread of its own.
+    """
+
+    thread: ThreadPoolExecutor | None = None
 
     def _init_executor(self) -> None:
+        ahead, device = self.config.scheduler_config.async_scheduling, self.config.device_config.device
+        if ahead and device == "cpu":
+            self.thread = ThreadPoolExecutor(1, "teachvllm-worker")
         self.driver_worker: WorkerWrapperBase | None = WorkerWrapperBase(rpc_rank=0)
         self.collective_rpc("init_worker", args=(self.config,))
 
     def collective_rpc(
         self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
     ) -> list[Any]:
-        "`timeout` is not watched: the call runs in the caller's own thread."
+        "`timeout` is watched only where the worker has a thread of its own."
         if self.driver_worker is None:
             raise ValueError("the engine is closed")
-        return [self.driver_worker.execute_method(method, *args, **(kwargs or {}))]
+        call = partial(self.driver_worker.execute_method, method, *args, **(kwargs or {}))
+        return [self.thread.submit(call).result(timeout) if self.thread else call()]
+
+    def execute_model_async(self, out: SchedulerOutput) -> Future[SamplerOutput]:
+        "As every executor; where the worker has a thread, the call returns at once."
+        if self.thread is None or self.driver_worker is None:
+            return super().execute_model_async(out)
+        return self.thread.submit(self.driver_worker.execute_method, "execute_model", out)
 
     def shutdown(self) -> None:
         "Drop the worker, and with it model and cache."
+        if self.thread:
+            self.thread.shutdown()
         self.driver_worker = None
 
 # %% ../../nbs/50_executor.ipynb #9989a0f8

@@ -193,9 +193,10 @@ def default_tensors(dtype: torch.dtype, device: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 # %% ../../nbs/34_loader.ipynb #725b5600
-def make_backend(config: ModelConfig, device: str) -> AttentionBackend:
+def make_backend(config: ModelConfig, device: str, block_size: int = 16) -> AttentionBackend:
     "The attention backend object for a model: one, shared by its layers."
-    cls = get_attn_backend(config.attention_backend, device, getattr(torch, config.dtype), config.head_size)
+    dtype = getattr(torch, config.dtype)
+    cls = get_attn_backend(config.attention_backend, device, dtype, config.head_size, block_size)
     sizes = (config.num_attention_heads, config.head_size, config.num_kv_heads)
     return cls(*sizes, scale=config.head_size**-0.5, window=config.sliding_window)
 

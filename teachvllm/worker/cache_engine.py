@@ -28,9 +28,12 @@ def allocate_zeroed(
 def copy_blocks(source: list[torch.Tensor], target: list[torch.Tensor], blocks: list[tuple[int, int]]) -> None:
     "In every layer, copy whole blocks: one gather and one scatter a layer, however many blocks."
     if blocks:
-        from_ids, to_ids = torch.tensor(blocks).T
+        pin = source[0].is_cuda or target[0].is_cuda  # then nobody waits while the ids travel
+        from_ids, to_ids = torch.tensor(list(zip(*blocks, strict=True)), pin_memory=pin)
+        from_ids = from_ids.to(source[0].device, non_blocking=True)
+        to_ids = to_ids.to(target[0].device, non_blocking=True)
         for a, b in zip(source, target, strict=True):
-            b[:, to_ids.to(b.device)] = a[:, from_ids.to(a.device)].to(b.device)
+            b[:, to_ids] = a[:, from_ids].to(b.device)
 
 # %% ../../nbs/40_cache_engine.ipynb #c3ec51e6
 class CacheEngine:

@@ -1,0 +1,887 @@
+"""With `async_scheduling` a step is decided while the one before it runs: every answer is the same, whatever comes between.
+
+First on a simulated worker, which is as late or as early as can be; then on tiny models whose worker has a thread.
+"""
+
+import gc
+import pickle
+import random
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import count, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import test_blocks
+from helpers import TINY, VOCAB, make_tiny, random_prompts
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+from test_blocks import EngineMachine, SimulatedWorker, Simulation, interrupt_after, random_options, random_request
+
+from teachvllm import LLM, RequestOutputKind, SamplingParams
+from teachvllm.core.block_manager import BlockSpaceManager
+from teachvllm.core.request_queues import SchedulerOutput
+from teachvllm.executor.dummy_executor import DummyExecutor
+from teachvllm.executor.executor_base import UniProcExecutor
+from teachvllm.sampling_params import BeamSearchParams
+from teachvllm.sequence import Sequence
+from teachvllm.trace import Trace, host_phases
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collection() -> Iterator[None]:
+    "Every engine collects garbage twice: it need not look through all modules each time."
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+# On a simulated worker that is as late, or as early, as can be
+
+
+class LateAnswer(Future):
+    "The worker begins when somebody waits."
+
+    def __init__(self, worker: "LateWorker"):
+        super().__init__()
+        self.worker = worker
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.worker.work_until(self)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.worker.work_until(self)
+        return super().exception(timeout)
+
+
+class LateWorker(SimulatedWorker):
+    "Carries out each step when it is sent, or not before its answer is asked for; no orders may change meanwhile."
+
+    def _init_executor(self) -> None:
+        self.orders: deque[tuple[LateAnswer, SchedulerOutput, bytes]] = deque()
+        self.rng, self.just_sent = random.Random(0), None
+        super()._init_executor()
+
+    def execute_model_async(self, out: SchedulerOutput) -> LateAnswer:
+        answer = LateAnswer(self)
+        self.orders.append((answer, out, pickle.dumps(out)))
+        if self.rng.random() < 0.5:
+            self.just_sent = out
+            self.work_until(answer)
+            self.just_sent = None
+        return answer
+
+    def work_until(self, answer: LateAnswer) -> None:
+        while not answer.done():
+            mine, out, sent = self.orders.popleft()
+            assert pickle.dumps(out) == sent, "orders were changed after they were sent"
+            try:
+                sampled = self.execute_model(out)
+                mine.set_result(SimpleNamespace(tokens=sampled.tokens, device_span=None))
+            except Exception as error:
+                mine.set_exception(error)
+
+    def collective_rpc(self, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None) -> list[Any]:
+        assert not self.orders, "not all that was sent has been done"
+        return super().collective_rpc(method, timeout, args, kwargs)
+
+    def compare_with_scheduler(self, out: SchedulerOutput) -> None:
+        "At the moment at which the step was decided the worker knows what the scheduler knows, and tokens still on their way."
+        scheduler = self.scheduler
+        if out is not self.just_sent or scheduler.aborted_meanwhile:
+            return
+        assert set(self.rows) == set(scheduler.block_manager.block_tables)
+        for seq_id, row in self.rows.items():
+            _, seq = scheduler.seqs[seq_id]
+            assert row.token_ids[: seq.get_len()] == seq.token_ids and row.computed == seq.num_computed_tokens
+            assert len(row.token_ids) == seq.get_len() + seq.num_pending
+            assert seq.max_len is None or len(row.token_ids) <= seq.max_len
+
+
+class AheadOfTime(Simulation):
+    "A simulation with `async_scheduling`."
+
+    def __init__(self, **options: Any):
+        with patch.object(test_blocks, "SimulatedWorker", LateWorker):
+            super().__init__(**options)
+        object.__setattr__(self.engine.config.scheduler_config, "async_scheduling", True)
+        self.worker.rng.seed(repr(options))
+        self.num_failures = 0
+
+    def check_schedule(self, schedule: Any) -> SchedulerOutput:
+        "Who decodes gets a token if it can have one more; nobody has to go while tokens are on their way."
+        scheduler = self.scheduler
+        ahead = bool(self.engine.in_flight)
+        decoding = [
+            (group, seq)
+            for group in scheduler.running
+            if all(s.num_new_tokens == 1 and s.seq_id in scheduler.block_manager.block_tables for s in group.unfinished)
+            for seq in group.unfinished
+        ]
+        full = {seq.seq_id for _, seq in decoding if seq.is_full}
+        out = schedule()
+        for group, seq in decoding:
+            gone = group.request_id in out.preempted_request_ids or seq.status.finished
+            assert gone or out.num_scheduled_tokens.get(seq.seq_id, 0) == (seq.seq_id not in full)
+        if ahead:
+            assert out.num_scheduled_tokens and not out.preempted_request_ids
+        assert out.total_num_scheduled_tokens <= self.options["max_num_batched_tokens"]
+        assert sum(len(group.unfinished) for group in scheduler.running) <= self.options["max_num_seqs"]
+        assert set(out.num_scheduled_tokens) <= set(scheduler.block_manager.block_tables)
+        self.check()
+        return out
+
+    def step(self, fail: str | None = None, abort: str | None = None) -> None:
+        "As before; but what fails may be heard of one step later."
+
+        def failing() -> None:
+            self.num_failures += 1
+            raise RuntimeError("boom")
+
+        def aborting() -> None:
+            self.abort(abort)
+            self.scheduler.aborted_meanwhile = True
+
+        if fail:
+            {"before": self.worker.before, "after": self.worker.after}[fail].append(failing)
+        elif abort:
+            self.worker.before.append(aborting)
+        try:
+            outputs = self.engine.step()
+        except RuntimeError as error:
+            assert str(error) == "boom" and self.num_failures > 0
+            self.num_failures, outputs = 0, []
+        self.scheduler.aborted_meanwhile = False
+        self.worker.before.clear()
+        self.worker.after.clear()
+        self.num_steps += 1
+        self.take(outputs)
+        self.check()
+        assert len(self.engine.in_flight) <= 1
+
+
+def load(simulation: Simulation, rng: random.Random, num_requests: int) -> None:
+    "Random requests, which are aborted and fail at random times, to their end."
+    for _ in range(num_requests):
+        while simulation.add(*random_request(rng, simulation.options)) is None:
+            pass
+        for _ in range(rng.choice([0, 1, 1, 4])):
+            chance, waiting = rng.random(), simulation.open()
+            if waiting and chance < 0.1:
+                simulation.abort(rng.choice(waiting))
+            elif chance < 0.15:
+                simulation.step(fail=rng.choice(["before", "after"]))
+            elif chance < 0.2:
+                simulation.step(abort=rng.choice(waiting) if waiting else None)
+            elif chance < 0.22:
+                simulation.reset_prefix_cache()
+            else:
+                simulation.step()
+    simulation.finish()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_loads_on_a_simulated_worker(seed: int) -> None:
+    rng = random.Random(seed)
+    load(AheadOfTime(**random_options(rng)), rng, 20)
+
+
+class AheadMachine(EngineMachine):
+    "Any order of calls."
+
+    def did(self) -> None:
+        "Another file counts its own."
+
+    @initialize(seed=st.integers(0, 10**6))
+    def begin(self, seed: int) -> None:
+        self.simulation = AheadOfTime(**random_options(random.Random(seed)))
+
+
+def test_any_order_of_calls() -> None:
+    test_blocks.run(AheadMachine, 60)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 5, 6])
+def test_a_step_torn_at_any_line_loses_one_request_at_most(num_steps: int) -> None:
+    "With a step in flight or without, in a pool that is full or not."
+    torn = in_flight = 0
+    for line in range(1, 4000, 37):
+        simulation = AheadOfTime(num_gpu_blocks=12, max_num_seqs=8)
+        for i, (length, n) in enumerate(((9, 3), (5, 1), (11, 1))):
+            simulation.add([i] * length, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=n))
+        for _ in range(num_steps):
+            simulation.step()
+        del simulation.scheduler.schedule  # the one that checks: an interrupt would come in the checks
+        in_flight += len(simulation.engine.in_flight)
+        if not interrupt_after(line, simulation.engine.step):
+            break
+        torn += 1
+        lost = set(simulation.open()) - set(simulation.engine.requests.states)
+        assert len(lost) <= 1
+        simulation.gone |= lost
+        simulation.finish()
+    assert torn > 5 and in_flight in (0, torn + 1)
+
+
+# On tiny models, whose worker has a thread
+
+Params = SamplingParams | BeamSearchParams
+Answers = dict[str, list[tuple[list[int], str | None, Any]]]  # of each: tokens, finish_reason and stop_reason
+EOS = frozenset(range(0, VOCAB, 7))
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def make_requests() -> dict[str, tuple[list[int], Params]]:
+    "One of each kind, some of which begin alike."
+    p = random_prompts(6, longest=24, seed=3)
+    hot, stops = replace(GREEDY, temperature=1), list(range(0, VOCAB, 5))
+    delta, final = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+    return {
+        "greedy": (p[0], GREEDY), "seeded": (p[1], replace(hot, seed=1)),
+        "top_p": (p[2], replace(hot, seed=2, top_p=0.8, output_kind=final)),
+        "filtered": ([*p[0], 7], replace(hot, seed=3, top_k=5, min_p=0.05)),
+        "stops": (p[3], replace(hot, seed=4, stop_token_ids=stops, output_kind=delta)),
+        "stops late": (p[3], replace(hot, seed=5, stop_token_ids=stops, min_tokens=6)),
+        "eos": (p[4], replace(hot, seed=6, ignore_eos=False)),
+        "eos late": (p[5], replace(hot, seed=7, ignore_eos=False, min_tokens=9)),
+        "one token": (p[5], replace(GREEDY, max_tokens=1)),
+        "two": (p[1], replace(hot, seed=8, max_tokens=2, output_kind=delta)),
+        "forks": (p[2], replace(hot, n=3, seed=9, stop_token_ids=stops, output_kind=delta)),
+        "alike": ([*p[0], 9], replace(GREEDY, n=2)), "best": (p[4], replace(hot, n=2, best_of=4, seed=10, output_kind=final)),
+        "beams": ([*p[0], 9, 9], BeamSearchParams(3, 8)), "more beams": (p[5], BeamSearchParams(2, 5, True)),
+    }  # fmt: skip
+
+
+def tiny(folder: str, num_blocks: int = 400, **options: Any) -> LLM:
+    defaults = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "swap_space": 0.001}
+    llm = LLM(folder, num_gpu_blocks_override=num_blocks, **{**defaults, "async_scheduling": True, **options})
+    llm.llm_engine.requests.eos_token_ids = EOS
+    return llm
+
+
+class Told:
+    "What the users were told, put together by the kind of output they asked for."
+
+    def __init__(self, requests: dict[str, tuple[Any, Params]]):
+        self.requests = requests
+        self.answers: Answers = {}
+        self.finished: set[str] = set()
+
+    def take(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            name, (_, params) = output.request_id, self.requests[output.request_id]
+            assert name not in self.finished, "told after its end"
+            delta = getattr(params, "output_kind", None) is RequestOutputKind.DELTA
+            answers = self.answers.setdefault(name, []) if delta else []
+            answers += [([], None, None)] * (1 + max(o.index for o in output.outputs) - len(answers))
+            for o in output.outputs:
+                assert answers[o.index][1] is None, "an answer's end is told once"
+                answers[o.index] = answers[o.index][0] + o.token_ids, o.finish_reason, o.stop_reason
+            self.answers[name] = answers
+            self.finished |= {name} if output.finished else set()
+
+
+def answer(llm: LLM, requests: dict[str, tuple[Any, Params]], error: Any = ZeroDivisionError) -> Answers:
+    "Half of the requests come at once, the others one a step; if a step raises `error`, the next is tried."
+    engine, told, todo = llm.llm_engine, Told(requests), deque(requests)
+    while todo or engine.has_unfinished_requests():
+        for _ in range((len(todo) + 1) // 2 if len(todo) == len(requests) else min(1, len(todo))):
+            name = todo.popleft()
+            engine.add_request(name, *requests[name], priority=len(name) % 3)
+        try:
+            told.take(engine.step())
+        except error:
+            pass
+        engine.scheduler.block_manager.check_integrity()
+        assert len(engine.in_flight) <= 1
+    check_nothing_left(llm)
+    return told.answers
+
+
+def check_nothing_left(llm: LLM) -> None:
+    "No request, no sequence, no step, no block, no row and no seat."
+    engine = llm.llm_engine
+    engine.step()  # tells the worker who ended last
+    manager, state = engine.scheduler.block_manager, runner_of(llm).state
+    manager.check_integrity()
+    assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
+    assert manager.cpu.allocator.get_num_free_blocks() == manager.num_cpu_blocks
+    assert not engine.requests.states and not engine.requests.untold
+    assert not engine.scheduler.seqs and not engine.in_flight
+    assert not state.row_of and sorted(state.free_seats) == list(range(len(state.free_seats)))
+    assert len(state.free_seats) == 2 * engine.config.scheduler_config.max_num_seqs
+
+
+def runner_of(llm: LLM) -> Any:
+    return llm.collective_rpc(lambda worker: worker.model_runner)[0]
+
+
+def num_ahead(trace: Trace) -> int:
+    "Steps that were decided before the one before them was there."
+    return sum(b.start < a.process_start for a, b in pairwise(trace.steps) if a.process_start is not None)
+
+
+def worker_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("teachvllm-worker")]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: str) -> Answers:
+    "What the synchronous engine answers."
+    with tiny(folder, async_scheduling=False) as llm, llm.record() as trace:
+        answers = answer(llm, make_requests())
+        assert num_ahead(trace) == 0 and not worker_threads()
+    assert {reason for many in answers.values() for _, reason, _ in many} == {"stop", "length"}
+    assert set(answers) == set(make_requests())
+    return answers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"block_size": 1, "num_blocks": 2000}, {"block_size": 16}, {"max_num_batched_tokens": 6}, {"max_num_seqs": 4},
+        {"enable_prefix_caching": False}, {"num_blocks": 22}, {"num_blocks": 22, "preemption_mode": "swap"},
+        {"num_blocks": 22, "preemption_mode": "recompute"}, {"num_blocks": 22, "enable_prefix_caching": False, "max_num_seqs": 8},
+        {"num_blocks": 22, "preemption_mode": "swap", "scheduling_policy": "priority", "max_num_batched_tokens": 9},
+        {"num_blocks": 22, "preemption_mode": "recompute", "scheduling_policy": "priority"},
+        {"num_blocks": 26, "enable_chunked_prefill": False, "max_model_len": 64, "max_num_batched_tokens": 64},
+    ],
+)  # fmt: skip
+def test_the_same_answers(folder: str, expected: Answers, options: dict[str, Any]) -> None:
+    "Every kind of request, in pools that hold them all or hardly one, with any budget; and once more from the cache."
+    with tiny(folder, **options) as llm, llm.record() as trace:
+        assert answer(llm, make_requests()) == expected
+        metrics = llm.get_metrics()
+        if options.get("num_blocks", 400) < 100:
+            assert metrics["num_preemptions"] >= 3
+            assert (metrics["num_swapped_out_blocks"] > 0) == (options.get("preemption_mode") != "recompute")
+        assert num_ahead(trace) > len(trace.steps) // 5
+        assert answer(llm, make_requests()) == expected
+        hits = llm.get_metrics()["prefix_cache_hits"] - metrics["prefix_cache_hits"]
+        assert (hits > 0) == options.get("enable_prefix_caching", True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_num_batched_tokens": 7}, {"num_blocks": 20}, {"num_blocks": 20, "preemption_mode": "swap"}]
+)
+def test_a_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
+    from transformers import MistralConfig
+
+    config = MistralConfig(**{**TINY["llama"]().to_dict(), "architectures": None, "sliding_window": 16, "head_dim": 16})
+    with patch.dict(TINY, window=lambda: config):
+        make_tiny("window", tmp_path)
+    requests = {name: (prompt, replace(params, max_tokens=30)) for name, (prompt, params) in make_requests().items()}
+    for name in ("best", "forks"):  # too large for the pool
+        del requests[name]
+    with tiny(str(tmp_path), async_scheduling=False) as llm:
+        expected = answer(llm, requests)
+    with tiny(str(tmp_path), **options) as llm, llm.record() as trace:
+        assert llm.llm_engine.config.model_config.sliding_window == 16
+        assert answer(llm, requests) == expected and num_ahead(trace) > len(trace.steps) // 5
+        assert (llm.get_metrics()["num_preemptions"] > 0) == ("num_blocks" in options)
+
+
+def test_texts() -> None:
+    "SmolLM2's: stop strings, streamed or whole, with characters of several tokens."
+    prompts = ["The capital of France is", "A short poem about emoji 🙂 and Zürich:", "1 2 3 4"]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    with LLM(dtype="float32", num_gpu_blocks_override=64, async_scheduling=True) as llm:
+        scheduler = llm.llm_engine.config.scheduler_config
+
+        def texts(ahead: bool, many: list[SamplingParams]) -> list[tuple[str, list[int], Any, Any]]:
+            object.__setattr__(scheduler, "async_scheduling", ahead)
+            pieces: list[Any] = [("", [], None, None)] * len(many)
+            for i, one in enumerate(many):
+                llm.llm_engine.add_request(str(i), prompts[i % 3], one)
+            while llm.llm_engine.has_unfinished_requests():
+                for output in llm.llm_engine.step():
+                    i, o = int(output.request_id), output.outputs[0]
+                    text, ids, _, _ = (
+                        pieces[i] if many[i].output_kind is RequestOutputKind.DELTA else ("", [], None, None)
+                    )
+                    pieces[i] = text + o.text, ids + o.token_ids, o.finish_reason, o.stop_reason
+            return pieces
+
+        free = texts(False, [params] * 3)
+        stops = [text[len(text) // 2 :][:5] for text, *_ in free]
+        many = [
+            replace(params, stop=stop, include_stop_str_in_output=include, min_tokens=few, output_kind=kind)
+            for kind in RequestOutputKind for include, few in ((False, 0), (True, 8)) for stop in stops
+        ]  # fmt: skip
+        expected = texts(False, many)
+        assert texts(True, many) == expected and {reason for _, _, reason, _ in expected} == {"stop"}
+        cut = [text[: text.index(stop)] for (text, *_), stop in zip(free, stops, strict=True)]
+        assert [text for text, *_ in expected[:3]] == cut
+
+
+# That it runs ahead, and when it does not
+
+
+def test_the_next_step_is_decided_while_one_runs(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    "The worker's thread goes on with a step only when the next has been decided; the last step has none."
+    with tiny(folder) as llm:
+        expected = llm.generate([5, 6, 7], replace(GREEDY, max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids
+        schedule, run = llm.llm_engine.scheduler.schedule, runner_of(llm).run
+        decided, steps = threading.Semaphore(0), count(1)
+
+        def deciding() -> SchedulerOutput:
+            decided.release()
+            return schedule()
+
+        def waiting(*args: Any) -> Any:
+            assert threading.current_thread() in worker_threads()
+            assert decided.acquire(timeout=20) and (next(steps) == 6 or decided.acquire(timeout=20))
+            decided.release()
+            return run(*args)
+
+        monkeypatch.setattr(llm.llm_engine.scheduler, "schedule", deciding)
+        monkeypatch.setattr(runner_of(llm), "run", waiting)
+        assert (
+            llm.generate([5, 6, 7], replace(GREEDY, max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids == expected
+        )
+        assert next(steps) == 7, "no step in vain: where the end is known, nothing is decided after it"
+
+
+def test_on_a_cpu_it_must_be_asked_for(folder: str) -> None:
+    for asked in (None, False):
+        with tiny(folder, async_scheduling=asked) as llm:
+            llm.llm_engine.add_request("a", [5, 6, 7], GREEDY)
+            llm.llm_engine.step()
+            assert not llm.llm_engine.in_flight and not worker_threads()
+
+
+def test_only_a_stop_costs_a_token(folder: str) -> None:
+    "As many tokens are computed as without; one more for each answer that ends before its last possible token."
+    for stops in ([], list(range(0, VOCAB, 8))):
+        params = [replace(GREEDY, temperature=1, seed=i, stop_token_ids=stops, max_tokens=i + 1) for i in range(16)]
+        totals = []
+        for ahead in (False, True):
+            with tiny(folder, async_scheduling=ahead) as llm, llm.record() as trace:
+                outputs = llm.generate(random_prompts(16, seed=4), params, use_tqdm=False)
+                ends = sum(o.outputs[0].finish_reason == "stop" for o in outputs)
+                totals.append(sum(sum(step.num_scheduled_tokens.values()) for step in trace.steps))
+        assert totals[0] <= totals[1] <= totals[0] + ends and (ends > 3) == bool(stops)
+
+
+def test_the_cache_knows_as_much(folder: str) -> None:
+    "Whatever the length of an answer, what comes back of it is found."
+    found = []
+    for ahead in (False, True):
+        with tiny(folder, async_scheduling=ahead) as llm:
+            cached = []
+            for n in range(1, 10):
+                prompt = [n] * 16
+                tokens = llm.generate(prompt, replace(GREEDY, max_tokens=n), use_tqdm=False)[0].outputs[0].token_ids
+                cached.append(llm.generate([*prompt, *tokens, 9, 8], GREEDY, use_tqdm=False)[0].num_cached_tokens)
+            found.append(cached)
+    assert found[0] == found[1] and found[0][-1] == 24
+
+
+def test_what_was_swapped_out_can_be_found_again() -> None:
+    "Its blocks are others when it comes back; nobody else had them meanwhile, and they are shared from then on."
+    manager = BlockSpaceManager(2, 6, 6, enable_caching=True)
+    seq, other = Sequence(0, list(range(7))), Sequence(1, [9] * 12)
+    manager.allocate(seq)
+    manager.computed(seq, 7)
+    seq.num_computed_tokens = 7
+    manager.swap_out([seq])
+    manager.allocate(other)  # takes all, and what could be found is forgotten
+    assert manager.num_cached_tokens(Sequence(2, list(range(8)))) == 0
+    manager.free(other)
+    manager.swap_in([seq])
+    assert manager.num_cached_tokens(Sequence(2, list(range(8)))) == 6
+    manager.check_integrity()
+
+
+def test_blocks_change_hands_while_a_step_is_in_flight(folder: str) -> None:
+    "Each request fills the pool; it stops while its next step runs, and its blocks go to the one that waits."
+    stops = list(range(0, VOCAB, 4))
+    requests = {
+        str(i): (prompt, replace(GREEDY, temperature=1, seed=i, stop_token_ids=stops, max_tokens=10))
+        for i, prompt in enumerate(random_prompts(24, longest=22, seed=8))
+    }
+    with tiny(folder, async_scheduling=False) as llm:
+        expected = answer(llm, requests)
+    for caching in (False, True):
+        with tiny(folder, 8, enable_prefix_caching=caching) as llm, llm.record() as trace:
+            assert answer(llm, requests) == expected and num_ahead(trace) > 30
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("failing", [1, 2, 3, 10, 17])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_fails_in_the_thread(folder: str, expected: Answers, mode: str, failing: int, late: bool) -> None:
+    "Before the model or after it, with the next step waiting behind: nobody notices but who called."
+    with tiny(folder, 24, preemption_mode=mode) as llm:
+        runner, errors, calls = runner_of(llm), [], count(1)
+        run = runner.run
+
+        def failing_once(*args: Any) -> Any:
+            fails = next(calls) == failing
+            result = run(*args) if late or not fails else None
+            if fails:
+                errors.append(ZeroDivisionError(f"step {failing}"))
+                raise errors[0]
+            return result
+
+        runner.run = failing_once
+        assert answer(llm, make_requests()) == expected and len(errors) == 1
+
+
+def test_every_step_fails_now_and_then(folder: str, expected: Answers) -> None:
+    "In the worker, in the scheduler, and among the outputs before any of them is touched."
+    rng, failures = random.Random(0), 0
+    with tiny(folder, 24) as llm:
+        engine, runner = llm.llm_engine, runner_of(llm)
+
+        def now_and_then(call: Callable) -> Callable:
+            def maybe(*args: Any) -> Any:
+                nonlocal failures
+                if rng.random() < 0.05:
+                    failures += 1
+                    raise ZeroDivisionError
+                return call(*args)
+
+            return maybe
+
+        runner.run, engine.requests.process = now_and_then(runner.run), now_and_then(engine.requests.process)
+        engine.executor.execute_model_async = now_and_then(engine.executor.execute_model_async)
+        schedule = engine.scheduler.schedule
+        engine.scheduler.schedule = now_and_then(schedule)
+        engine.scheduler.can_run_ahead = now_and_then(engine.scheduler.can_run_ahead)
+        told = Told(make_requests())
+        for name, request in make_requests().items():
+            engine.add_request(name, *request)
+        while engine.has_unfinished_requests():
+            try:
+                told.take(engine.step())
+            except ZeroDivisionError:
+                assert not engine.in_flight
+            engine.scheduler.block_manager.check_integrity()
+        assert told.answers == expected and failures > 5
+        rng.random = lambda: 1.0  # type: ignore[method-assign]
+        check_nothing_left(llm)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 12])
+def test_ctrl_c_while_the_host_waits(folder: str, expected: Answers, step: int) -> None:
+    "A real signal, which comes while the worker's thread is in the midst of a step."
+    seen, calls, default = threading.Event(), count(1), signal.getsignal(signal.SIGINT)
+
+    def interrupt(*args: Any) -> None:
+        if not seen.is_set():
+            seen.set()
+            raise KeyboardInterrupt
+
+    with tiny(folder, 24) as llm:
+        runner = runner_of(llm)
+        run = runner.run
+
+        def interrupted(*args: Any) -> Any:
+            if next(calls) == step:
+                while not seen.wait(0.02):  # one that comes just before the host begins to wait does not wake it
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            return run(*args)
+
+        runner.run = interrupted
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            assert answer(llm, make_requests(), KeyboardInterrupt) == expected and seen.is_set()
+        finally:
+            signal.signal(signal.SIGINT, default)
+
+
+@pytest.mark.parametrize("where", ["land", "preempt_all", "reset"])
+def test_ctrl_c_twice(folder: str, expected: Answers, where: str) -> None:
+    "A step fails, and starting over is interrupted too: then the next step begins with it."
+    with tiny(folder, 24) as llm:
+        engine, runner = llm.llm_engine, runner_of(llm)
+        owner: Any = {"land": engine, "preempt_all": engine.scheduler, "reset": runner}[where]
+        run, call, calls, interrupts = runner.run, getattr(owner, where), count(1), count()
+
+        def interrupted() -> None:
+            if next(interrupts) == 0:
+                raise KeyboardInterrupt
+            call()
+
+        setattr(owner, where, interrupted)
+        runner.run = lambda *args: run(*args) if next(calls) != 9 else 1 / 0
+        assert answer(llm, make_requests(), (ZeroDivisionError, KeyboardInterrupt)) == expected and next(interrupts) > 1
+
+
+@pytest.mark.parametrize("step", [1, 4, 9, 15])
+def test_aborts_in_flight(folder: str, expected: Answers, step: int) -> None:
+    "Of all kinds and in all states; one comes again at once, under its old name, while its old tokens are on their way."
+    with tiny(folder, 24) as llm:
+        engine, requests = llm.llm_engine, make_requests()
+        told, leaving = Told(requests), ["seeded", "forks", "beams", "eos late", "best", "greedy"]
+        for name, request in requests.items():
+            engine.add_request(name, *request)
+        for _ in range(step):
+            told.take(engine.step())
+        leaving = [name for name in leaving if name not in told.finished]
+        engine.abort_request([*leaving, "nobody"])
+        engine.scheduler.block_manager.check_integrity()
+        for name in leaving:
+            told.answers.pop(name, None)
+        for name in leaving[-1:]:
+            engine.add_request(name, *requests[name])
+        while engine.has_unfinished_requests():
+            told.take(engine.step())
+            engine.scheduler.block_manager.check_integrity()
+        check_nothing_left(llm)
+        assert len(leaving) > 1 and told.answers == {
+            name: expected[name] for name in expected if name not in leaving[:-1]
+        }
+
+
+def test_generate_works_after_what_was_given_up(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Aborted with a step in flight, or by Ctrl-C between two steps: the engine is free for others at once."
+    with tiny(folder) as llm:
+        engine = llm.llm_engine
+        expected = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        for num_steps in (0, 1, 2, 5):
+            engine.add_request("a", [5, 6], GREEDY)
+            engine.add_request("b", [9] * 20, replace(GREEDY, n=2))
+            for _ in range(num_steps):
+                engine.step()
+            assert bool(engine.in_flight) == (num_steps > 1)  # two samples of one prompt: the fork waits for its tokens
+            engine.abort_request(["a", "b"])
+            assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+            check_nothing_left(llm)
+        with monkeypatch.context() as patched:
+            patched.setattr("teachvllm.llm.ProgressBar.update", lambda *args: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[5, 6], [7]], [replace(GREEDY, max_tokens=3), GREEDY], use_tqdm=False)
+        assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+        check_nothing_left(llm)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_close_with_steps_in_flight(folder: str, fails: bool) -> None:
+    "It waits for them, whatever becomes of them, and the thread is gone."
+    with tiny(folder) as llm:
+        engine, run = llm.llm_engine, runner_of(llm).run
+        engine.add_request("a", [5, 6, 7], GREEDY)
+        engine.step()
+        runner_of(llm).run = lambda *args: 1 / 0 if fails else (time.sleep(0.1), run(*args))[1]
+        engine.send_step()
+        assert len(engine.in_flight) == 2
+        engine.close()
+        assert not engine.in_flight and not worker_threads() and not engine.has_unfinished_requests()
+        engine.close()
+        for call in (lambda: llm.collective_rpc("reset"), lambda: engine.add_request("b", [5], GREEDY)):
+            with pytest.raises(ValueError, match="closed"):
+                call()
+
+
+def gone(thread: threading.Thread) -> bool:
+    thread.join(timeout=20)
+    return not thread.is_alive()
+
+
+def test_a_dropped_engine_is_collected_and_its_thread_ends(folder: str) -> None:
+    for num_steps in (0, 1, 3):
+        llm = tiny(folder)
+        (thread,) = worker_threads()
+        llm.llm_engine.add_request("a", [5, 6, 7], GREEDY)
+        for _ in range(num_steps):
+            llm.llm_engine.step()
+        engine = weakref.ref(llm.llm_engine)
+        del llm
+        gc.collect()
+        assert engine() is None and gone(thread)
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        tiny(folder, None, gpu_memory_utilization=1e-6)  # type: ignore[arg-type]
+    gc.collect()
+    assert all(gone(thread) for thread in worker_threads())
+
+
+def test_two_engines(folder: str, expected: Answers) -> None:
+    "Step by step in turn: each has a thread, and keeps to its own requests."
+    with tiny(folder) as a, tiny(folder, 24, block_size=2, max_num_batched_tokens=9) as b:
+        assert len(worker_threads()) == 2
+        requests = {name: request for name, request in make_requests().items() if name not in ("best", "forks")}
+        both = [(llm, Told(requests)) for llm in (a, b)]
+        for llm, _ in both:
+            for name, request in requests.items():
+                llm.llm_engine.add_request(name, *request)
+        while any(llm.llm_engine.has_unfinished_requests() for llm, _ in both):
+            for llm, told in both:
+                told.take(llm.llm_engine.step())
+        for llm, told in both:
+            check_nothing_left(llm)
+            assert told.answers == {name: expected[name] for name in requests}
+
+
+# Other executors
+
+
+class Counting(UniProcExecutor):
+    "A reader's executor, which counts its steps."
+
+    num_steps = 0
+
+    def execute_model(self, out: SchedulerOutput) -> Any:
+        self.num_steps += 1
+        return super().execute_model(out)
+
+
+@pytest.mark.parametrize("executor, counter", [(Counting, "num_steps"), (DummyExecutor, "seconds")])
+def test_an_executor_that_overrides_execute_model(folder: str, executor: type, counter: str) -> None:
+    answers, counts = [], []
+    params = replace(GREEDY, stop_token_ids=list(range(9)), temperature=1, seed=1)
+    for ahead in (False, True):
+        with tiny(folder, async_scheduling=ahead, distributed_executor_backend=executor) as llm:
+            outputs = llm.generate(random_prompts(5), params, use_tqdm=False)
+            answers.append([o.outputs[0].token_ids for o in outputs])
+            counts.append(getattr(llm.llm_engine.executor, counter))
+    assert answers[0] == answers[1] and 0 < counts[0] <= counts[1]
+
+
+# Numbers and recordings
+
+
+def test_metrics(folder: str) -> None:
+    counted = []
+    for ahead in (False, True):
+        with tiny(folder, async_scheduling=ahead) as llm:
+            outputs = llm.generate(random_prompts(6), GREEDY, use_tqdm=False)
+            for m in (output.metrics for output in outputs):
+                assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.finished_time
+                assert m.num_preemptions == 0
+            metrics = llm.get_metrics()
+            assert metrics["num_gpu_blocks_used"] == 0 < metrics["peak_gpu_blocks_used"] <= 400
+            assert metrics["num_preemptions"] == metrics["num_evicted_blocks"] == 0
+            counted.append(metrics)
+    assert counted[0] == counted[1]
+
+
+def test_a_recording(folder: str, expected: Answers, tmp_path: Path) -> None:
+    "Every sequence that finished is listed once; host and device do one thing at a time, and steps come in order."
+    with tiny(folder, 24) as llm:
+        run = runner_of(llm).run
+        runner_of(llm).run = lambda *args: (time.sleep(0.005), run(*args))[1]
+        with llm.record() as trace:
+            assert answer(llm, make_requests()) == expected
+    listed = [name for step in trace.steps for name in step.finished]
+    assert len(listed) == len(set(listed)) and set(listed) <= set(trace.num_prompt_tokens)
+    assert {name.partition(".")[0] for name in listed} == set(make_requests())  # a beam's own name may be given up
+    ended: dict[str, int] = {}
+    for i, step in enumerate(trace.steps):
+        assert all(ended.get(name, i) >= i - 1 for name in step.num_scheduled_tokens), "computed long after its end"
+        ended |= dict.fromkeys(step.finished, i)
+        held = {block for table in step.block_tables.values() for block in table}
+        assert step.num_free_blocks == trace.num_blocks - len(held)
+    spans = sorted((begin, begin + seconds) for step in trace.steps for _, begin, seconds in host_phases(step))
+    assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(spans)), "the host does two things at once"
+    device = [(s.device_start, s.device_start + s.device_seconds) for s in trace.steps if s.num_scheduled_tokens]
+    assert all(a[0] < a[1] <= b[0] for a, b in pairwise(device)), "the device does two things at once"
+    assert all(
+        s.start < s.device_start + s.device_seconds <= s.process_start for s in trace.steps if s.num_scheduled_tokens
+    )
+    assert all(0 <= s.wait_seconds <= s.execute_seconds for s in trace.steps)
+    assert max(s.wait_seconds for s in trace.steps) > 0.001, "the host never waited"
+    assert Trace.load(trace.save(tmp_path / "trace.json")).steps == trace.steps
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_a_recording_that_begins_or_ends_in_the_middle(folder: str, gap: int) -> None:
+    "What is in flight then belongs to neither; who was seen to run is seen to finish."
+    with tiny(folder) as llm:
+        engine = llm.llm_engine
+        params = replace(GREEDY, temperature=1, stop_token_ids=list(range(0, VOCAB, 2)))
+        for i in range(4):
+            engine.add_request(str(i), [i + 3] * 5, replace(params, seed=i))
+        traces = []
+        while engine.has_unfinished_requests():
+            for _ in range(gap):
+                engine.step()
+            with llm.record() as trace:
+                engine.step()
+                engine.step()
+            traces.append((trace, repr(trace.steps)))
+        assert all(repr(trace.steps) == steps for trace, steps in traces), "changed after its end"
+        for trace, _ in traces:
+            ran = [name for step in trace.steps[:1] for name in step.num_scheduled_tokens]
+            finished = [name for step in trace.steps for name in step.finished]
+            assert len(set(finished)) == len(finished)
+            for step in trace.steps:
+                assert step.process_start is None or step.process_start >= step.start
+            gone_since = set(ran) - set(trace.steps[-1].num_scheduled_tokens if trace.steps else ())
+            assert gone_since <= set(finished)
+
+
+# Everything at once
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_loads_on_a_model(folder: str, alone: LLM, seed: int) -> None:
+    "Small engines of random sizes, requests of all kinds that come and are aborted at any time, and steps that fail."
+    rng = random.Random(seed)
+    options = {
+        "block_size": (size := rng.choice([1, 2, 4, 16])), "num_blocks": 100 // size + 6, "max_num_seqs": rng.choice([3, 5, 20]),
+        "max_num_batched_tokens": rng.choice([3, 8, 64]), "enable_prefix_caching": rng.random() < 0.5,
+        "preemption_mode": rng.choice([None, "recompute", "swap"]), "scheduling_policy": rng.choice(["fcfs", "priority"]),
+    }  # fmt: skip
+    requests = {str(i): random_request_of(rng) for i in range(16)}
+    told, todo, aborted = Told(requests), deque(requests), set()
+    with tiny(folder, **options) as llm:
+        engine, runner = llm.llm_engine, runner_of(llm)
+        run = runner.run
+        runner.run = lambda *args: run(*args) if rng.random() > 0.03 else 1 / 0
+        while todo or engine.has_unfinished_requests():
+            if todo and rng.random() < 0.5:
+                name = todo.popleft()
+                engine.add_request(name, *requests[name], priority=rng.randrange(3))
+            if rng.random() < 0.04:
+                name = rng.choice(sorted(requests))
+                aborted |= {name} - set(todo) - told.finished
+                engine.abort_request(name)
+            try:
+                told.take(engine.step())
+            except ZeroDivisionError:
+                pass
+            engine.scheduler.block_manager.check_integrity()
+        runner.run = run
+        check_nothing_left(llm)
+    assert told.finished | aborted == set(requests) and not told.finished & aborted
+    for name in told.finished:
+        wanted = answer(alone, {name: requests[name]})[name]
+        assert told.answers[name] == wanted, (options, name)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str) -> Iterator[LLM]:
+    "A synchronous engine with all the room it wants."
+    with tiny(folder, async_scheduling=False) as llm:
+        yield llm
+
+
+def random_request_of(rng: random.Random) -> tuple[list[int], Params]:
+    prompt = [rng.randrange(3, 6)] * rng.choice([0, 8, 16]) + [
+        rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 12))
+    ]
+    if rng.random() < 0.2:
+        return prompt, BeamSearchParams(rng.choice([2, 3]), rng.choice([1, 8]), rng.random() < 0.5)
+    n = rng.choice([1, 1, 1, 2, 3])
+    return prompt, SamplingParams(
+        n=n, best_of=3 if n == 2 else None, temperature=rng.choice([0, 1.0]), top_p=rng.choice([1, 0.8]),
+        top_k=rng.choice([-1, 5]), seed=rng.randrange(100), max_tokens=rng.choice([1, 2, 5, 15]),
+        ignore_eos=rng.random() < 0.5, min_tokens=rng.choice([0, 1]), stop_token_ids=rng.choice([[], [7], [1, 2, 3, 4]]),
+        output_kind=rng.choice([k for k in RequestOutputKind if n != 2 or k is not RequestOutputKind.DELTA]),
+    )  # fmt: skip

@@ -1,0 +1,175 @@
+"""The fused sampling kernel draws by `inverse_cdf`'s law, whatever the logits hold, and compiles for real chips."""
+
+import os
+import subprocess
+import sys
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if not torch.cuda.is_available():  # Triton must know before it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from teachvllm.attention import triton_ladder  # noqa: E402
+from teachvllm.model_executor import fused_sampler  # noqa: E402
+from teachvllm.model_executor.sampler import Sampler, SamplingMetadata, inverse_cdf  # noqa: E402
+from teachvllm.worker.model_runner import find_fused_sampler  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEARLY_ONE = 1 - 2**-23
+sample_rows = fused_sampler.sample_rows
+
+
+def sample(logits: torch.Tensor, temperature: list[float], uniform: list[float], block: int = 4096) -> list[int]:
+    columns = [torch.tensor(column, dtype=torch.float32, device=DEVICE) for column in (temperature, uniform)]
+    with patch.object(fused_sampler, "BLOCK", block), np.errstate(invalid="ignore"):
+        ids = sample_rows(logits.to(DEVICE), *columns)
+    assert ids.dtype == torch.int64 and ids.shape == (len(logits),)
+    return ids.tolist()
+
+
+def interval(row: torch.Tensor, temperature: float, token: int) -> tuple[float, float, float]:
+    "Where the token begins and ends in the row's cumulative distribution, and its probability: float64."
+    probs = (row.double() / temperature).softmax(-1)
+    ends = probs.cumsum(-1)
+    return float(ends[token] - probs[token]), float(ends[token]), float(probs[token])
+
+
+@st.composite
+def batches(draw):
+    "Rows of logits with bans, ties and any spread; a temperature and a number for each."
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    rows, vocab = draw(st.integers(1, 4)), draw(st.integers(1, 300))
+    logits = torch.from_numpy(rng.normal(size=(rows, vocab)) * draw(st.sampled_from([0.0, 1.0, 8.0, 50.0]))).float()
+    logits = logits.to(draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])))
+    banned = rng.random((rows, vocab)) < draw(st.sampled_from([0.0, 0.5, 0.95]))
+    banned[np.arange(rows), rng.integers(0, vocab, rows)] = False  # a token is left
+    logits[torch.from_numpy(banned)] = -torch.inf
+    temperature = draw(st.lists(st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]), min_size=rows, max_size=rows))
+    numbers = st.one_of(st.sampled_from([0.0, NEARLY_ONE]), st.integers(0, 2**23 - 1).map(lambda i: i * 2.0**-23))
+    return (
+        logits,
+        temperature,
+        draw(st.lists(numbers, min_size=rows, max_size=rows)),
+        draw(st.sampled_from([16, 64, 512])),
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(batches())
+def test_every_row_draws_by_the_law(batch):
+    logits, temperature, uniform, block = batch
+    for row, heat, u, token in zip(logits.float(), temperature, uniform, sample(logits, temperature, uniform, block)):
+        if heat == 0:
+            assert token == int(row.argmax())
+        else:
+            start, end, prob = interval(row, heat, token)
+            assert prob > 0 and start - 1e-6 <= u <= end + 1e-6, (start, u, end)
+
+
+def test_the_law_exactly():
+    "N evenly spread numbers: a token comes N times its probability, to within one draw."
+    n, row = 200, torch.randn(30, generator=torch.Generator().manual_seed(0))
+    counts = torch.bincount(torch.tensor(sample(row.expand(n, 30), [0.6] * n, [(i + 0.5) / n for i in range(n)], 16)))
+    exact = n * (row.double() / 0.6).softmax(-1)
+    assert (torch.nn.functional.pad(counts, (0, 30 - len(counts))) - exact).abs().max() < 1
+
+
+def test_a_whole_vocabulary_as_torch():
+    logits = torch.randn(6, 151_936, generator=torch.Generator().manual_seed(1)) * 2
+    temperature, uniform = [0.0, 1.0, 0.7, 1.3, 0.0, 1.0], [0.1, 0.9, 0.5, NEARLY_ONE, 0.2, 0.0]
+    heat = torch.tensor(temperature).clamp(min=1e-3)[:, None]
+    drawn = inverse_cdf((logits / heat).softmax(-1), torch.tensor(uniform))
+    expected = torch.where(torch.tensor(temperature) == 0, logits.argmax(-1), drawn)
+    assert sample(logits, temperature, uniform) == expected.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nonsense_gives_a_token_that_exists(temperature: float):
+    nan, inf = torch.nan, torch.inf
+    rows = torch.tensor([[nan] * 40, [nan] + [0.0] * 39, [0.0] * 39 + [nan], [-inf] * 40, [inf, inf] + [0.0] * 38])
+    healthy = torch.arange(40.0)[None]
+    ids = sample(torch.cat([rows, healthy]), [temperature] * 6, [NEARLY_ONE] * 6, 16)
+    assert all(0 <= token < 40 for token in ids) and ids[-1] == 39
+
+
+def test_rows_of_something_wider():
+    wide = torch.randn(3, 500, generator=torch.Generator().manual_seed(2))
+    arguments = [0.0, 1.0, 1.0], [0.5, 0.5, 0.9], 64
+    assert sample(wide[:, 7:407], *arguments) == sample(wide[:, 7:407].contiguous(), *arguments)
+
+
+def test_the_sampler_draws_the_same_with_it():
+    "Greedy, plain, filtered and banned rows in one batch: with the kernel as without."
+    generator = torch.Generator().manual_seed(3)
+    num_rows, vocab = 24, 400
+    logits = torch.randn(num_rows, vocab, generator=generator) * 3
+    temperature = torch.tensor([0.0, 0.8, 1.0] * 8)
+    filtered = (temperature == 1.0).nonzero()[:, 0]
+    columns = {
+        "temperature": temperature, "top_p": torch.where(temperature == 1, 0.7, 1.0),
+        "top_k": torch.full((num_rows,), vocab), "min_p": torch.zeros(num_rows),
+        "uniform": torch.rand(num_rows, generator=generator), "plain_rows": (temperature == 0.8).nonzero()[:, 0],
+        "filtered_rows": filtered, "scored_rows": torch.tensor([0, 1, 2]),
+    }  # fmt: skip
+    columns = {name: column.to(DEVICE) for name, column in columns.items()}
+    banned = torch.arange(3, device=DEVICE)[:, None], logits[:3].topk(2).indices.to(DEVICE)
+    meta = SamplingMetadata(False, **columns, num_top=2, banned=banned)
+    answers = [Sampler(fused)(logits.clone().to(DEVICE), meta) for fused in (None, sample_rows)]
+    (ids, scores), (fused_ids, fused_scores) = answers
+    assert torch.equal(ids, fused_ids) and torch.equal(scores.logprobs, fused_scores.logprobs)
+    assert int(ids[0]) not in banned[1][0].tolist()
+    greedy = SamplingMetadata(True, **columns | {"temperature": torch.zeros(num_rows, device=DEVICE)})
+    assert torch.equal(Sampler(sample_rows)(logits.to(DEVICE), greedy)[0], logits.argmax(-1).to(DEVICE))
+
+
+def test_who_can_run_it():
+    assert find_fused_sampler("cpu") is None
+    with patch.object(triton_ladder, "interpreted", lambda: False):
+        for capability, runs in (((7, 0), False), ((7, 5), True), ((9, 0), True)):
+            with patch("torch.cuda.get_device_capability", return_value=capability):
+                assert find_fused_sampler("cuda") is (sample_rows if runs else None)
+    with patch.dict(sys.modules, {"teachvllm.model_executor.fused_sampler": None}):
+        assert find_fused_sampler("cuda") is None
+
+
+def test_nothing_imports_triton_for_it():
+    code = "import sys; sys.modules['triton'] = None; from teachvllm.worker.model_runner import find_fused_sampler as find; assert find('cuda') is None"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from teachvllm.model_executor.fused_sampler import BLOCK, sample_kernel
+
+for capability in (75, 80, 90):
+    for dtype, vocab, divisor in (("fp32", 151936, 16), ("fp16", 32000, 16), ("fp32", 50257, 1), ("bf16", 100, 4)):
+        if dtype == "bf16" and capability < 80:
+            continue
+        block = min(BLOCK, triton.next_power_of_2(vocab))
+        types = ["*i64", "*" + dtype, "*fp32", "*fp32", "i32", "i32", "constexpr", "constexpr"]
+        sizes = {"BLOCK": block, "NUM_BLOCKS": triton.next_power_of_2(triton.cdiv(vocab, block))}
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(6 if divisor == 16 else 4)}
+        source = ASTSource(sample_kernel, dict(zip(sample_kernel.arg_names, types)), sizes, aligned)
+        options = {"num_warps": max(1, block // 512)}
+        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert kernel.asm["cubin"] and kernel.metadata.shared <= 64 * 1024
+        print(capability, dtype, vocab)
+"""
+
+
+def test_it_compiles_for_real_chips():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert child.returncode == 0, child.stderr
+    assert len(child.stdout.splitlines()) == 11

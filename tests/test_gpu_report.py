@@ -1,0 +1,208 @@
+"""tools/gpu_report.py: its page is what it would write, toy sizes run all of it, and failures are written down."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOL = ROOT / "tools" / "gpu_report.py"
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_report", TOOL)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*options: str) -> str:
+    "The tool's output, on a machine without a GPU."
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, TOOL, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "The folder that a toy run wrote."
+    out = tmp_path_factory.mktemp("report")
+    run("--toy", "--out", str(out))
+    return out
+
+
+def test_the_page_is_what_the_results_say(tool: ModuleType) -> None:
+    raw = DOCS / "gpu-report.json"
+    report = json.loads(raw.read_text()) if raw.exists() else None
+    assert (DOCS / "gpu-report.md").read_text() == tool.page(report), "run `python tools/gpu_report.py --render`"
+    assert report is None or not report["toy"]
+
+
+def test_without_a_gpu_nothing_is_measured_and_nothing_lost(tool: ModuleType, tmp_path: Path, toy: Path) -> None:
+    assert "no CUDA device" in run("--out", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu-report.md"]
+    page = (tmp_path / "gpu-report.md").read_text()
+    assert page == tool.page(None) and page.count("not measured") == len(tool.BARS) and "make gpu-report" in page
+    raw = (toy / "gpu-report.json").read_text()
+    assert "stay" in run("--out", str(toy)) and (toy / "gpu-report.json").read_text() == raw
+
+
+def test_toy_sizes_run_every_benchmark(toy: Path) -> None:
+    report = json.loads((toy / "gpu-report.json").read_text())
+    failed = [(row["bench"], row["args"], row["error"]) for row in report["results"] if "error" in row]
+    assert not failed
+    ran = {row["bench"] for row in report["results"]}
+    assert ran == {
+        "copy_bandwidth",
+        "matmul_rate",
+        "bench_decode",
+        "bench_prefill",
+        "bench_engine",
+        "bench_transformers",
+    }
+    for row in report["results"]:
+        for name, result in row.get("results", {}).items():
+            assert "seconds" in result or name in ("sdpa_efficient", "sdpa_cudnn"), (name, result)
+            if name == "triton" or name.startswith("v"):
+                assert result["deviation"] < 1e-3
+    from teachvllm.bench_gpu import ABLATIONS
+
+    assert [row["turned_off"] for row in report["results"] if row["bench"] == "bench_engine"] == list(ABLATIONS)
+
+
+def test_a_toy_is_never_taken_for_a_measurement(tool: ModuleType, toy: Path) -> None:
+    page, report = (toy / "gpu-report.md").read_text(), json.loads((toy / "gpu-report.json").read_text())
+    assert "its figures mean nothing" in page and {bar["verdict"] for bar in report["bars"]} == {"not measured"}
+    assert page == tool.page(report)
+    for name in ("decode", "prefill", "engine"):
+        assert (toy / "gpu-report" / f"{name}.png").read_bytes().startswith(
+            b"\x89PNG"
+        ) and f"gpu-report/{name}.png" in page
+    done = subprocess.run([sys.executable, TOOL, "--toy"], capture_output=True, text=True)
+    assert done.returncode == 2 and "needs --out" in done.stderr
+
+
+def attention(bench: str, share: float | None = None, ratio: float | None = None, **size: int) -> dict[str, Any]:
+    "A result as benchmarks give it, with a made-up share and ratio, to test the verdicts."
+    timing = {"seconds": 1.0, "share_of_copy": share, "share_of_roofline": 0.5} if share else {"error": "broken"}
+    row = {"bench": bench, "args": size, "num_heads": 16, "num_kv_heads": 8, "batch": 1, **size}
+    return {**row, "results": {"triton": timing}, **({"ratio_to_sdpa": ratio} if ratio else {})}
+
+
+def verdicts(tool: ModuleType, *results: dict[str, Any], device: str = "NVIDIA H100 80GB HBM3") -> list[str]:
+    report = {"toy": False, "machine": {"device": device}, "results": list(results)}
+    return [bar["verdict"] for bar in tool.judge(report)]
+
+
+def test_verdicts(tool: ModuleType) -> None:
+    "Results made up on both sides of each bar."
+    engine = {"bench": "bench_engine", "turned_off": "everything on", "requests": 256}
+    other = {"bench": "bench_transformers", "method": "generate", "batch_size": 8, "tokens_per_second": 4000}
+    good = [
+        attention("bench_decode", 0.76, batch=32, context=4096),
+        attention("bench_decode", 0.61, context=16384),
+        attention("bench_decode", 0.1, batch=8, context=4096),  # no bar
+        attention("bench_prefill", 0.5, 0.61, length=2048),
+        {**engine, "tokens_per_second": 15001},
+        other,
+    ]
+    assert verdicts(tool, *good) == ["met"] * 5
+    assert verdicts(tool) == ["not measured"] * 5
+    assert verdicts(tool, *good, device="Tesla T4")[3] == "not an H100"
+    worse = [
+        attention("bench_decode", 0.74, batch=256, context=16384),
+        attention("bench_prefill", 0.5, 0.59, length=8192),
+        {**other, "tokens_per_second": 5001},
+    ]
+    assert verdicts(tool, *good, *worse) == ["not met", "met", "not met", "met", "not met"]
+    assert verdicts(tool, attention("bench_decode", batch=32, context=4096))[0] == "not measured", "it failed"
+
+
+def test_failures_are_written_down_and_the_rest_goes_on(tool: ModuleType) -> None:
+    tasks = [
+        tool.task("bench_engine", 0, turned_off="gravity"),
+        tool.task("copy_bandwidth", 1e6, num_bytes=1024),  # no budget is that large
+        tool.task("copy_bandwidth", 0, num_bytes=1024, device="cpu"),
+    ]
+    saved: list[int] = []
+    rows = tool.run_tasks(tasks, time.time() + 120, toy=True, save=lambda rows: saved.append(len(rows)))
+    assert rows[0]["error"].startswith("ValueError: turned_off='gravity': choose one of")
+    assert rows[1]["error"] == "not begun: the time budget was spent"
+    assert rows[2]["bytes_per_second"] > 0 and saved[-1] == 3
+    text = "\n".join(tool.failures_section({"results": rows}))
+    assert "gravity" in text and "not begun" in text
+
+
+def test_a_child_that_dies_or_hangs_takes_one_task_with_it(tool: ModuleType, monkeypatch, tmp_path: Path) -> None:
+    "Children that die at their second task, until the third one sleeps beyond the deadline."
+    script = tmp_path / "child.py"
+    script.write_text(
+        "import json, os, sys, time\n"
+        "tasks = json.load(open(sys.argv[2]))\n"
+        "if len(tasks) < 4: time.sleep(60)\n"
+        "open(sys.argv[3], 'a').write(json.dumps(tasks[0]) + '\\n')\n"
+        "os._exit(tool_status if len(tasks) == 6 else 9)\n".replace("tool_status", str(tool.GPU_LOST))
+    )
+    monkeypatch.setattr(tool, "__file__", str(script))
+    tasks = [tool.task("copy_bandwidth", 0, num_bytes=i) for i in range(6)]
+    rows = tool.run_tasks(tasks, time.time() + 2, toy=True, save=lambda rows: None)
+    assert [row["args"]["num_bytes"] for row in rows] == list(range(6))
+    late = "stopped: the time budget was spent"
+    assert [row.get("error") for row in rows] == [None, None, "its process died with status 9", late, late, late]
+
+
+def test_gpu_tests_are_counted(tool: ModuleType, tmp_path: Path) -> None:
+    marked = "import pytest\n\n@pytest.mark.gpu\n"
+    (tmp_path / "test_a.py").write_text(
+        marked + "@pytest.mark.parametrize('x', [1, 1, 0])\ndef test_x(x):\n    assert x\n"
+    )
+    (tmp_path / "test_b.py").write_text(marked + "def test_y():\n    pytest.skip()\n")
+    (tmp_path / "test_c.py").write_text("import a_module_that_is_not_here\n")
+    row = tool.run_gpu_tests(60, str(tmp_path))
+    assert [row[name] for name in ("passed", "failed", "errors", "skipped")] == [2, 1, 1, 1]
+    assert any("test_x[0]" in name for name in row["not passed"])
+
+
+def test_on_a_gpu_the_l2_is_flushed_before_each_run_and_only_the_run_is_timed(monkeypatch) -> None:
+    "On stand-ins for CUDA's events: a run that takes long to queue gets more flushes before it."
+    import torch
+
+    from teachvllm import bench_gpu
+
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 2.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bench_gpu, "l2_flusher", lambda: (lambda: log.append("flush"), 0.01))
+    timing = bench_gpu.measure(lambda: (time.sleep(0.02), log.append("run")), "cuda", repeats=4)
+    assert timing == {"seconds": 0.002, "fastest": 0.002, "slowest": 0.002, "repeats": 4}
+    assert log[:4] == ["run"] * 4, "three to warm up, one to see how long it takes to queue"
+    rounds = " ".join(log[4:]).split(" wait")[:-1]
+    assert len(rounds) == 4 and all(part.strip().endswith("event run event") for part in rounds)
+    assert all(5 <= part.count("flush") <= 51 for part in rounds), "1 + 2 × 0.02 s / 0.01 s, or more on a busy machine"

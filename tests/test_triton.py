@@ -1,0 +1,448 @@
+"""The Triton backend: equal to the oracle on any batch, and compiled, without a GPU, for the chips that it ships for.
+
+Without a GPU the kernels run in Triton's interpreter, and a child process (this file, started as a program) compiles.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and __name__ != "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+triton = pytest.importorskip("triton")
+
+import numpy as np  # noqa: E402
+from helpers import TINY, VOCAB, make_tiny, random_prompts  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+import teachvllm  # noqa: E402
+from teachvllm import LLM, SamplingParams  # noqa: E402
+from teachvllm.attention import triton as ours  # noqa: E402
+from teachvllm.attention import triton_ladder as ladder  # noqa: E402
+from teachvllm.attention.backend import AttentionMetadata, ReferenceBackend, get_attn_backend  # noqa: E402
+from teachvllm.attention.triton import Chip, TritonBackend, choose_tiles, num_splits  # noqa: E402
+from teachvllm.attention.triton_ladder import compiling_for, interpreted  # noqa: E402
+
+SHARED_MEMORY = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (9, 0): 232448}  # bytes a program can have
+
+
+class WithoutSplits(TritonBackend):
+    max_splits = 1
+
+
+class Unpacked(TritonBackend):
+    pack_heads = False
+
+
+# Equal to the oracle
+
+
+@dataclass(frozen=True)
+class Case:
+    "A batch: decodes first, then sequences with any number of new tokens."
+
+    query_lens: list[int]
+    past: list[int]  # tokens that each sequence has in the cache already
+    heads: tuple[int, int] = (4, 2)
+    head_size: int = 64
+    block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    dtype: torch.dtype = torch.float32
+    cls: type[TritonBackend] = TritonBackend
+    capability: tuple[int, int] = (9, 0)  # whose tiles are taken
+    num_padding: int = 0  # rows that only fill up the batch (of nothing but decodes)
+    seed: int = 0
+
+
+@dataclass
+class Batch:
+    "Its tensors. `clean` and `clean_table` have no poison, for the oracle."
+
+    q: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cache: torch.Tensor
+    meta: AttentionMetadata
+    clean: torch.Tensor
+    clean_meta: AttentionMetadata
+
+
+def make_batch(case: Case, beyond: int | None = None) -> Batch:
+    """Random tensors of a case, in a cache that is NaN wherever the kernel has nothing to look for.
+
+    That is past a sequence's end, in free blocks and, under a window, in blocks that have left it. Block tables name
+    the block `beyond` (None: one that is NaN) where no entry must be used.
+    """
+    g = torch.Generator().manual_seed(case.seed)
+    seq_lens = [n + past for n, past in zip(case.query_lens, case.past, strict=True)]
+    need, size = [-(-n // case.block_size) for n in seq_lens], case.block_size
+    ids = torch.randperm(sum(need) + 2, generator=g)
+    order = TritonBackend.get_kv_cache_stride_order()
+    shape = TritonBackend.get_kv_cache_shape(len(ids), size, case.heads[1], case.head_size)
+    clean = torch.randn([shape[a] for a in order], generator=g).to(DEVICE, case.dtype)
+    clean = clean.permute([order.index(a) for a in range(5)])
+    cache, never = torch.full_like(clean, torch.nan), int(ids[-1]) if beyond is None else beyond
+    clean_table = torch.zeros(len(need), max(need) + 2, dtype=torch.int32)
+    table, slots, at = torch.full_like(clean_table, never), [], 0
+    for i, (n, new) in enumerate(zip(seq_lens, case.query_lens, strict=True)):
+        clean_table[i, : need[i]] = ids[at : at + need[i]]
+        at += need[i]
+        behind = 0 if case.window is None else max(0, n - new + 1 - case.window) // size  # blocks given away
+        table[i, behind : need[i]] = clean_table[i, behind : need[i]]
+        token = torch.arange(behind * size, n)
+        where = clean_table[i, token // size].long().to(DEVICE), (token % size).to(DEVICE)
+        cache[:, where[0], where[1]] = clean[:, where[0], where[1]]
+        slots += (clean_table[i, token // size].long() * size + token % size)[len(token) - new :].tolist()
+    qkv = torch.randn(len(slots) + case.num_padding, case.heads[0] + 2 * case.heads[1], case.head_size, generator=g)
+    qkv[len(slots) :] = torch.nan
+    decodes = next((i for i, n in enumerate(case.query_lens) if n != 1), len(need))
+    metas = []
+    for blocks in (table, clean_table):
+        rows = [*case.query_lens, *[1] * case.num_padding]
+        start, lens = torch.tensor([0, *rows]).cumsum(0), torch.tensor([*seq_lens, *[0] * case.num_padding])
+        blocks = torch.cat((blocks, torch.full((case.num_padding, blocks.shape[1]), never, dtype=torch.int32)))
+        tensors = (start, lens, blocks, torch.tensor(slots + [-1] * case.num_padding))
+        cpu: dict[str, Any] = {"query_start_loc_cpu": start.numpy(), "seq_lens_cpu": lens.numpy()}
+        metas.append(AttentionMetadata(*(t.to(DEVICE) for t in tensors), decodes + case.num_padding, **cpu))
+    q, key, value = qkv.to(DEVICE, case.dtype).split((case.heads[0], case.heads[1], case.heads[1]), 1)
+    return Batch(q, key, value, cache, metas[0], clean, metas[1])
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    "Numbers as they lie in memory, so that NaN equals NaN."
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def check(case: Case, beyond: int | None = None) -> None:
+    """Write and attend as the engine does, and compare with the oracle.
+
+    Weights and output are rounded to the dtype: 2.1 u Σ p·|v| bounds that (notebook 21). The interpreter cuts bfloat16
+    off instead of rounding it.
+    """
+    batch = make_batch(case, beyond)
+    n, size = len(batch.q) - case.num_padding, case.block_size
+    config = (case.heads[0], case.head_size, case.heads[1], case.head_size**-0.5, case.window, case.soft_cap)
+    with mock.patch.object(ours, "this_chip", lambda: Chip(case.capability, 1, SHARED_MEMORY[case.capability])):
+        backend, oracle = case.cls(*config), ReferenceBackend(*config)
+    where = batch.meta.slot_mapping[:n] // size, batch.meta.slot_mapping[:n] % size
+    expected = batch.cache.clone()
+    expected[:, where[0], where[1]] = torch.stack((batch.key[:n], batch.value[:n]))
+    backend.prepare(batch.meta, size)
+    backend.write(batch.key, batch.value, batch.cache, batch.meta)
+    assert torch.equal(bits(batch.cache), bits(expected)), "written elsewhere than into the slots, or not all"
+    out = backend.attend(batch.q, batch.cache, batch.meta)
+    assert out.shape == batch.q.shape and out.dtype == case.dtype
+    assert torch.equal(bits(batch.cache), bits(expected)), "attention wrote into the cache"
+    batch.clean[:, where[0], where[1]] = torch.stack((batch.key[:n], batch.value[:n]))
+    clean, q, meta = batch.clean.float(), batch.q[:n].float(), batch.clean_meta
+    meta.query_start_loc, meta.seq_lens = meta.query_start_loc[: len(case.past) + 1], meta.seq_lens[: len(case.past)]
+    want, spread = (oracle.attend(q, kv, meta) for kv in (clean, torch.stack((clean[0], clean[1].abs()))))
+    u = torch.finfo(case.dtype).eps / (1 if interpreted() and case.dtype == torch.bfloat16 else 2)
+    assert ((out[:n].float() - want).abs() <= 2.1 * u * spread + 5e-6).all()  # False for NaN
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_decodes = draw(st.integers(0, 3))
+    others = draw(st.lists(st.integers(1, 45), min_size=num_decodes == 0, max_size=2))
+    query_lens = [1] * num_decodes + others
+    lengths = st.sampled_from([0, 1, 64, 140]) | st.integers(0, 140)
+    past = draw(st.lists(lengths, min_size=len(query_lens), max_size=len(query_lens)))
+    return Case(
+        query_lens,
+        past,
+        heads=draw(st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 2), (8, 1)])),
+        head_size=draw(st.sampled_from([64, 16, 80, 33])),
+        block_size=draw(st.sampled_from([16, 1, 3, 32])),
+        window=draw(st.sampled_from([None, 1, 7, 40])),
+        soft_cap=draw(st.sampled_from([None, 2.0])),
+        cls=draw(st.sampled_from([TritonBackend, WithoutSplits, Unpacked])),
+        capability=draw(st.sampled_from([(9, 0), (7, 5)])),  # a T4 has smaller tiles, and gathers prompts
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@settings(
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # the interpreter is too slow to look for a smaller example
+)
+@given(cases())
+def test_equals_the_oracle_on_random_batches(case: Case) -> None:
+    check(case)
+
+
+MIXED = {"query_lens": [1, 1, 5, 40], "past": [90, 0, 30, 0]}
+HEAD_SIZES = [64, 80, 96, 112, 128, 192, 256, 1, 5, 40]
+BLOCK_SIZES = [16, 32, 64, 128, 1, 7]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_head_sizes_block_sizes_dtypes(index: int) -> None:
+    sizes = (HEAD_SIZES[index % 10], BLOCK_SIZES[index % 6])
+    check(Case(**MIXED, head_size=sizes[0], block_size=sizes[1], dtype=DTYPES[index % 3], window=[None, 20][index % 2]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("cls", [TritonBackend, WithoutSplits, Unpacked])
+def test_ablations_in_16_bits(cls: type[TritonBackend], dtype: torch.dtype) -> None:
+    check(Case([1, 3], [150, 20], (6, 2), soft_cap=3.0, dtype=dtype, cls=cls))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_t4_gathers_prompts(window: int | None, soft_cap: float | None) -> None:
+    check(Case(**MIXED, window=window, soft_cap=soft_cap, capability=(7, 5), block_size=8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_that_start_in_a_later_tile(dtype: torch.dtype) -> None:
+    "A program's last tokens see nothing of the first tile that it reads."
+    check(Case([120], [10], (2, 2), head_size=128, window=5, dtype=dtype))
+
+
+def test_many_query_heads_share_a_kv_head() -> None:
+    check(Case([1, 9], [40, 3], (71, 1), head_size=16))
+
+
+def test_block_ids_beyond_the_cache_are_not_followed() -> None:
+    check(Case(**MIXED), beyond=10**6)
+    check(Case(**MIXED, window=10, block_size=4), beyond=-1)
+
+
+@pytest.mark.parametrize("cls", [TritonBackend, WithoutSplits])
+def test_padding_rows_write_nowhere_and_disturb_nobody(cls: type[TritonBackend]) -> None:
+    "A CUDA graph of five rows, replayed for two sequences: slots of -1, lengths of 0."
+    check(Case([1, 1], [40, 7], num_padding=3, cls=cls), beyond=10**6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_large_batches_on_a_gpu(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    query_lens = [1] * int(rng.integers(0, 30)) + [int(n) for n in rng.integers(1, 500, rng.integers(1, 5))]
+    past = [int(n) for n in rng.integers(0, 3000, len(query_lens))]
+    real = ours.this_chip().capability
+    dtype = DTYPES[seed % 3] if real >= (8, 0) else DTYPES[2 * (seed % 2)]
+    heads, head_size = [(32, 8), (9, 3), (16, 16)][seed % 3], [128, 64, 80, 256][seed % 4]
+    check(Case(query_lens, past, heads, head_size, 16, [None, 700][seed % 2], dtype=dtype, seed=seed, capability=real))
+
+
+# In the engine
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_engine_gives_the_oracles_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Prompts in chunks beside decodes; the Mistral's blocks leave its window of 16 tokens and serve others."
+    from transformers import MistralConfig
+
+    window = MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=20, max_position_embeddings=128, sliding_window=16,
+    )  # fmt: skip
+    monkeypatch.setitem(TINY, "mistral", lambda: window)
+    make_tiny(name, tmp_path)
+    prompts, greedy, answers = random_prompts(3, 50, seed=1), SamplingParams(temperature=0, max_tokens=5), {}
+    for backend in ("reference", "triton"):
+        with LLM(
+            str(tmp_path), dtype="float32", skip_tokenizer_init=True, attention_backend=backend, block_size=4,
+            num_gpu_blocks_override=60, max_num_batched_tokens=48, enable_chunked_prefill=True, max_num_seqs=4,
+        ) as llm:  # fmt: skip
+            answers[backend] = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)]
+    assert answers["triton"] == answers["reference"]
+
+
+# What it refuses, and how it cuts
+
+
+def test_why_not() -> None:
+    def reason(device: str = "cuda", dtype: torch.dtype = torch.float16, head_size: int = 64) -> str:
+        with pytest.raises(ValueError) as error:
+            get_attn_backend("triton", device, dtype, head_size, 16)
+        return str(error.value)
+
+    with mock.patch.object(ladder, "interpreted", lambda: False):
+        assert "TRITON_INTERPRET=1" in reason("cpu")
+        with mock.patch("torch.cuda.get_device_capability", lambda: (7, 0)):
+            assert "compute capability 7.0" in reason()
+    with mock.patch.object(ours, "no_triton", lambda device: None):
+        assert "float64" in reason(dtype=torch.float64) and "head_size=257" in reason(head_size=257)
+        assert get_attn_backend("triton", "cuda", torch.bfloat16, 256, 1) is TritonBackend
+
+
+def test_the_chip_is_asked_through_tritons_driver() -> None:
+    found = {"multiprocessor_count": 40, "max_shared_mem": 65536}
+    driver = SimpleNamespace(utils=SimpleNamespace(get_device_properties={0: found}.__getitem__))
+    with (
+        mock.patch.object(ours, "interpreted", lambda: False),
+        mock.patch.object(triton.runtime.driver, "_active", driver),
+        mock.patch("torch.cuda.current_device", lambda: 0),
+        mock.patch("torch.cuda.get_device_capability", {0: (7, 5)}.__getitem__),
+    ):
+        assert ours.this_chip.__wrapped__() == Chip((7, 5), 40, 65536)
+
+
+def test_tiles_fit() -> None:
+    for (capability, limit), itemsize, head, group, decode in itertools.product(
+        SHARED_MEMORY.items(), (2, 4), (16, 32, 64, 128, 256), (1, 3, 8, 16), (False, True)
+    ):
+        tiles = choose_tiles(decode, capability, limit, itemsize, head, group)
+        assert (tiles.block_m + 2 * tiles.tile * tiles.num_stages) * head * itemsize <= limit
+        assert tiles.block_m >= max(16, group) and tiles.tile >= 16 and tiles.num_stages >= 1
+        assert tiles.block_m & (tiles.block_m - 1) == tiles.tile & (tiles.tile - 1) == 0
+
+
+def test_splits_fill_the_chip_and_no_more() -> None:
+    for programs, sms, most in itertools.product((1, 3, 8, 100, 5000), (1, 40, 132), (1, 8, 64)):
+        splits = num_splits(programs, Chip((9, 0), sms, 0), most)
+        assert splits & (splits - 1) == 0 and 1 <= splits <= most
+        assert splits == 1 or programs * splits <= 8 * sms
+        assert splits == most or 2 * splits * programs > 8 * sms
+
+
+# Compiled for chips that are not here
+#
+# What must be compiled? Tiles, and so shared memory and the size of everything, depend on the chip, on 2 or 4 bytes an
+# element, on the head size as a power of two, on decode or not, and on the group where it is above 16. So each
+# combination of the first four that some model has is in the set for each chip, and one large group. Everything else changes
+# instructions but no sizes: bfloat16 for float16, a head size that is masked, block size, window, soft cap, splits, small groups.
+# Each of these occurs for each chip at least once. Every row compiles the kernel for decodes, the one for all else (on a T4
+# only under a soft cap: else prompts are gathered), `merge_splits` where there are splits, and `write_kernel`.
+
+ROWS = [  # dtype, head size, query heads a KV head, block size, window, soft cap, most splits
+    ("float16", 64, 4, 16, None, None, 64),
+    ("bfloat16", 80, 1, 32, None, None, 64),
+    ("bfloat16", 128, 4, 16, None, None, 64),
+    ("float16", 128, 8, 128, 4096, None, 1),
+    ("float16", 256, 2, 64, 4096, 50.0, 64),  # as in Gemma 2
+    ("float32", 64, 3, 16, None, 30.0, 1),
+    ("float32", 128, 4, 1, 100, None, 64),
+    ("float32", 256, 8, 16, None, None, 1),
+    ("float16", 64, 71, 16, None, None, 64),  # as in Falcon 7B
+]
+MATRIX = [(chip, *row) for chip in ((7, 5), (8, 0), (9, 0)) for row in ROWS] + [((8, 6), *ROWS[i]) for i in (2, 4, 7)]
+MATRIX = [(c, "float16" if c < (8, 0) and d == "bfloat16" else d, *more) for c, d, *more in MATRIX]
+
+
+def compile_row(
+    capability: tuple[int, int], dtype: str, head_size: int, group: int, block_size: int, *cut: Any
+) -> list[Any]:
+    "The kernels that a step with a decode and a prompt would launch."
+    window, soft_cap, max_splits = cut
+    heads, chip = (2 * group, 2), Chip(capability, 40, SHARED_MEMORY[capability])
+    with mock.patch.object(ours, "this_chip", lambda: chip), compiling_for(10 * capability[0] + capability[1]) as made:
+        backend = TritonBackend(heads[0], head_size, heads[1], head_size**-0.5, window, soft_cap)
+        backend.max_splits = max_splits
+        for num_decodes, num_tokens in ((1, 1), (0, 40)):
+            if num_decodes or backend.tensor_cores or soft_cap is not None:
+                run_step(backend, heads, getattr(torch, dtype), block_size, num_decodes, num_tokens - num_decodes)
+    return made
+
+
+def run_step(
+    backend: TritonBackend, heads: tuple[int, int], dtype: torch.dtype, block_size: int, num_decodes: int, others: int
+) -> None:
+    "Decodes, and a prompt of `others` tokens if there are any; the arrays are slices that begin anywhere."
+    size, n = backend.head_size, num_decodes + (others > 0)
+    order = backend.get_kv_cache_stride_order()
+    shape = backend.get_kv_cache_shape(4, block_size, heads[1], size)
+    cache = torch.empty([shape[a] for a in order], dtype=dtype).permute([order.index(a) for a in range(5)])
+    qkv = torch.empty(num_decodes + others, heads[0] + 2 * heads[1], size, dtype=dtype)
+    q, key, value = qkv.split((heads[0], heads[1], heads[1]), 1)
+    start = torch.tensor([*range(num_decodes + 1), *[num_decodes + others] * (others > 0)])
+    table, slots = torch.zeros(n, 8, dtype=torch.int32), torch.zeros(len(q), dtype=torch.int64)
+    meta = AttentionMetadata(start, torch.full((n,), 40), table, slots, num_decodes)
+    backend.write(key, value, cache, meta)
+    backend.attend(q, cache, meta)
+
+
+def describe(kernel: Any) -> dict[str, Any]:
+    ptx = kernel.asm["ptx"]
+    uses = {name: name in ptx for name in ("wgmma.mma_async", "mma.sync", "fma.rn")}
+    return {"name": kernel.metadata.name, "shared": kernel.metadata.shared, "cubin": len(kernel.asm["cubin"]), **uses}
+
+
+def compile_all(part: int) -> Iterator[dict[str, Any]]:
+    "What a child process reports: every second row of the matrix, and how often a kernel is compiled as batches change."
+    for row in range(part, len(MATRIX), 2):
+        yield {"row": row, "kernels": [describe(kernel) for kernel in compile_row(*MATRIX[row])]}
+    if part == 0:
+        chip = Chip((8, 0), 108, SHARED_MEMORY[8, 0])
+        with mock.patch.object(ours, "this_chip", lambda: chip), compiling_for(80) as made:
+            backend = WithoutSplits(8, 64, 2, 0.125)
+            for num_decodes in (1, 2, 3, 4, 5):
+                run_step(backend, (8, 2), torch.float16, 16, num_decodes, 40 + num_decodes)
+        kernels = {id(k): k.metadata.name for k in made}
+        yield {"row": -1, "kernels": [{"name": name} for name in kernels.values()]}
+
+
+@pytest.fixture(scope="session")
+def compiled() -> dict[int, list[dict[str, Any]]]:
+    "Row of the matrix -> its kernels, from two child processes that don't interpret."
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(Path(teachvllm.__file__).resolve().parents[1])  # the same package as here
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    command = [sys.executable, "-W", "ignore", __file__]
+    pipes: dict[str, Any] = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    children = [subprocess.Popen([*command, str(part)], **pipes) for part in (0, 1)]
+    found = {}
+    for child in children:
+        out, error = child.communicate(timeout=280)
+        assert child.returncode == 0, error[-3000:]
+        found |= {line["row"]: line["kernels"] for line in map(json.loads, out.splitlines())}
+    return found
+
+
+def test_the_matrix_covers() -> None:
+    for chip in ((7, 5), (8, 0), (9, 0)):
+        rows = [row[1:] for row in MATRIX if row[0] == chip]
+        sizes = {(dtype == "float32", max(16, triton.next_power_of_2(head))) for dtype, head, *_ in rows}
+        assert sizes == set(itertools.product((False, True), (64, 128, 256)))
+        dtypes, heads, groups, blocks, windows, caps, splits = map(set, zip(*rows, strict=True))
+        assert dtypes == {"float16", "float32"} | ({"bfloat16"} if chip >= (8, 0) else set())
+        assert 80 in heads and max(groups) > 16 and {1, 3, 4, 8} <= groups and {1, 16, 32, 64, 128} <= blocks
+        assert len(windows) > 1 < len(caps) and None in windows & caps and splits == {1, 64}
+
+
+@pytest.mark.parametrize("row", range(len(MATRIX)), ids=lambda i: "-".join(map(str, MATRIX[i])).replace(" ", ""))
+def test_compiles_and_fits(row: int, compiled: dict[int, list[dict[str, Any]]]) -> None:
+    chip, dtype, *_, soft_cap, splits = MATRIX[row]
+    names = [kernel["name"] for kernel in compiled[row]]
+    prefills = chip >= (8, 0) or soft_cap is not None
+    assert names.count("unified_attention") == 1 + prefills and names.count("write_kernel") == 1 + prefills
+    assert names.count("merge_splits") == (splits > 1)
+    for kernel in compiled[row]:
+        assert kernel["cubin"] > 1000 and kernel["shared"] <= SHARED_MEMORY[chip]
+        if kernel["name"] == "unified_attention":
+            tensor_cores = kernel["wgmma.mma_async"] or kernel["mma.sync"]
+            assert tensor_cores == (chip >= (8, 0) and dtype != "float32") and kernel["fma.rn"]
+    if chip == (9, 0) and dtype != "float32":  # the wide launch, on an H100
+        assert any(kernel["wgmma.mma_async"] for kernel in compiled[row])
+
+
+def test_batches_of_other_sizes_compile_nothing_new(compiled: dict[int, list[dict[str, Any]]]) -> None:
+    "However many decodes come first: one narrow kernel, one wide one, one that writes."
+    names = [kernel["name"] for kernel in compiled[-1]]
+    assert sorted(names) == ["unified_attention"] * 2 + ["write_kernel"]
+
+
+if __name__ == "__main__":
+    for line in compile_all(int(sys.argv[1])):
+        print(json.dumps(line))

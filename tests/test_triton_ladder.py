@@ -1,0 +1,274 @@
+"""Each rung of the Triton ladder equals the oracle on ragged batches in poisoned caches, and compiles for real chips.
+
+Run as a program, without TRITON_INTERPRET, this file compiles the rungs and prints what became of them as JSON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if __name__ != "__main__" and not torch.cuda.is_available():  # Triton must know before it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+
+from teachvllm.attention import triton_ladder as ladder  # noqa: E402
+from teachvllm.attention.backend import AttentionMetadata, ReferenceBackend  # noqa: E402
+
+LATE = "Triton was imported before TRITON_INTERPRET was set: set it in conftest.py"
+assert isinstance(triton.language.cdiv, triton.JITFunction) != ladder.interpreted(), LATE
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+RUNGS = {n: getattr(ladder, f"paged_attention_v{n}") for n in (1, 2, 3, 4)}
+SHARED = {75: 65536, 80: 166912, 90: 232448}  # bytes of shared memory that a program can have, by CUDA's documentation
+
+
+# Batches
+
+
+def poisoned(shape: tuple[int, ...], order: list[int], dtype: torch.dtype) -> torch.Tensor:
+    "A cache full of NaN whose axes lie in memory in the given order."
+    stored = torch.full([shape[axis] for axis in order], torch.nan, dtype=dtype, device=DEVICE)
+    return stored.permute([order.index(axis) for axis in range(5)])
+
+
+def make_batch(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+    "Queries, a cache in which all that belongs to no sequence is NaN, and metadata with absurd ids past each table's end."
+    g, kv_heads, head_size = torch.Generator().manual_seed(case["seed"]), case["kv_heads"], case["head_size"]
+    block_size, seq_lens, query_lens = case["block_size"], case["seq_lens"], case["query_lens"]
+    need = [-(-n // block_size) for n in seq_lens]
+    ids = torch.randperm(sum(need) + 2, generator=g).tolist()
+    table = torch.full((len(need), max(need) + 1), 10**9, dtype=torch.int32)
+    cache = poisoned((2, len(ids), block_size, kv_heads, head_size), case["order"], case["dtype"])
+    for i, n in enumerate(seq_lens):
+        for page in range(need[i]):
+            table[i, page] = block = ids.pop()
+            tokens = min(block_size, n - page * block_size)
+            cache[:, block, :tokens] = torch.randn(2, tokens, kv_heads, head_size, generator=g).to(
+                DEVICE, case["dtype"]
+            )
+    whole = torch.randn(sum(query_lens), case["group"] * kv_heads + 2, head_size, generator=g).to(DEVICE, case["dtype"])
+    start, slots = torch.tensor([0, *query_lens]).cumsum(0), torch.full((sum(query_lens),), -1)
+    decodes = next((i for i, m in enumerate(query_lens) if m > 1), len(query_lens))
+    meta = AttentionMetadata(*(t.to(DEVICE) for t in (start, torch.tensor(seq_lens), table, slots)), decodes)
+    return whole[:, 1:-1], cache, meta  # queries are a slice of something larger, as in a model
+
+
+def check(rung: Callable, case: dict[str, Any], **options: Any) -> None:
+    """Two roundings to the dtype, of weights and output, and float32 scores: no more may lie between rung and oracle.
+
+    The interpreter cuts a bfloat16 number's digits off where a GPU rounds, so there its roundings count double.
+    """
+    q, cache, meta = make_batch(case)
+    oracle = ReferenceBackend(q.shape[1], q.shape[2], cache.shape[3], q.shape[2] ** -0.5)
+    out, (k, v) = rung(q, cache, meta, oracle.scale, **options), cache.float()
+    size = oracle.attend(q.float(), torch.stack((k, v.abs())), meta)
+    u = torch.finfo(q.dtype).eps / (1 if ladder.interpreted() and q.dtype == torch.bfloat16 else 2)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    off = (out.float() - oracle.attend(q.float(), cache.float(), meta)).abs()
+    assert (off <= 2.1 * u * size + 1e-5).all(), f"off by {off.max():.1e}"  # a NaN is not below it either
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn, longest: int, max_heads: int = 8, decode: bool = True, in_pages: bool = False
+) -> dict[str, Any]:
+    "A shape and ragged lengths; `longest` counts tokens, or pages if `in_pages`."
+    kv_heads, block_size = draw(st.integers(1, 3)), draw(st.integers(1, 32))
+    lengths = st.integers(1, longest * block_size if in_pages else longest)
+    seq_lens = draw(st.lists(lengths, min_size=1, max_size=3))
+    return {
+        "kv_heads": kv_heads,
+        "group": draw(st.integers(1, max_heads // kv_heads)),
+        "head_size": draw(st.integers(16, 96)),
+        "block_size": block_size,
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "order": draw(st.permutations(range(5))),
+        "seq_lens": seq_lens,
+        "query_lens": [1 if decode else draw(st.integers(1, n)) for n in seq_lens],
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+few = settings(max_examples=20, deadline=None, derandomize=True)
+
+
+# The rungs
+
+
+@few
+@given(batches(longest=3, max_heads=6, in_pages=True))
+def test_v1_equals_the_oracle(case: dict[str, Any]) -> None:
+    check(RUNGS[1], case)
+
+
+@few
+@given(batches(longest=150))
+def test_v2_equals_the_oracle(case: dict[str, Any]) -> None:
+    check(RUNGS[2], case)
+
+
+@settings(few, max_examples=30)
+@given(batches(longest=120, decode=False))
+def test_v3_equals_the_oracle(case: dict[str, Any]) -> None:
+    check(RUNGS[3], case)
+
+
+@few
+@given(batches(longest=150, max_heads=4), st.sampled_from([1, 2, 4, 8]))
+def test_v4_equals_the_oracle(case: dict[str, Any], num_splits: int) -> None:
+    check(RUNGS[4], case, num_splits=num_splits)
+
+
+PLAIN = {
+    "kv_heads": 2,
+    "group": 3,
+    "head_size": 64,
+    "block_size": 16,
+    "dtype": torch.float32,
+    "order": range(5),
+    "seed": 0,
+}
+
+
+@pytest.mark.parametrize("number", RUNGS)
+def test_a_group_of_20_heads_and_head_size_256(number: int) -> None:
+    "More rows than the 16 that a product needs, and the largest heads."
+    shape = {**PLAIN, "kv_heads": 1, "group": 20, "head_size": 256, "dtype": torch.float16}
+    check(RUNGS[number], {**shape, "seq_lens": [33], "query_lens": [1]})
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_decode_rungs_refuse_prompts(number: int) -> None:
+    with pytest.raises(ValueError, match="4 new tokens of 2 sequences"):
+        RUNGS[number](*make_batch({**PLAIN, "seq_lens": [5, 9], "query_lens": [1, 3]}), 0.125)
+
+
+@pytest.mark.parametrize("num_splits", [0, 3, 12])
+def test_splits_are_a_power_of_two(num_splits: int) -> None:
+    with pytest.raises(ValueError, match=f"num_splits={num_splits} is no power of two"):
+        RUNGS[4](*make_batch({**PLAIN, "seq_lens": [5], "query_lens": [1]}), 0.125, num_splits=num_splits)
+
+
+# What they read
+
+
+def reads(number: int, seq_lens: list[int], query_lens: list[int] | None = None, **options: Any) -> torch.Tensor:
+    "How many tokens each program read of each block: [num_blocks, *grid from its last axis to its first]."
+    batch, log = make_batch({**PLAIN, "seq_lens": seq_lens, "query_lens": query_lens or [1] * len(seq_lens)}), []
+    RUNGS[number](*batch, 0.125, log, **options)
+    assert len(log) == 1 and len(log[0]) == batch[1].shape[1]
+    return log[0].cpu()
+
+
+def test_decode_rungs_read_each_token_once_a_program_row() -> None:
+    "Rung 1 reads a token once for each query head; rungs 2, 3 and 4 once for each KV head, whoever the programs are."
+    lens = [1, 16, 40, 100]
+    assert int(reads(1, lens).sum()) == 6 * sum(lens)
+    for number in (2, 3, 4):
+        assert int(reads(number, lens).sum()) == 2 * sum(lens)
+    assert reads(4, [200], num_splits=4).sum(0).amax() < reads(2, [200]).sum(0).amax() == 200
+
+
+def test_prefill_stops_at_the_diagonal() -> None:
+    "A block of 21 tokens reads the keys up to its last token; two KV heads."
+    log = reads(3, [50], [50])
+    assert sorted(log.sum(0).flatten().tolist(), reverse=True)[:6] == [50, 50, 42, 42, 21, 21]
+
+
+def test_the_grid_depends_on_counts_alone() -> None:
+    "However 60 new tokens are shared among 4 sequences, the launch is the same."
+    grids = {
+        tuple(reads(3, lens, news).shape[1:]) for lens, news in [([90, 9, 9, 9], [57, 1, 1, 1]), ([15] * 4, [15] * 4)]
+    }
+    assert len(grids) == 1
+
+
+# The write
+
+
+@few
+@given(
+    st.permutations(range(5)),
+    st.sampled_from(DTYPES),
+    st.integers(1, 4),
+    st.integers(1, 96),
+    st.integers(1, 32),
+    st.randoms(),
+)
+def test_reshape_and_cache(
+    order: list[int], dtype: torch.dtype, heads: int, head_size: int, block_size: int, rng: Any
+) -> None:
+    "What goes in is in its slot, in any memory order; -1 is written nowhere, and nothing else changes."
+    cache, num_tokens = poisoned((2, 3, block_size, heads, head_size), order, dtype), min(6, 3 * block_size)
+    slots = torch.tensor([rng.choice([slot, -1]) for slot in rng.sample(range(3 * block_size), num_tokens)])
+    key, value = torch.randn(2, num_tokens, heads + 1, head_size).to(DEVICE, dtype)[:, :, 1:]
+    ladder.reshape_and_cache(key, value, cache, slots.to(DEVICE))
+    flat, kept = cache.flatten(1, 2).cpu(), slots >= 0
+    assert torch.equal(flat[:, slots[kept]], torch.stack((key, value))[:, kept].cpu())
+    untouched = torch.ones(3 * block_size, dtype=torch.bool).index_fill_(0, slots[kept], False)
+    assert flat[:, untouched].isnan().all()
+
+
+# Real chips
+
+
+def compile_everything() -> Iterator[dict[str, Any]]:
+    "Every rung and the write, through the launchers themselves: for each chip in 16 bits, once in float32 with a log."
+    in_16_bits = {75: torch.float16, 80: torch.bfloat16, 90: torch.bfloat16}
+    for capability, dtype, log in [*((c, dtype, None) for c, dtype in in_16_bits.items()), (80, torch.float32, [])]:
+        shape = {**PLAIN, "dtype": dtype, "head_size": 96}
+        q, cache, meta = make_batch({**shape, "seq_lens": [40] * 4, "query_lens": [1] * 4})
+        with ladder.compiling_for(capability) as made:
+            for rung in RUNGS.values():
+                rung(q, cache, meta, 0.1, log)
+            ladder.reshape_and_cache(cache[0, 0, :4], cache[1, 0, :4], cache, meta.slot_mapping)
+        yield from (describe(kernel, capability, dtype) for kernel in made)
+    q, cache, meta = make_batch({**PLAIN, "head_size": 256, "seq_lens": [40] * 4, "query_lens": [1] * 4})
+    with ladder.compiling_for(75) as made:  # the largest rows on the smallest chip
+        RUNGS[3](q, cache, meta, 0.1)
+    yield describe(made[0], 75, torch.float32)
+
+
+def describe(kernel: Any, capability: int, dtype: torch.dtype) -> dict[str, Any]:
+    ptx = kernel.asm["ptx"]
+    cores = next((name for name in ("wgmma", "mma.sync") if name in ptx), "fma")
+    return {"capability": capability, "dtype": str(dtype), "name": kernel.metadata.name, "cores": cores,
+            "shared": kernel.metadata.shared, "code": len(kernel.asm["cubin"])}  # fmt: skip
+
+
+def test_the_interpreter_compiles_nothing() -> None:
+    if not ladder.interpreted():
+        pytest.skip("Triton is not interpreted here")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"), ladder.compiling_for(90):
+        pass
+
+
+def test_every_rung_compiles_and_fits() -> None:
+    "For sm_75, sm_80 and sm_90, in a process whose Triton compiles; a program's shared memory fits the chip."
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__], env=env, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    names = {"v1_kernel", "v2_kernel", "v3_kernel", "v4_kernel", "merge_splits", "write_kernel"}
+    for capability, most in SHARED.items():
+        mine = [kernel for kernel in kernels if kernel["capability"] == capability]
+        assert {kernel["name"] for kernel in mine} == names
+        assert all(kernel["shared"] <= min(most, 65536) and kernel["code"] > 0 for kernel in mine)
+    cores = {k["capability"]: k["cores"] for k in kernels if k["name"] == "v3_kernel" and k["dtype"] != "torch.float32"}
+    assert cores == {75: "fma", 80: "mma.sync", 90: "wgmma"}
+
+
+if __name__ == "__main__":
+    for description in compile_everything():
+        print(json.dumps(description))
