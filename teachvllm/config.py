@@ -304,8 +304,7 @@ class ModelConfig(ShowAsTable):
     max_seq_len_to_capture: int = 8192  # longest text, in tokens, that a CUDA graph decodes
 
     def __post_init__(self):
-        captured = self.max_seq_len_to_capture
-        require(captured > 0, f"max_seq_len_to_capture={captured} must be positive; enforce_eager=True turns graphs off")
+        require(self.max_seq_len_to_capture > 0, f"max_seq_len_to_capture={self.max_seq_len_to_capture} must be positive")
         asked, longest = self.max_model_len, self.hf_config.max_position_embeddings
         require(asked > 1, f"max_model_len={asked} must be positive, and 2 at least: one token in, one out")
         require(

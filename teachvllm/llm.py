@@ -72,7 +72,7 @@ def run_requests(
     Whatever goes wrong, Ctrl-C included, none of them is left in the engine.
     """
     require(not engine.closed, "the engine is closed")
-    require(not engine.has_unfinished_requests(), "the engine has other requests: finish or abort them first")
+    require(not engine.requests.states, "the engine has other requests: finish or abort them first")
     outputs: dict[str, RequestOutput] = {}
     try:
         for i, (request_id, (prompt, params)) in enumerate(requests.items()):

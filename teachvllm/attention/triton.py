@@ -157,7 +157,7 @@ def unified_attention(
 # %% ../../nbs/23_triton_attention.ipynb #db24586f
 @dataclass(frozen=True)
 class Tiles:
-    "How a launch is cut: query rows a program, keys a step of its loop, and what of the chip it gets."
+    "How a launch is cut: query rows per program, keys per step of its loop, and what of the chip it gets."
 
     block_m: int
     tile: int
@@ -214,7 +214,7 @@ def choose_tiles(
     warps = 8 if block_m >= (128 if tensor_cores else 64) else 4
     return Tiles(block_m, tile, warps, max(1, min(3 if modern else 1, stages)))
 
-# %% ../../nbs/23_triton_attention.ipynb #c75152f9
+# %% ../../nbs/23_triton_attention.ipynb #e03d4c45
 @dataclass(frozen=True)
 class Chip:
     "What the kernels must know of a GPU."
@@ -232,7 +232,7 @@ def this_chip() -> Chip:
     gpu = triton.runtime.driver.active.utils.get_device_properties(device)
     return Chip(torch.cuda.get_device_capability(device), gpu["multiprocessor_count"], gpu["max_shared_mem"])
 
-# %% ../../nbs/23_triton_attention.ipynb #e1d7b073
+# %% ../../nbs/23_triton_attention.ipynb #e6df72c3
 def num_splits(num_programs: int, chip: Chip, most: int) -> int:
     """Splits of each sequence's keys, so that `num_programs` programs without splits become enough for the chip.
 
@@ -241,7 +241,7 @@ def num_splits(num_programs: int, chip: Chip, most: int) -> int:
     wanted = max(1, 8 * chip.num_sms // num_programs)
     return min(most, 1 << (wanted.bit_length() - 1))
 
-# %% ../../nbs/23_triton_attention.ipynb #155e87bd
+# %% ../../nbs/23_triton_attention.ipynb #278972cf
 def attend_gathered(
     q: torch.Tensor,  # [query_len, num_heads, head_size]: the new tokens of one sequence
     kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
@@ -258,7 +258,7 @@ def attend_gathered(
     mask = None if whole else visible(query_len, length, window, q.device)
     return scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale)[0].transpose(0, 1)
 
-# %% ../../nbs/23_triton_attention.ipynb #6bdc11dd
+# %% ../../nbs/23_triton_attention.ipynb #2b796888
 class TritonBackend(AttentionBackend):
     """This chapter's kernels. Decodes go through splits of their keys, everything else through large tiles.
 

@@ -195,7 +195,9 @@ class LifeCycle(RequestQueues):
     def append_token(self, seq: Sequence, token_id: int, sampled: bool = True) -> None:
         "A new token for `seq`. If it is not the one that the worker sampled for it last, the worker is told."
         seq.token_ids.append(token_id)
-        seq.num_pending -= seq.num_pending > 0  # it has arrived
+        if seq.num_pending:  # it has arrived; perhaps it is computed already, and its block is full
+            seq.num_pending -= 1
+            self.block_manager.computed(seq, 0)
         if not sampled:
             self._new_token_ids[seq.seq_id] = token_id
 

@@ -320,9 +320,8 @@ class LookAhead(Admission):
         first, policy = self._next(), self.policy
         if all(seq.is_full for seq in live):
             return False
-        if any(seq.num_pending for group in self.running if group.needs_tokens for seq in group.unfinished):
-            return False
-        if first and self.running and policy.may_preempt(first, self.running[-1]):
+        needed = any(seq.num_pending for group in self.running if group.needs_tokens for seq in group.unfinished)
+        if needed or (first and policy.may_preempt(first, self.running[-1])):
             return False
         here = all(seq.status is SequenceStatus.RUNNING for seq in live)
         return here and self.block_manager.gpu.num_missing(live) <= self.block_manager.get_num_free_gpu_blocks()

@@ -116,25 +116,20 @@ class TraceRecorder(SequenceNames):
 
         step = StepTrace(
             step=len(self.trace.steps),
-            start=sent.begin - self.begin,
-            schedule_seconds=sent.scheduled - sent.begin,
-            execute_seconds=sent.sent - sent.scheduled,
-            process_seconds=0.0,
+            start=sent.begin - self.begin, schedule_seconds=sent.scheduled - sent.begin,
+            execute_seconds=sent.sent - sent.scheduled, process_seconds=0.0,
             num_scheduled_tokens={names[i]: n for i, n in out.num_scheduled_tokens.items() if i in names},
             num_computed_tokens={name: seq.num_computed_tokens for name, seq in holding.items()},
             block_tables={name: manager.get_block_table(seq) for name, seq in holding.items()},
-            waiting=listed(scheduler.waiting),
-            running=listed(scheduler.running),
-            swapped=listed(scheduler.swapped),
+            waiting=listed(scheduler.waiting), running=listed(scheduler.running), swapped=listed(scheduler.swapped),
             preempted=listed([scheduler.groups[i] for i in out.preempted_request_ids if i in scheduler.groups]),
             finished=[],
             num_free_blocks=manager.get_num_free_gpu_blocks(),
             copied_blocks=list(out.blocks_to_copy),
-            swapped_out_blocks=list(out.blocks_to_swap_out),
-            swapped_in_blocks=list(out.blocks_to_swap_in),
+            swapped_out_blocks=list(out.blocks_to_swap_out), swapped_in_blocks=list(out.blocks_to_swap_in),
             evicted_blocks=list(manager.gpu.allocator.evicted),
             cached_blocks=manager.gpu.allocator.get_cached_blocks(),
-        )
+        )  # fmt: skip
         manager.gpu.allocator.evicted.clear()
         self.trace.steps.append(step)
         return step
@@ -173,7 +168,7 @@ class EngineParts:
         self.scheduler: Scheduler = resolve_class(scheduler.scheduler_cls)(scheduler, cache, *pools)
         self.stat_logger = StatLogger(self.scheduler) if log_stats else None
         self.in_flight: deque[StepInFlight] = deque()
-        self.closed = False
+        self.closed = self.is_torn = False  # torn: in the midst of a step, or of starting over
 
     @classmethod
     def from_engine_args(cls: type[Engine], engine_args: EngineArgs) -> Engine:
@@ -212,8 +207,9 @@ class EngineCore(EngineParts):
 
     def receive_step(self) -> tuple[StepInFlight, list[SampledToken]]:
         "Wait for the oldest step in flight: it, and its new tokens. What went wrong in it is raised here."
-        step, begin = self.in_flight.popleft(), time.perf_counter()
+        step, begin = self.in_flight[0], time.perf_counter()
         tokens = (sampled := step.answer.result()).tokens()
+        self.in_flight.popleft()
         step.wait_seconds = time.perf_counter() - begin
         step.device_span = sampled.device_span() if sampled.device_span else None
         if self.stat_logger:
@@ -222,9 +218,11 @@ class EngineCore(EngineParts):
 
     def start_over(self) -> None:
         "A step failed, and nobody knows what the cache holds: everybody who runs is queued again, to be recomputed."
+        self.is_torn = True
         self.land()
         self.scheduler.preempt_all()
         self.executor.collective_rpc("reset")
+        self.is_torn = False
 
     def land(self) -> None:
         "Wait for the steps in flight, and drop whatever they bring."
@@ -294,6 +292,9 @@ class LLMEngine(EngineFront):
         If anything fails on the way, also by Ctrl-C, all requests are set back to be recomputed, and the error goes on.
         Only a request in the midst of whose own new tokens it failed is given up.
         """
+        if self.is_torn:  # the last one failed, and starting over failed too: Ctrl-C twice
+            self.start_over()
+        self.is_torn = True
         try:
             if not self.in_flight:
                 self._send_and_record()
@@ -305,9 +306,10 @@ class LLMEngine(EngineFront):
         except BaseException:
             self.start_over()
             raise
+        self.is_torn = False
         progress = step.out.num_scheduled_tokens or step.out.new_seqs or finished
         assert progress or not self.has_unfinished_requests(), "no progress"
-        if self.recorder and step.trace:
+        if self.recorder and step.trace:  # else it was sent before the recording began
             self.recorder.processed(step, begin, finished)
         return outputs
 
@@ -318,12 +320,15 @@ class LLMEngine(EngineFront):
 
     def start_trace(self) -> Trace:
         "Record every step from now on into the `Trace` that is returned."
+        self.stop_trace()
         self.recorder = TraceRecorder(self.scheduler, new_trace(self), self.tokenizer)
         return self.recorder.trace
 
     def stop_trace(self) -> None:
         "Stop recording."
         self.recorder = None
+        for step in self.in_flight:
+            step.trace = None  # what becomes of it belongs to no recording
 
     def close(self) -> None:
         "End all requests and free everything: weights, cache, workers. May be called twice."

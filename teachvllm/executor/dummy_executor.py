@@ -375,7 +375,7 @@ def simulate(engine: Any, requests: Iterable[SimRequest]) -> Simulation:
     """
     executor, scheduler, requests = engine.executor, engine.scheduler, list(requests)
     require(isinstance(executor, DummyExecutor), f"simulate needs an engine over a DummyExecutor, not {type(executor).__name__}")
-    require(not engine.has_unfinished_requests(), "the engine has other requests: finish or abort them first")
+    require(not engine.requests.states, "the engine has other requests: finish or abort them first")
     arriving = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival))
     first_token: dict[str, float] = {}
     results: dict[int, SimResult] = {}

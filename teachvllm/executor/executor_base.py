@@ -9,7 +9,7 @@ __all__ = ['ExecutorBase', 'UniProcExecutor', 'get_executor_class']
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from threading import RLock
 from typing import Any
 
 from ..config import NotSupportedYet, VllmConfig, require, resolve_class
@@ -26,7 +26,7 @@ class ExecutorBase(ABC):
     """
 
     def __init__(self, vllm_config: VllmConfig):
-        self.config = vllm_config
+        self.config, self.lock = vllm_config, RLock()  # for workers that take one call at a time, from whichever thread
         self._init_executor()
         for method in ("init_device", "load_model"):
             self.collective_rpc(method)
@@ -93,17 +93,15 @@ class UniProcExecutor(ExecutorBase):
     def collective_rpc(
         self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
     ) -> list[Any]:
-        "`timeout` is watched only where the worker has a thread of its own."
-        if self.driver_worker is None:
-            raise ValueError("the engine is closed")
-        call = partial(self.driver_worker.execute_method, method, *args, **(kwargs or {}))
-        return [self.thread.submit(call).result(timeout) if self.thread else call()]
+        "`timeout` is not watched: the call runs in the caller's own thread."
+        with self.lock:
+            if self.driver_worker is None:
+                raise ValueError("the engine is closed")
+            return [self.driver_worker.execute_method(method, *args, **(kwargs or {}))]
 
     def execute_model_async(self, out: SchedulerOutput) -> Future[SamplerOutput]:
         "As every executor; where the worker has a thread, the call returns at once."
-        if self.thread is None or self.driver_worker is None:
-            return super().execute_model_async(out)
-        return self.thread.submit(self.driver_worker.execute_method, "execute_model", out)
+        return self.thread.submit(self.execute_model, out) if self.thread else super().execute_model_async(out)
 
     def shutdown(self) -> None:
         "Drop the worker, and with it model and cache."

@@ -171,9 +171,7 @@ class SamplerOutput:
         token_ids, scores = self.token_ids.to("cpu", non_blocking=True), self.scores  # pinned memory: torch sees to it
         if scores is not None:
             scores = Scores(*(getattr(scores, f.name).to("cpu", non_blocking=True) for f in fields(scores)))
-        event = torch.cuda.Event()
-        event.record()
-        return SamplerOutput(self.seq_ids, token_ids, scores, event)
+        return SamplerOutput(self.seq_ids, token_ids, scores, torch.cuda.current_stream().record_event())
 
     def tokens(self) -> list[SampledToken]:
         "All of it, on the host."

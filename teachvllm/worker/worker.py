@@ -116,9 +116,8 @@ class ProfilingWorker(WorkerBase):
     def graph_sizes(self) -> list[int]:
         "The batch sizes to record graphs for; none on a CPU, with `enforce_eager`, or if the attention decides on the host."
         scheduler, eager = self.config.scheduler_config, self.config.model_config.enforce_eager
-        if eager or self.device == "cpu" or not self.model_runner.backend.supports_graphs:
-            return []
-        return graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+        none = eager or self.device == "cpu" or not self.model_runner.backend.supports_graphs
+        return [] if none else graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """`(GPU blocks, CPU blocks)` that fit: what the budget leaves when weights and a run at the limits are paid for.
@@ -151,8 +150,7 @@ class Worker(ProfilingWorker):
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         "Allocate the KV cache."
-        cache, model = self.config.cache_config, self.config.model_config
-        backend = self.model_runner.backend
+        cache, model, backend = self.config.cache_config, self.config.model_config, self.model_runner.backend
         with explain_out_of_memory("allocating the KV cache", self.device):
             self.cache_engine = CacheEngine(cache, model, backend, self.device, num_gpu_blocks, num_cpu_blocks)
 
