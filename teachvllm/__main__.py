@@ -139,9 +139,12 @@ def engine_facts(args: EngineArgs) -> dict[str, Any]:
     backend = make_backend(model, device, cache.block_size)
     gpu = device == "cuda"
     against_graphs = {
-        "needs a GPU": not gpu, "enforce_eager": model.enforce_eager, "this attention decides on the host": not backend.supports_graphs,
-    }  # fmt: skip
+        "needs a GPU": not gpu,
+        "enforce_eager": model.enforce_eager,
+        "this attention decides on the host": not backend.supports_graphs,
+    }
     no_graphs = next((f"no ({why})" for why, is_so in against_graphs.items() if is_so), None)
+    heads = f"{model.num_attention_heads} query heads, {model.num_kv_heads} KV heads"
     not_asked = " (default on a CPU)" if args.async_scheduling is None and not gpu else ""
     facts: dict[str, Any] = {"model": model.model, "device": device}
     if gpu:
@@ -149,7 +152,7 @@ def engine_facts(args: EngineArgs) -> dict[str, Any]:
     facts |= {
         "dtype": model.dtype,
         "max_model_len": model.max_model_len,
-        "attention": f"{backend.name} ({model.num_attention_heads} query heads, {model.num_kv_heads} KV heads, head size {model.head_size})",
+        "attention": f"{backend.name} ({heads}, head size {model.head_size})",
         "KV cache": f"{CacheEngine.get_cache_block_size(cache, model):,} bytes a block of {cache.block_size} tokens",
         "CUDA graphs": no_graphs or "yes",
         "async_scheduling": ("on" if config.scheduler_config.async_scheduling else "off") + not_asked,

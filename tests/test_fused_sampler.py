@@ -140,7 +140,9 @@ def test_who_can_run_it():
 
 
 def test_nothing_imports_triton_for_it():
-    code = "import sys; sys.modules['triton'] = None; from teachvllm.worker.model_runner import find_fused_sampler as find"
+    code = (
+        "import sys; sys.modules['triton'] = None; from teachvllm.worker.model_runner import find_fused_sampler as find"
+    )
     code += "; assert find('cuda') is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
