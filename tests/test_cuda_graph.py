@@ -545,6 +545,30 @@ def test_a_replay_waits_for_nothing(folder: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_decode_step_waits_for_nothing(folder: str, temperature: float, graphs: bool) -> None:
+    "All of `execute_model`: orders, inputs, model, sampler, and the tokens' way back, which alone may be waited for."
+    on = Runner(folder, [5, 6, 7], [4], CudaGraph, **GPU)
+    on.runner.graphs = on.graphs if graphs else None
+    on.runner.state.temperature[:] = temperature
+    out = SchedulerOutput(num_scheduled_tokens={0: 1, 1: 1, 2: 1})  # each has its blocks for 64 tokens already
+    on.runner.execute_model(out, on.cache).tokens()  # warm-up: compiles kernels, and takes memory from the device
+    torch.cuda.synchronize()
+    with patch.object(on.graphs, "run", wraps=on.graphs.run) as replayed:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            steps = [on.runner.execute_model(out, on.cache) for _ in range(2)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert replayed.call_count == (len(steps) if graphs else 0)
+    for step in steps:
+        sampled = step.tokens()
+        assert [token.seq_id for token in sampled] == [0, 1, 2]
+        assert all(0 <= token.token_id < VOCAB for token in sampled)
+
+
+@pytest.mark.gpu
 def test_replays_follow_inputs_and_overwrite_outputs(folder: str) -> None:
     on = Runner(folder, [5, 6, 7, 8], [4, 2], CudaGraph, **GPU)
     batches = [

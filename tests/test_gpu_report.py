@@ -111,13 +111,16 @@ def test_verdicts(tool: ModuleType) -> None:
     "Results made up on both sides of each bar."
     engine = {"bench": "bench_engine", "turned_off": "everything on", "requests": 256}
     other = {"bench": "bench_transformers", "method": "generate", "batch_size": 8, "tokens_per_second": 4000}
+    batched = {**other, "method": "generate_batch", "batch_size": None, "tokens_per_second": 3000}
+    shapes = [(b, c, h) for b in (32, 128, 256) for c in (4096, 16384) for h in tool.HEADS.values()]
     good = [
-        attention("bench_decode", 0.76, batch=32, context=4096),
-        attention("bench_decode", 0.61, context=16384),
+        *(attention("bench_decode", 0.76, batch=b, context=c, **h) for b, c, h in shapes),
+        *(attention("bench_decode", 0.61, context=16384, **h) for h in tool.HEADS.values()),
         attention("bench_decode", 0.1, batch=8, context=4096),  # no bar
-        attention("bench_prefill", 0.5, 0.61, length=2048),
+        *(attention("bench_prefill", 0.5, 0.61, length=n, **h) for n in tool.LENGTHS for h in tool.HEADS.values()),
         {**engine, "tokens_per_second": 15001},
         other,
+        batched,
     ]
     assert verdicts(tool, *good) == ["met"] * 5
     assert verdicts(tool) == ["not measured"] * 5
@@ -125,10 +128,54 @@ def test_verdicts(tool: ModuleType) -> None:
     worse = [
         attention("bench_decode", 0.74, batch=256, context=16384),
         attention("bench_prefill", 0.5, 0.59, length=8192),
-        {**other, "tokens_per_second": 5001},
+        {**batched, "tokens_per_second": 5001},
     ]
-    assert verdicts(tool, *good, *worse) == ["not met", "met", "not met", "met", "not met"]
+    assert verdicts(tool, *worse, *good) == ["not met", "met", "not met", "met", "not met"]
+    bar_of = {"bench_prefill": 2, "bench_engine": 3, "bench_transformers": 4}
+    for i, row in enumerate(good):  # a bar is not judged while anything is missing that it compares
+        if row.get("batch") != 8:
+            at = bar_of.get(row["bench"], int(row.get("batch") == 1))
+            missing = {at, 4} if row is not good[-1] and row["bench"] == "bench_engine" else {at}
+            want = ["not measured" if bar in missing else "met" for bar in range(5)]
+            assert verdicts(tool, *good[:i], *good[i + 1 :]) == want, row
     assert verdicts(tool, attention("bench_decode", batch=32, context=4096))[0] == "not measured", "it failed"
+
+
+def test_what_a_bar_compares_is_measured_early(tool: ModuleType) -> None:
+    tasks = tool.full_tasks(256, 80 << 30)
+    methods = [i for i, item in enumerate(tasks) if item["bench"] == "bench_transformers"][:2]
+    assert methods[1] == methods[0] + 1 and tasks[methods[1]]["args"]["batch_size"] is None
+    names = [tool.describe_fully(item) for item in tasks]
+    assert len(set(names)) == len(names)
+
+
+def test_resume_runs_what_is_missing_or_failed(tool: ModuleType, monkeypatch, tmp_path: Path) -> None:
+    tasks = [tool.task("copy_bandwidth", 0, num_bytes=i) for i in range(4)]
+    ran: list[int] = []
+
+    def run_tasks(todo: list, deadline: float, toy: bool, save: Any) -> None:
+        ran[:] = [item["args"]["num_bytes"] for item in todo]
+        save([{"bench": item["bench"], "args": item["args"], "new": True} for item in todo])
+
+    monkeypatch.setattr(tool, "run_tasks", run_tasks)
+    monkeypatch.setattr(tool, "toy_tasks", lambda: tasks)
+    machine = subprocess.CompletedProcess([], 0, stdout=b'{"device": "a GPU"}')
+    monkeypatch.setattr(tool.subprocess, "run", lambda *args, **options: machine)
+    rows = [{"bench": "copy_bandwidth", "args": {"num_bytes": i}} for i in (2, 0, 7)]  # 7 is no task any more
+    rows.append({"bench": "copy_bandwidth", "args": {"num_bytes": 1}, "error": "not begun"})
+    old = {"toy": True, "machine": {"device": "a GPU"}, "results": rows, "tests": None, "took": 50.0, "budget": 60}
+    tool.save(old, tmp_path)
+    report = tool.measure(tmp_path, 60, toy=True, tests=False, resume=True)
+    assert ran == [1, 3] and report["budget"] == 120 and report["took"] >= 50
+    assert [(row["args"]["num_bytes"], "new" in row) for row in report["results"]] == [
+        (0, False), (1, True), (2, False), (3, True),
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "gpu-report.json").read_text())["results"] == report["results"]
+    tool.measure(tmp_path, 60, toy=True, tests=False)
+    assert ran == [0, 1, 2, 3]
+    tool.save({**old, "machine": {"device": "another"}}, tmp_path)
+    with pytest.raises(SystemExit, match="another machine"):
+        tool.measure(tmp_path, 60, toy=True, tests=False, resume=True)
 
 
 def test_failures_are_written_down_and_the_rest_goes_on(tool: ModuleType) -> None:
@@ -162,6 +209,11 @@ def test_a_child_that_dies_or_hangs_takes_one_task_with_it(tool: ModuleType, mon
     assert [row["args"]["num_bytes"] for row in rows] == list(range(6))
     late = "stopped: the time budget was spent"
     assert [row.get("error") for row in rows] == [None, None, "its process died with status 9", late, late, late]
+
+
+def test_only_files_with_gpu_tests_are_collected(tool: ModuleType) -> None:
+    names = {Path(path).name for path in tool.gpu_test_files()}
+    assert {"test_triton.py", "test_cuda_graph.py"} <= names and "test_notebooks.py" not in names
 
 
 def test_gpu_tests_are_counted(tool: ModuleType, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +63,7 @@ class Case:
     soft_cap: float | None = None
     dtype: torch.dtype = torch.float32
     cls: type[TritonBackend] = TritonBackend
-    capability: tuple[int, int] = (9, 0)  # whose tiles are taken
+    capability: tuple[int, int] | None = None  # whose tiles are taken; None: the real GPU's, and interpreted (9, 0)
     num_padding: int = 0  # rows that only fill up the batch (of nothing but decodes)
     seed: int = 0
 
@@ -122,6 +122,18 @@ def make_batch(case: Case, beyond: int | None = None) -> Batch:
     return Batch(q, key, value, cache, metas[0], clean, metas[1])
 
 
+def chip_of(case: Case) -> Chip:
+    "The real one on a GPU, so that keys are split as they are there; if asked, with tiles of another capability."
+    if interpreted():
+        capability = case.capability or (9, 0)
+        return Chip(capability, 1, SHARED_MEMORY[capability])
+    real = ours.this_chip()
+    if case.capability is None:
+        return real
+    memory = min(real.shared_memory, SHARED_MEMORY[case.capability])
+    return replace(real, capability=case.capability, shared_memory=memory)
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     "Numbers as they lie in memory, so that NaN equals NaN."
     return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
@@ -136,7 +148,8 @@ def check(case: Case, beyond: int | None = None) -> None:
     batch = make_batch(case, beyond)
     n, size = len(batch.q) - case.num_padding, case.block_size
     config = (case.heads[0], case.head_size, case.heads[1], case.head_size**-0.5, case.window, case.soft_cap)
-    with mock.patch.object(ours, "this_chip", lambda: Chip(case.capability, 1, SHARED_MEMORY[case.capability])):
+    chip = chip_of(case)
+    with mock.patch.object(ours, "this_chip", lambda: chip):
         backend, oracle = case.cls(*config), ReferenceBackend(*config)
     where = batch.meta.slot_mapping[:n] // size, batch.meta.slot_mapping[:n] % size
     expected = batch.cache.clone()
@@ -171,7 +184,7 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.sampled_from([None, 1, 7, 40])),
         soft_cap=draw(st.sampled_from([None, 2.0])),
         cls=draw(st.sampled_from([TritonBackend, WithoutSplits, Unpacked])),
-        capability=draw(st.sampled_from([(9, 0), (7, 5)])),  # a T4 has smaller tiles, and gathers prompts
+        capability=draw(st.sampled_from([None, (7, 5)])),  # a T4 has smaller tiles, and gathers prompts
         seed=draw(st.integers(0, 99)),
     )
 
@@ -242,7 +255,18 @@ def test_large_batches_on_a_gpu(seed: int) -> None:
     real = ours.this_chip().capability
     dtype = DTYPES[seed % 3] if real >= (8, 0) else DTYPES[2 * (seed % 2)]
     heads, head_size = [(32, 8), (9, 3), (16, 16)][seed % 3], [128, 64, 80, 256][seed % 4]
-    check(Case(query_lens, past, heads, head_size, 16, [None, 700][seed % 2], dtype=dtype, seed=seed, capability=real))
+    check(Case(query_lens, past, heads, head_size, 16, [None, 700][seed % 2], dtype=dtype, seed=seed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 4500])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 4])
+def test_split_keys_on_a_gpu(num_seqs: int, dtype: torch.dtype, window: int | None) -> None:
+    "A few long sequences cannot fill a chip: several programs share the keys of each, and short ones leave splits empty."
+    with mock.patch.object(ours, "num_splits", wraps=num_splits) as asked:
+        check(Case([1] * num_seqs, [5000, 17, 4999, 0][:num_seqs], (8, 2), 128, window=window, dtype=dtype))
+    assert asked.call_count and all(num_splits(*call.args) > 1 for call in asked.call_args_list)
 
 
 # In the engine
@@ -292,7 +316,7 @@ def test_the_chip_is_asked_through_tritons_driver() -> None:
     driver = SimpleNamespace(utils=SimpleNamespace(get_device_properties={0: found}.__getitem__))
     with (
         mock.patch.object(ours, "interpreted", lambda: False),
-        mock.patch.object(triton.runtime.driver, "_active", driver),
+        mock.patch.object(triton.runtime, "driver", SimpleNamespace(active=driver)),
         mock.patch("torch.cuda.current_device", lambda: 0),
         mock.patch("torch.cuda.get_device_capability", {0: (7, 5)}.__getitem__),
     ):
@@ -304,7 +328,7 @@ def test_tiles_fit() -> None:
         SHARED_MEMORY.items(), (2, 4), (16, 32, 64, 128, 256), (1, 3, 8, 16), (False, True)
     ):
         tiles = choose_tiles(decode, capability, limit, itemsize, head, group)
-        assert (tiles.block_m + 2 * tiles.tile * tiles.num_stages) * head * itemsize <= limit
+        assert (tiles.block_m + (tiles.num_stages + 1) * tiles.tile) * head * itemsize <= limit
         assert tiles.block_m >= max(16, group) and tiles.tile >= 16 and tiles.num_stages >= 1
         assert tiles.block_m & (tiles.block_m - 1) == tiles.tile & (tiles.tile - 1) == 0
 

@@ -3,6 +3,7 @@
     python tools/gpu_report.py                  on a machine with an NVIDIA GPU; needs torch, triton, transformers, matplotlib,
                                                 and for the tests pytest, pytest-timeout, hypothesis
     python tools/gpu_report.py --budget 1800    with half an hour instead of nine minutes
+    python tools/gpu_report.py --resume         go on: run only what gpu-report.json has no result of
     python tools/gpu_report.py --out DIR        write into DIR instead of docs/
     python tools/gpu_report.py --render         draw the page and its figures again from the raw results
     python tools/gpu_report.py --toy            tiny sizes on the CPU, to try out this program: the figures mean nothing
@@ -61,6 +62,7 @@ def full_tasks(num_requests: int, memory: int) -> list[Row]:
         *(task("bench_prefill", 10, length=n, **h) for h in HEADS.values() for n in LENGTHS),
         task("bench_engine", 45, **engine),
         task("bench_transformers", 75, batch_size=sizes[128], **requests),
+        task("bench_transformers", 75, batch_size=None, **requests),
         task("bench_decode", 20, batch=8, context=4096, against=["sdpa", "v1", "v2", "v4"], **HEADS["Qwen3-0.6B"]),
         task("bench_prefill", 20, length=2048, against=["v1", "v2", "v3"], **HEADS["Qwen3-0.6B"]),
         *(
@@ -69,7 +71,6 @@ def full_tasks(num_requests: int, memory: int) -> list[Row]:
         ),
         *(task("bench_engine", 45, turned_off=name, **engine) for name in ablations()[1:]),
         *(task("bench_decode", 10, batch=b, context=c, **h) for b, c, h in grid if (b, c, h) not in asked),
-        task("bench_transformers", 75, batch_size=None, **requests),
         task("bench_transformers", 60, batch_size=sizes[256], **requests),
         task("bench_transformers", 60, batch_size=sizes[64], max_batches=2, **requests),
     ]
@@ -138,6 +139,11 @@ def describe(item: Row) -> str:
     return f"{item['bench']}({', '.join(f'{k}={v}' for k, v in args.items())})"
 
 
+def describe_fully(item: Row) -> str:
+    "The same for a task and its row, and different for different tasks."
+    return json.dumps([item["bench"], item["args"]], sort_keys=True)
+
+
 def environment(toy: bool) -> dict[str, str]:
     "Of child processes: this clone's package; on a GPU no interpreter, for toys no GPU."
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -177,12 +183,17 @@ def run_tasks(tasks: list[Row], deadline: float, toy: bool, save: Callable[[list
     return rows
 
 
+def gpu_test_files() -> list[str]:
+    "Those with tests marked `gpu`: others may need what only developers have, and could then not be imported."
+    return [str(p) for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
+
+
 def run_gpu_tests(seconds: float, *where: str) -> Row:
     "How many of the tests marked `gpu` passed, failed, were skipped, or could not be imported; `where`: other test files."
     with tempfile.TemporaryDirectory() as folder:
         xml, began = Path(folder, "junit.xml"), time.time()
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--continue-on-collection-errors"]
-        command += ["-p", "no:cacheprovider", f"--junitxml={xml}", *where]
+        command += ["-p", "no:cacheprovider", f"--junitxml={xml}", *(where or gpu_test_files())]
         process = subprocess.Popen(command, cwd=ROOT, env=environment(toy=False), stdin=subprocess.DEVNULL)
         try:
             process.wait(seconds)
@@ -246,11 +257,11 @@ def attention_rows(report: Row, bench: str) -> list[Row]:
 
 
 def worst(pairs: list[tuple[float, str]], out_of: int) -> tuple[float, str] | None:
-    "The smallest value, and where it was."
-    if not pairs:
+    "The smallest value, and where it was. Where shapes are missing, nobody knows."
+    if len(pairs) < out_of:
         return None
     value, where = min(pairs)
-    return value, f"the worst of {len(pairs)} of {out_of} shapes, {where}"
+    return value, f"the worst of {out_of} shapes, {where}"
 
 
 def heads_of(row: Row) -> str:
@@ -290,10 +301,10 @@ def method_of(row: Row) -> str:
 
 
 def transformers_ratio(report: Row) -> tuple[float, str] | None:
-    "Against the best that transformers did."
+    "Against the best that transformers did; both of its methods must be there."
     ours = engine_row(report)
     rows = [r for r in report["results"] if r["bench"] == "bench_transformers" and "method" in r]
-    if not ours or not rows:
+    if not ours or {row["method"] for row in rows} != {"generate", "generate_batch"}:
         return None
     best = max(rows, key=lambda row: row["tokens_per_second"])
     return ours["tokens_per_second"] / best["tokens_per_second"], f"its best: {method_of(best)}"
@@ -469,6 +480,8 @@ def how_to_run() -> list[str]:
         f"```bash\ngit clone {REPOSITORY} && cd teachvllm && {install} && python tools/gpu_report.py\n```",
         "On Colab choose Runtime → Change runtime type → T4 GPU, and put a `!` before the line. (Nobody has tried it there "
         "yet.) bfloat16 becomes float16 there, and the bar for an H100 says 'not an H100'.",
+        "What did not fit into the time, or failed, `python tools/gpu_report.py --resume` does on the same machine, as often "
+        "as you like; results that are there stay.",
         "Send `docs/gpu-report.md`, `docs/gpu-report.json` and `docs/gpu-report/` in a pull request.",
     ]
 
@@ -600,8 +613,8 @@ def save(report: Row, out: Path) -> None:
     (out / "gpu-report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(out: Path, budget: float, toy: bool, tests: bool) -> Row:
-    "Everything, within about `budget` seconds."
+def measure(out: Path, budget: float, toy: bool, tests: bool, resume: bool = False) -> Row:
+    "Everything, within about `budget` seconds; with `resume` only what an earlier run has no result of."
     from teachvllm.bench_gpu import QWEN3_0_6B, requests_that_fit
 
     began = time.time()
@@ -611,18 +624,29 @@ def measure(out: Path, budget: float, toy: bool, tests: bool) -> Row:
     machine = json.loads(asked.stdout)
     report: Row = {"toy": toy, "date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": machine, "budget": budget}
     report |= {"took": 0.0, "bars": [], "tests": None, "results": []}
+    tasks = toy_tasks() if toy else full_tasks(requests_that_fit(QWEN3_0_6B, machine["memory"]), machine["memory"])
+    names = [describe_fully(item) for item in tasks]
+    raw = out / "gpu-report.json"
+    if resume and raw.exists():
+        old = json.loads(raw.read_text(encoding="utf-8"))
+        if (old["toy"], old["machine"]) != (toy, machine):
+            sys.exit(f"{raw} is of another machine or other versions: its results cannot stand beside new ones")
+        report["results"] = [row for row in old["results"] if "error" not in row and describe_fully(row) in names]
+        report |= {"tests": old["tests"], "took": old["took"], "budget": old["budget"] + budget}
+    kept, before = list(report["results"]), report["took"]
 
     def keep(rows: list[Row]) -> None:
-        if rows != report["results"]:
-            report["results"], report["took"] = list(rows), round(time.time() - began, 1)
+        together = sorted(kept + rows, key=lambda row: names.index(describe_fully(row)))
+        if together != report["results"]:
+            report["results"], report["took"] = together, round(before + time.time() - began, 1)
             save(report, out)
 
-    if tests and not toy:
+    if tests and not toy and not (report["tests"] or {}).get("finished"):
         report["tests"] = run_gpu_tests(budget / 3)
         save(report, out)
-    tasks = toy_tasks() if toy else full_tasks(requests_that_fit(QWEN3_0_6B, machine["memory"]), machine["memory"])
-    run_tasks(tasks, began + budget - 10, toy, keep)  # ten seconds for the figures
-    report["took"] = round(time.time() - began, 1)
+    done = {describe_fully(row) for row in kept}
+    run_tasks([item for item in tasks if describe_fully(item) not in done], began + budget - 10, toy, keep)
+    report["took"] = round(before + time.time() - began, 1)  # ten seconds were left for the figures
     return report
 
 
@@ -631,6 +655,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder to write into (default: docs)")
     parser.add_argument("--budget", type=float, default=520, help="seconds for all of it (default: %(default)s)")
     parser.add_argument("--no-tests", action="store_true", help="leave out pytest")
+    parser.add_argument("--resume", action="store_true", help="run only what gpu-report.json has no result of")
     parser.add_argument("--render", action="store_true", help="only draw page and figures again from gpu-report.json")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on the CPU: figures that mean nothing")
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
@@ -650,7 +675,7 @@ def main() -> int:
         import torch
 
         if args.toy or torch.cuda.is_available():
-            write(measure(args.out, args.budget, args.toy, not args.no_tests), args.out)
+            write(measure(args.out, args.budget, args.toy, not args.no_tests, args.resume), args.out)
             return 0
         print(
             "torch sees no CUDA device: nothing is measured" + (", the results there are stay" if raw.exists() else "")

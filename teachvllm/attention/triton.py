@@ -162,7 +162,7 @@ class Tiles:
     block_m: int
     tile: int
     num_warps: int
-    num_stages: int  # tiles of keys and values on their way at once
+    num_stages: int  # of Triton's pipeline
 
 # %% ../../nbs/23_triton_attention.ipynb #2ac8cc90
 def launch_attention(
@@ -208,11 +208,11 @@ def choose_tiles(
     tensor_cores = modern and itemsize == 2  # else products go through registers: smaller tiles, or they spill
     block_m = 16 if decode else 32 if not tensor_cores else 128 if head_padded <= 128 else 64
     block_m = max(triton.next_power_of_2(group), block_m)
-    tile = max(16, min(64, (8192 if tensor_cores else 2048) // head_padded))
+    tile = max(16, min(64, (2048 if not tensor_cores else 4096 if decode else 8192) // head_padded))
     row = head_padded * itemsize
-    stages = (shared_memory - 2048 - block_m * row) // (2 * tile * row)
+    ahead = (shared_memory - 2048 - block_m * row) // (2 * tile * row)  # tiles of keys and of values that fit beside the queries
     warps = 8 if block_m >= (128 if tensor_cores else 64) else 4
-    return Tiles(block_m, tile, warps, max(1, min(3 if modern else 1, stages)))
+    return Tiles(block_m, tile, warps, 1 if not modern else 5 if tensor_cores and ahead >= 3 else 3)
 
 # %% ../../nbs/23_triton_attention.ipynb #e03d4c45
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class EngineCore(EngineParts):
         tokens = (sampled := step.answer.result()).tokens()
         self.in_flight.popleft()
         step.wait_seconds = time.perf_counter() - begin
-        step.device_span = sampled.device_span() if sampled.device_span else None
+        step.device_span = sampled.device_span() if step.trace and sampled.device_span else None
         if self.stat_logger:
             self.stat_logger.step(step.out)
         return step, tokens

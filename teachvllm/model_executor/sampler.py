@@ -72,6 +72,7 @@ class SamplingMetadata:
     scored_rows: torch.Tensor  # [s] int64: rows whose log-probabilities are asked for
     num_top: int = 0  # how many of the likeliest tokens, of each of those rows
     banned: tuple[torch.Tensor, torch.Tensor] | None = None  # (rows, ids): tokens that must not come yet
+    few: bool = False  # every one of `filtered_rows` keeps at most FEW tokens: known beforehand, so nobody waits to see
 
 # %% ../../nbs/32_sampler.ipynb #2569ec54
 def _draw(top: torch.Tensor, ids: torch.Tensor, meta: SamplingMetadata, rows: torch.Tensor) -> torch.Tensor:
@@ -94,7 +95,7 @@ def sample_filtered(probs: torch.Tensor, meta: SamplingMetadata, rows: torch.Ten
     above_min_p = top[:, -1] < meta.min_p[rows] * top[:, 0]
     enough = (top_k <= FEW) | ((top_k >= vocab_size) & (in_nucleus | above_min_p))
     chosen = _draw(top, ids, meta, rows)
-    if vocab_size > FEW and not enough.all():
+    if vocab_size > FEW and not meta.few and not enough.all():
         more = ~enough
         chosen[more] = _draw(*probs[more].sort(descending=True), meta, rows[more])
     return chosen

@@ -13,18 +13,16 @@ from ..attention.backend import AttentionBackend
 from ..config import CacheConfig, ModelConfig
 
 # %% ../../nbs/40_cache_engine.ipynb #0b5fe9f5
-def allocate_zeroed(
-    shape: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool = False
-) -> torch.Tensor:
+def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """A tensor of zeros. On a CPU its memory is taken only as it is written to: `calloc` promises zeros, and the kernel
     keeps the promise page by page (only memory that malloc uses again is cleared at once). So a large cache costs a
-    small load little. With `pin_memory` it is taken at once and stays where it is, within a GPU's reach."""
-    if device != "cpu" or pin_memory or 0 in shape:
-        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin_memory and 0 not in shape)
+    small load little."""
+    if device != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
-# %% ../../nbs/40_cache_engine.ipynb #e0242ab2
+# %% ../../nbs/40_cache_engine.ipynb #7446e65e
 def copy_blocks(source: list[torch.Tensor], target: list[torch.Tensor], blocks: list[tuple[int, int]]) -> None:
     "In every layer, copy whole blocks: one gather and one scatter a layer, however many blocks."
     if blocks:
@@ -35,7 +33,7 @@ def copy_blocks(source: list[torch.Tensor], target: list[torch.Tensor], blocks: 
         for a, b in zip(source, target, strict=True):
             b[:, to_ids] = a[:, from_ids].to(b.device)
 
-# %% ../../nbs/40_cache_engine.ipynb #c3ec51e6
+# %% ../../nbs/40_cache_engine.ipynb #ea3f7297
 class CacheEngine:
     """Owns the KV cache: allocates it, copies blocks, and lets go of it when it is dropped.
 
@@ -56,7 +54,7 @@ class CacheEngine:
         self.dtype = getattr(torch, model_config.dtype)
         self.backend = backend
         self.gpu_cache = self._allocate_kv_cache(num_gpu_blocks, device)
-        self.cpu_cache = self._allocate_kv_cache(num_cpu_blocks, "cpu", pin_memory=device == "cuda")
+        self.cpu_cache = self._allocate_kv_cache(num_cpu_blocks, "cpu")
 
     @staticmethod
     def get_cache_block_size(cache_config: CacheConfig, model_config: ModelConfig) -> int:
@@ -64,13 +62,13 @@ class CacheEngine:
         elements = cache_config.block_size * model_config.num_kv_heads * model_config.head_size
         return model_config.num_layers * 2 * elements * getattr(torch, model_config.dtype).itemsize
 
-    def _allocate_kv_cache(self, num_blocks: int, device: str, pin_memory: bool = False) -> list[torch.Tensor]:
+    def _allocate_kv_cache(self, num_blocks: int, device: str) -> list[torch.Tensor]:
         "One tensor a layer, in the backend's memory order, seen in its generic shape."
         shape = self.backend.get_kv_cache_shape(num_blocks, *self.shape)
         order = self.backend.get_kv_cache_stride_order()
         stored = tuple(shape[axis] for axis in order)
         back = [order.index(axis) for axis in range(len(shape))]
-        layers = (allocate_zeroed(stored, self.dtype, device, pin_memory) for _ in range(self.num_layers))
+        layers = (allocate_zeroed(stored, self.dtype, device) for _ in range(self.num_layers))
         return [layer.permute(back) for layer in layers]
 
     def swap_in(self, blocks: list[tuple[int, int]]) -> None:

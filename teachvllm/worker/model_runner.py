@@ -20,7 +20,7 @@ from ..config import VllmConfig
 from ..core.block_manager import num_blocks_for
 from ..core.request_queues import ForkedSequenceData, NewSequenceData, SchedulerOutput
 from ..model_executor.loader import get_model, make_backend
-from ..model_executor.sampler import Sampler, SamplerOutput, SamplingMetadata, Scores, uniform_noise
+from ..model_executor.sampler import FEW, Sampler, SamplerOutput, SamplingMetadata, Scores, uniform_noise
 from ..sampling_params import SamplingParams
 
 # %% ../../nbs/41_model_runner.ipynb #0836e95a
@@ -270,12 +270,12 @@ def sampling_arrays(state: InputBatch, batch: Batch) -> dict[str, np.ndarray]:
     return arrays
 
 
-def sampling_metadata(x: dict[str, torch.Tensor], num_top: int) -> SamplingMetadata:
+def sampling_metadata(x: dict[str, torch.Tensor], num_top: int, few: bool = False) -> SamplingMetadata:
     "The same on the device, as the sampler takes it; `num_top` likeliest tokens for each of the scored rows."
     fields: dict[str, Any] = {name: x[name] for name in SamplingMetadata.__dataclass_fields__ if name in x}
     greedy = not len(x["plain_rows"]) and not len(x["filtered_rows"])
     banned = (x["banned_rows"], x["banned_ids"]) if len(x["banned_rows"]) else None
-    return SamplingMetadata(greedy, **fields, num_top=num_top, banned=banned)
+    return SamplingMetadata(greedy, **fields, num_top=num_top, banned=banned, few=few)
 
 # %% ../../nbs/41_model_runner.ipynb #11e3f874
 PROFILED_CONTEXT = 1 << 16  # tokens of context that the decoding sequences have, all together
@@ -391,7 +391,8 @@ class ModelRunner(ModelRunnerBase):
             return x["logits_indices"], None  # nothing to sample: an empty tensor
         logits = self.model.compute_logits(hidden[x["logits_indices"]])
         num_top = max(0, int(self.state.num_logprobs[batch.sample_rows].max()))
-        token_ids, scores = self.sampler(logits, sampling_metadata(x, num_top))
+        few = bool((sampling["top_k"][sampling["filtered_rows"]] <= FEW).all())
+        token_ids, scores = self.sampler(logits, sampling_metadata(x, num_top, few))
         self.newest[x["sample_seats"]] = token_ids
         return token_ids, scores
 
