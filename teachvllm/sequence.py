@@ -39,12 +39,12 @@ class Sequence:
     seen yet: who plans ahead reckons with them. vLLM: `Sequence` in `sequence.py`.
     """
 
-    def __init__(self, seq_id: int, prompt_token_ids: list[int], seed: int = 0, max_len: int | None = None):
+    def __init__(self, seq_id: int, prompt_token_ids: list[int], seed: int = 0):
         self.seq_id = seq_id
         self.seed = seed  # of its sampling
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_len = max_len  # tokens, prompt and output, at which it ends
+        self.max_len: int | None = None  # tokens, prompt and output, at which it ends: its `StopChecker` says
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.status = SequenceStatus.WAITING

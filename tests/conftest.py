@@ -1,6 +1,8 @@
 """Options and marks of the test suite: `gpu` tests need a CUDA device, `slow` ones need --slow."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,3 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("llama")
     make_tiny("llama", path)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def quick_collection() -> Iterator[None]:
+    "Every engine collects garbage twice: it need not look through all modules each time."
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -25,7 +25,14 @@ import test_blocks
 from helpers import TINY, VOCAB, make_tiny, random_prompts
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
-from test_blocks import EngineMachine, SimulatedWorker, Simulation, interrupt_after, random_options, random_request
+from test_blocks import (
+    EngineMachine,
+    SimulatedWorker,
+    Simulation,
+    interrupt_after,
+    load,
+    random_options,
+)
 
 from teachvllm import LLM, RequestOutputKind, SamplingParams
 from teachvllm.core.block_manager import BlockSpaceManager
@@ -36,14 +43,7 @@ from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.sequence import Sequence
 from teachvllm.trace import Trace, host_phases
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    "Every engine collects garbage twice: it need not look through all modules each time."
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 # On a simulated worker that is as late, or as early, as can be
@@ -169,26 +169,6 @@ class AheadOfTime(Simulation):
         self.take(outputs)
         self.check()
         assert len(self.engine.in_flight) <= 1
-
-
-def load(simulation: Simulation, rng: random.Random, num_requests: int) -> None:
-    "Random requests, which are aborted and fail at random times, to their end."
-    for _ in range(num_requests):
-        while simulation.add(*random_request(rng, simulation.options)) is None:
-            pass
-        for _ in range(rng.choice([0, 1, 1, 4])):
-            chance, waiting = rng.random(), simulation.open()
-            if waiting and chance < 0.1:
-                simulation.abort(rng.choice(waiting))
-            elif chance < 0.15:
-                simulation.step(fail=rng.choice(["before", "after"]))
-            elif chance < 0.2:
-                simulation.step(abort=rng.choice(waiting) if waiting else None)
-            elif chance < 0.22:
-                simulation.reset_prefix_cache()
-            else:
-                simulation.step()
-    simulation.finish()
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -786,12 +786,9 @@ def test_that_was_ten_thousand_operations() -> None:
 # Random loads
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_two_thousand_random_requests(seed: int) -> None:
-    "A hundred small engines with twenty requests each, which are aborted and fail at random times."
-    rng = random.Random(seed)
-    simulation = Simulation(**random_options(rng))
-    for _ in range(20):
+def load(simulation: Simulation, rng: random.Random, num_requests: int) -> None:
+    "Random requests, which are aborted and fail at random times, to their end."
+    for _ in range(num_requests):
         while simulation.add(*random_request(rng, simulation.options)) is None:
             pass
         for _ in range(rng.choice([0, 1, 1, 4])):
@@ -807,6 +804,13 @@ def test_two_thousand_random_requests(seed: int) -> None:
             else:
                 simulation.step()
     simulation.finish()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_two_thousand_random_requests(seed: int) -> None:
+    "A hundred small engines with twenty requests each."
+    rng = random.Random(seed)
+    load(Simulation(**random_options(rng)), rng, 20)
 
 
 # Cases that once went wrong, and promises

@@ -1,6 +1,5 @@
 """Decode steps through graphs give what eager steps give; on a CPU through stand-ins, which run the same code path."""
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +37,8 @@ from teachvllm.worker.model_runner import Batch, ModelRunner, to_device
 from teachvllm.worker.worker import Worker
 
 NAN = float("nan")
+
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 class PoisonedOracle(ReferenceBackend):
@@ -283,15 +284,6 @@ def test_recorded_from_the_largest_down_in_one_pool(folder: str) -> None:
 
 
 # The engine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    "Every engine collects garbage twice: it need not look through all modules each time."
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 LIMITS = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 8, "max_num_seqs": 6, "max_model_len": 128,

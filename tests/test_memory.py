@@ -1,8 +1,6 @@
 """Paged memory end to end, on tiny models: preempted, swapped, forked, cached or none of it, the tokens are the same."""
 
-import gc
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,17 +14,10 @@ from teachvllm import LLM, RequestOutputKind, SamplingParams
 from teachvllm.core.request_queues import FCFSPolicy
 from teachvllm.sampling_params import BeamSearchParams
 
+pytestmark = pytest.mark.usefixtures("quick_collection")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SWAP = 0.001  # GiB of host memory: far more than a tiny model's blocks need
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    "Every engine collects garbage twice: it need not look through all modules each time."
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

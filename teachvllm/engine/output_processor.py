@@ -37,8 +37,7 @@ class StopChecker:
     def __init__(self, group: SequenceGroup, seq: Sequence, tokenizer: Any, max_model_len: int):
         params = group.sampling_params
         self.group, self.seq, self.params = group, seq, params
-        longest = min(max_model_len, seq.num_prompt_tokens + (params.max_tokens or max_model_len))
-        seq.max_len = self.max_len = longest
+        self.max_len = seq.max_len = min(max_model_len, seq.num_prompt_tokens + (params.max_tokens or max_model_len))
         self.detokenizer = None
         if tokenizer is not None and params.detokenize:
             prompt = seq.token_ids[: seq.num_prompt_tokens]
