@@ -6,40 +6,51 @@
 __all__ = ['LLM', 'LLMEngine', 'EngineArgs', 'VllmConfig', 'SamplingParams', 'BeamSearchParams', 'RequestOutputKind',
            'RequestOutput', 'CompletionOutput', 'Trace']
 
-# %% ../nbs/99_package.ipynb #0daf438a
+# %% ../nbs/99_package.ipynb #531362e7
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` does it
-    from teachvllm.config import EngineArgs, VllmConfig
+    from teachvllm.arg_utils import EngineArgs
+    from teachvllm.config import VllmConfig
     from teachvllm.engine.llm_engine import LLMEngine
     from teachvllm.llm import LLM
     from teachvllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-    from teachvllm.sequence import CompletionOutput, RequestOutput
+    from teachvllm.outputs import CompletionOutput, RequestOutput
     from teachvllm.trace import Trace
 
 # %% ../nbs/99_package.ipynb #695e3c7e
 __version__ = "0.1.0"
 
-# %% ../nbs/99_package.ipynb #9887f1ef
+# %% ../nbs/99_package.ipynb #51a244c9
 _HOMES = {
     "LLM": "teachvllm.llm",
     "LLMEngine": "teachvllm.engine.llm_engine",
-    "EngineArgs": "teachvllm.config",
+    "EngineArgs": "teachvllm.arg_utils",
     "VllmConfig": "teachvllm.config",
     "SamplingParams": "teachvllm.sampling_params",
     "BeamSearchParams": "teachvllm.sampling_params",
     "RequestOutputKind": "teachvllm.sampling_params",
-    "RequestOutput": "teachvllm.sequence",
-    "CompletionOutput": "teachvllm.sequence",
+    "RequestOutput": "teachvllm.outputs",
+    "CompletionOutput": "teachvllm.outputs",
     "Trace": "teachvllm.trace",
 }
+
+
 _all_ = ["LLM", "LLMEngine", "EngineArgs", "VllmConfig", "SamplingParams", "BeamSearchParams", "RequestOutputKind",
          "RequestOutput", "CompletionOutput", "Trace"]  # fmt: skip
+
+_NOT_YET = ("AsyncLLMEngine", "AsyncEngineArgs", "PoolingParams", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
+            "ClassificationOutput", "ScoringOutput", "ModelRegistry", "PromptType", "TextPrompt", "TokensPrompt",
+            "initialize_ray_cluster")  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     "Import the home of a public name when it is first used (PEP 562), so that `import teachvllm` itself is instant."
+    if name in _NOT_YET:
+        from teachvllm.config import NotSupportedYet
+
+        raise NotSupportedYet(f"vLLM's {name} is not in teachvllm yet")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['bench_scheduler', 'dummy_engine', 'bench_paging', 'bench_sharing', 'show_table', 'main']
 
-# %% ../nbs/90_bench.ipynb #91cac52a
+# %% ../nbs/90_bench.ipynb #94b9ae99
+import argparse
 import json
 import statistics
 import tempfile
@@ -15,34 +16,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .config import CacheConfig, SchedulerConfig
+from .config import SchedulerConfig
+from .core.block_manager import BlockSpaceManager
 from .core.scheduler import Scheduler
 from .executor.dummy_executor import make_requests, simulate
 from .llm import LLM
+from .model_executor.sampler import ModelRunnerOutput
 from .sampling_params import BeamSearchParams, SamplingParams
-from .sequence import Sequence, SequenceGroup
+from .sequence import SequenceGroup
 
-# %% ../nbs/90_bench.ipynb #99cebdb5
+# %% ../nbs/90_bench.ipynb #070ce37c
 def bench_scheduler(num_seqs: int = 256, num_steps: int = 100) -> dict[str, float]:
-    "Microseconds of a step in which `num_seqs` sequences decode: medians over `num_steps` of `schedule` and of `update`."
+    "Microseconds of a step in which `num_seqs` sequences decode: medians over `num_steps` of its two calls."
     config = SchedulerConfig(max_model_len=4096, max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, num_seqs))
-    scheduler = Scheduler(config, CacheConfig(), num_gpu_blocks=num_seqs * (4 + num_steps // 8))
-    params = SamplingParams(max_tokens=None)
+    manager = BlockSpaceManager(16, num_gpu_blocks=num_seqs * (4 + num_steps // 8), enable_caching=True)
+    scheduler, params = Scheduler(config, manager), SamplingParams(max_tokens=None)
     for i in range(num_seqs):
-        scheduler.add_seq_group(SequenceGroup(str(i), [Sequence(i, [i] * (16 + i % 16))], params))
+        scheduler.add_request(SequenceGroup(str(i), scheduler.make_seq([i] * (16 + i % 16), seed=i), params))
     times: list[tuple[float, float]] = []
     while len(times) < num_steps:
         began = time.perf_counter()
         out = scheduler.schedule()
         scheduled = time.perf_counter()
-        scheduler.update(out)
+        complete = [seq_id for seq_id in out.num_scheduled_tokens if scheduler.seqs[seq_id][1].num_new_tokens == 0]
+        sampled = ModelRunnerOutput(complete, [0] * len(complete))
+        sampled_at = time.perf_counter()
+        scheduler.update_from_output(sampled)
         updated = time.perf_counter()
         if len(out.num_scheduled_tokens) == out.total_num_scheduled_tokens == num_seqs:  # else prompts are still computed
-            times.append((scheduled - began, updated - scheduled))
-        for seq_id in out.num_scheduled_tokens:
-            seq = scheduler.seqs[seq_id][1]
-            if seq.num_new_tokens == 0:
-                scheduler.append_token(seq, 0)
+            times.append((scheduled - began, updated - sampled_at))
     schedule, update = (1e6 * statistics.median(column) for column in zip(*times, strict=True))
     return {"sequences": num_seqs, "schedule (µs)": round(schedule, 1), "update (µs)": round(update, 1)}
 
@@ -120,7 +122,7 @@ def bench_sharing(
         }
     return table
 
-# %% ../nbs/90_bench.ipynb #31ff30b8
+# %% ../nbs/90_bench.ipynb #c7054048
 def show_table(title: str, rows: dict[Any, dict[str, float]]) -> str:
     "A table as text: a line a row, a column a figure."
     names = list(next(iter(rows.values())))
@@ -129,8 +131,10 @@ def show_table(title: str, rows: dict[Any, dict[str, float]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     "All figures, as tables: `python -m teachvllm.bench`."
+    about = "Blocks, sharing, hits of the prefix cache, and what the scheduler costs, as tables; no model is needed."
+    argparse.ArgumentParser(prog="python -m teachvllm.bench", description=about).parse_args(argv)
     costs = [bench_scheduler(num_seqs) for num_seqs in (64, 256)]
     print(show_table("scheduler, measured", {row.pop("sequences"): row for row in costs}), end="\n\n")
     print(show_table("blocks in the pool", bench_paging()), end="\n\n")

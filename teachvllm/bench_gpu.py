@@ -119,7 +119,7 @@ def yardsticks(device: str) -> dict[str, float]:
     copied, multiplied = copy_bandwidth(sizes[0], device), matmul_rate(sizes[1], device)
     return {"copy": copied["bytes_per_second"], "matmul": multiplied["flops_per_second"]}
 
-# %% ../nbs/91_gpu_bench.ipynb #bdc94e8e
+# %% ../nbs/91_gpu_bench.ipynb #ae1c73e5
 @dataclass
 class PagedBatch:
     "Sequences of one length with random contents, the last `query_len` tokens of each being new."
@@ -155,7 +155,7 @@ class PagedBatch:
         n = min(num_queries, self.query_len)
         start = torch.tensor([0, n], device=out.device)
         meta = AttentionMetadata(start, self.meta.seq_lens[-1:], self.meta.block_table[-1:], self.meta.slot_mapping[-n:])
-        expected = ReferenceBackend(*self.backend_args).attend(self.q[-n:], self.kv_cache, meta).float()
+        expected = ReferenceBackend(*self.backend_args).forward(self.q[-n:], self.kv_cache, meta).float()
         return float((out[-n:].float() - expected).norm() / expected.norm())
 
 # %% ../nbs/91_gpu_bench.ipynb #5fc58d0d
@@ -270,7 +270,7 @@ def release_memory() -> None:
         gc.collect()
         torch.cuda.empty_cache()
 
-# %% ../nbs/91_gpu_bench.ipynb #ffeaa5e6
+# %% ../nbs/91_gpu_bench.ipynb #1000b0a6
 def contender(name: str, paged: PagedBatch) -> Callable[[], torch.Tensor]:
     "A function that attends to `paged`, or the like of it: triton, v1 to v4, flex, or one of `SDPA_BACKENDS`."
     if name in SDPA_BACKENDS:
@@ -279,8 +279,8 @@ def contender(name: str, paged: PagedBatch) -> Callable[[], torch.Tensor]:
         return paged_flex(paged)
     if name == "triton":
         backend = TritonBackend(*paged.backend_args)
-        backend.prepare(paged.meta, paged.kv_cache.shape[2])
-        return partial(backend.attend, paged.q, paged.kv_cache, paged.meta)
+        backend.build(paged.meta, paged.kv_cache.shape[2])
+        return partial(backend.forward, paged.q, paged.kv_cache, paged.meta)
     rung = getattr(triton_ladder, f"paged_attention_{name}", None)
     require(rung is not None, f"there is no kernel {name!r}")
     return partial(cast(Callable, rung), paged.q, paged.kv_cache, paged.meta, paged.backend_args[-1])
@@ -322,11 +322,13 @@ def bench_prefill(
     paged = make_paged_batch(batch, length, length, **shape)
     return {"length": length, "batch": batch, **shape, **bench_attention(paged, ("triton", *against), repeats)}
 
-# %% ../nbs/91_gpu_bench.ipynb #40551589
+# %% ../nbs/91_gpu_bench.ipynb #e5a3cc81
 QWEN3_0_6B = {
     "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 4096,
 }  # fmt: skip
+
+
 Requests = list[tuple[list[int], int]]  # a prompt's ids, and the number of tokens to generate
 
 
@@ -376,7 +378,7 @@ def requests_that_fit(shape: dict[str, Any], memory: int, itemsize: int = 2) -> 
         n //= 2
     return n
 
-# %% ../nbs/91_gpu_bench.ipynb #d94ece40
+# %% ../nbs/91_gpu_bench.ipynb #b05a5da9
 class NoSplit(TritonBackend):
     "Without split-KV: one program reads all keys of its sequence and head."
 
@@ -398,24 +400,30 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_timed(llm: LLM, requests: Requests) -> float:
-    "Seconds in which `llm` finishes all `requests`. Every token that was asked for must have come."
+def run_timed(llm: LLM, requests: Requests) -> tuple[float, float]:
+    """Seconds in which `llm` finishes all `requests`, and of them those after the first token of the first request.
+
+    Every token that was asked for must have come.
+    """
     params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for _, n in requests]
     began = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
     seconds = time.perf_counter() - began
     missing = [o.request_id for o, (_, n) in zip(outputs, requests, strict=True) if len(o.outputs[0].token_ids) != n]
     require(not missing, f"requests {missing} are incomplete")
-    return seconds
+    metrics = outputs[0].metrics
+    assert metrics and metrics.finished_time and metrics.first_token_time
+    return seconds, metrics.finished_time - metrics.first_token_time
 
-# %% ../nbs/91_gpu_bench.ipynb #81afe887
+# %% ../nbs/91_gpu_bench.ipynb #4008009f
 def bench_engine(
     shape: dict[str, Any] | None = None, num_requests: int = 256, shortest: int = 100, longest: int = 1024,
     alone: tuple[int, int] = (2048, 256), turned_off: str = "everything on", device: str | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Output tokens a second of the protocol's requests, and of one request alone (tokens in and out: `alone`).
+    """Output tokens a second of the protocol's requests, and of one request alone once its prompt is computed.
 
-    `shape` is Qwen3-0.6B's by default, `turned_off` a name in `ABLATIONS`, `options` are fields of `EngineArgs`.
+    `alone` is that request's tokens in and out; its prompt takes `alone_first_token_seconds`. `shape` is Qwen3-0.6B's by
+    default, `turned_off` a name in `ABLATIONS`, `options` are fields of `EngineArgs`.
     """
     require(turned_off in ABLATIONS, f"turned_off={turned_off!r}: choose one of {', '.join(ABLATIONS)}")
     shape, device = shape or QWEN3_0_6B, device or default_device()
@@ -428,9 +436,9 @@ def bench_engine(
         started = time.perf_counter() - began
         run_timed(llm, throughput_requests(min(8, num_requests), shortest, 2 * shortest, seed=1))  # to warm up
         single = throughput_requests(1, alone[0], alone[0], seed=2)[0][0], alone[1]
-        alone_seconds = run_timed(llm, [single])
+        alone_seconds, decode_seconds = run_timed(llm, [single])
         before = llm.get_metrics()
-        seconds, after = run_timed(llm, requests), llm.get_metrics()
+        (seconds, _), after = run_timed(llm, requests), llm.get_metrics()
     num_out, bound = sum(n for _, n in requests), max(need["bytes"] / yard["copy"], need["flops"] / yard["matmul"])
     return {
         "turned_off": turned_off,
@@ -441,7 +449,8 @@ def bench_engine(
         "tokens_per_second": num_out / seconds,
         "roofline_tokens_per_second": num_out / bound,
         "share_of_roofline": bound / seconds,
-        "alone_tokens_per_second": alone[1] / alone_seconds,
+        "alone_tokens_per_second": (alone[1] - 1) / decode_seconds,
+        "alone_first_token_seconds": alone_seconds - decode_seconds,
         "start_seconds": started,
         "preemptions": after["num_preemptions"] - before["num_preemptions"],
         **need,

@@ -13,7 +13,7 @@ from typing import Any
 
 from .config import ShowAsTable, html_table
 
-# %% ../nbs/05_trace.ipynb #60769676
+# %% ../nbs/05_trace.ipynb #cd6a6232
 @dataclass
 class StepTrace(ShowAsTable):
     """One step of the engine, as it stood when the model had run: requests that finish in it still hold their blocks.
@@ -21,6 +21,10 @@ class StepTrace(ShowAsTable):
     Times are in seconds, and `..._start` counts from the beginning of the recording. The host schedules, executes (sends
     the step off and waits for it) and processes; where the engine runs ahead, the device works on one step meanwhile
     and the host on others.
+
+    The kinds of `block_events`: `allocate` (a free block is handed out), `share` (one more sequence holds it), `free` (a
+    sequence lets go of it), `cache` (its content can be found from now on), `evict` (it can no longer), `copy` (it is a
+    sequence's own copy of a shared block), `swap_out` and `swap_in`. Where no sequence is concerned, the name is "".
     """
 
     step: int
@@ -42,14 +46,17 @@ class StepTrace(ShowAsTable):
     swapped_in_blocks: list[tuple[int, int]] = field(default_factory=list)  # (CPU block, GPU block)
     evicted_blocks: list[int] = field(default_factory=list)  # free blocks that lost what was cached in them
     cached_blocks: list[int] = field(default_factory=list)  # free blocks whose content can still be found
+    block_events: list[tuple[str, int, str]] = field(default_factory=list)  # (kind, GPU block, sequence), in order
+    num_prompt_tokens: dict[str, int] = field(default_factory=dict)  # of the sequences that are new in this step
+    token_ids: dict[str, list[int]] = field(default_factory=dict)  # of those that finished in it: prompt and output
     process_start: float | None = None  # None: right after the execution
     wait_seconds: float = 0.0  # of `execute_seconds`: how long the host waited for the step's tokens
     device_start: float = 0.0
     device_seconds: float = 0.0  # 0: not measured
 
     def __post_init__(self) -> None:
-        for name in ("copied_blocks", "swapped_out_blocks", "swapped_in_blocks"):  # JSON knows no tuples
-            setattr(self, name, [tuple(pair) for pair in getattr(self, name)])
+        for name in ("copied_blocks", "swapped_out_blocks", "swapped_in_blocks", "block_events"):  # JSON knows no tuples
+            setattr(self, name, [tuple(entry) for entry in getattr(self, name)])
 
     @property
     def seconds(self) -> float:
@@ -62,7 +69,7 @@ def request_of(trace: Any, name: str) -> str:
     request_id, _, index = name.rpartition(".")
     return request_id if index.isdigit() and request_id in trace.num_prompt_tokens else name
 
-# %% ../nbs/05_trace.ipynb #e263f7eb
+# %% ../nbs/05_trace.ipynb #51e6a8af
 @dataclass(repr=False)
 class Trace:
     "A recording: the pool it ran on, its requests, and one `StepTrace` a step. `LLM.record` makes it."
@@ -83,7 +90,7 @@ class Trace:
         "After each step, the fraction of the slots in use that hold no token: the unfilled ends of last blocks."
         waste = []
         for step in self.steps:
-            filled: dict[int, int] = {}  # block -> slots that hold a token, whoever shares it
+            filled: dict[int, int] = {}  # block -> slots that hold a token; a shared block counts once
             for name, table in step.block_tables.items():
                 for logical, block in enumerate(table):
                     tokens = step.num_computed_tokens[name] - logical * self.block_size
@@ -129,12 +136,13 @@ def sequence_names(trace: Trace) -> list[str]:
     order = {name: i for i, name in enumerate(trace.num_prompt_tokens)}
     return sorted(order, key=lambda name: (order[request_of(trace, name)], order[name]))
 
-# %% ../nbs/05_trace.ipynb #f0e23bfd
+# %% ../nbs/05_trace.ipynb #e8ca2652
 def request_phases(trace: Trace) -> list[dict[str, str]]:
     """For each step, what each sequence was in: `waiting`, `prefill`, `decode`, `preempted` or `swapped`.
 
     A prefill computes tokens that were there before: the prompt's or, after a preemption, the output's too. A decode
-    computes the newest token. Who got no token in a step waits, is still preempted, or lies swapped out on the CPU.
+    computes the newest token. A sequence without a token in a step waits, is still preempted, or
+    is swapped out to the CPU.
     """
     known: dict[str, int] = {}  # tokens of each sequence that its next decode comes after
     preempted: set[str] = set()

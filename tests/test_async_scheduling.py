@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,8 +26,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 from test_blocks import (
     EngineMachine,
+    SimulatedExecutor,
     SimulatedWorker,
     Simulation,
+    finish_torn,
     interrupt_after,
     load,
     random_options,
@@ -36,11 +37,12 @@ from test_blocks import (
 
 from teachvllm import LLM, RequestOutputKind, SamplingParams
 from teachvllm.core.block_manager import BlockSpaceManager
-from teachvllm.core.request_queues import SchedulerOutput
+from teachvllm.core.scheduler import SchedulerOutput
 from teachvllm.executor.dummy_executor import DummyExecutor
 from teachvllm.executor.executor_base import UniProcExecutor
+from teachvllm.model_executor.sampler import ModelRunnerOutput
 from teachvllm.sampling_params import BeamSearchParams
-from teachvllm.sequence import Sequence
+from teachvllm.sequence import Sequence, SequenceGroup
 from teachvllm.trace import Trace, host_phases
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
@@ -49,84 +51,82 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 # On a simulated worker that is as late, or as early, as can be
 
 
-class LateAnswer(Future):
-    "The worker begins when somebody waits."
-
-    def __init__(self, worker: "LateWorker"):
-        super().__init__()
-        self.worker = worker
-
-    def result(self, timeout: float | None = None) -> Any:
-        self.worker.work_until(self)
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self.worker.work_until(self)
-        return super().exception(timeout)
-
-
 class LateWorker(SimulatedWorker):
-    "Carries out each step when it is sent, or not before its answer is asked for; no orders may change meanwhile."
+    "One that may be behind the scheduler by a step."
+
+    just_sent: SchedulerOutput | None = None
+
+    def compare_with_scheduler(self, out: SchedulerOutput) -> None:
+        "At the moment at which the step was decided the worker knows what the scheduler knows, and tokens still on their way."
+        if out is not self.just_sent:
+            return
+        scheduler = self.scheduler
+        assert set(self.rows) == set(scheduler.block_manager.block_tables)
+        for seq_id, row in self.rows.items():
+            _, seq = scheduler.seqs[seq_id]
+            assert row.token_ids[: seq.get_len()] == seq.token_ids and row.seed == seq.seed
+            assert row.computed + out.num_scheduled_tokens.get(seq_id, 0) == seq.num_computed_tokens
+            assert len(row.token_ids) == seq.num_tokens
+            assert seq.max_len is None or len(row.token_ids) <= seq.max_len
+
+
+class LateExecutor(SimulatedExecutor):
+    "Carries out each step when it is sent, or not before its result is asked for; no orders may change meanwhile."
 
     def _init_executor(self) -> None:
-        self.orders: deque[tuple[LateAnswer, SchedulerOutput, bytes]] = deque()
-        self.rng, self.just_sent = random.Random(0), None
-        super()._init_executor()
+        self.worker = LateWorker(self.config, self.num_cpu_blocks)
+        self.orders: deque[tuple[Future, SchedulerOutput, bytes]] = deque()
+        self.rng = random.Random(0)
 
-    def execute_model_async(self, out: SchedulerOutput) -> LateAnswer:
-        answer = LateAnswer(self)
-        self.orders.append((answer, out, pickle.dumps(out)))
+    def submit(self, out: SchedulerOutput) -> None:
+        result: Future[ModelRunnerOutput] = Future()
+        self.orders.append((result, out, pickle.dumps(out)))
         if self.rng.random() < 0.5:
-            self.just_sent = out
-            self.work_until(answer)
-            self.just_sent = None
-        return answer
+            self.worker.just_sent = out
+            self.work_until(result)
+            self.worker.just_sent = None
+        self.in_flight.append(lambda: self.work_until(result))
 
-    def work_until(self, answer: LateAnswer) -> None:
-        while not answer.done():
-            mine, out, sent = self.orders.popleft()
+    def work_until(self, result: Future) -> Any:
+        while not result.done():
+            one, out, sent = self.orders.popleft()
             assert pickle.dumps(out) == sent, "orders were changed after they were sent"
             try:
-                sampled = self.execute_model(out)
-                mine.set_result(SimpleNamespace(tokens=sampled.tokens, device_span=None))
+                self.worker.submit(out)
+                one.set_result(self.worker.collect())
             except Exception as error:
-                mine.set_exception(error)
+                one.set_exception(error)
+        return result.result() if self.worker.just_sent is None else None
 
     def collective_rpc(self, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None) -> list[Any]:
         assert not self.orders, "not all that was sent has been done"
         return super().collective_rpc(method, timeout, args, kwargs)
 
-    def compare_with_scheduler(self, out: SchedulerOutput) -> None:
-        "At the moment at which the step was decided the worker knows what the scheduler knows, and tokens still on their way."
-        scheduler = self.scheduler
-        if out is not self.just_sent or scheduler.aborted_meanwhile:
-            return
-        assert set(self.rows) == set(scheduler.block_manager.block_tables)
-        for seq_id, row in self.rows.items():
-            _, seq = scheduler.seqs[seq_id]
-            assert row.token_ids[: seq.get_len()] == seq.token_ids and row.computed == seq.num_computed_tokens
-            assert len(row.token_ids) == seq.get_len() + seq.num_pending
-            assert seq.max_len is None or len(row.token_ids) <= seq.max_len
-
 
 class AheadOfTime(Simulation):
     "A simulation with `async_scheduling`."
 
-    def __init__(self, **options: Any):
-        with patch.object(test_blocks, "SimulatedWorker", LateWorker):
-            super().__init__(**options)
-        object.__setattr__(self.engine.config.scheduler_config, "async_scheduling", True)
-        self.worker.rng.seed(repr(options))
-        self.num_failures = 0
+    executor_class = LateExecutor
 
-    def check_schedule(self, schedule: Any) -> SchedulerOutput:
-        "Who decodes gets a token if it can have one more; nobody has to go while tokens are on their way."
+    def __init__(self, **options: Any):
+        super().__init__(**options, async_scheduling=True)
+        self.core.executor.rng.seed(repr(options))
+        self.num_failures = 0
+        recover = self.scheduler.recover
+        self.scheduler.recover = lambda message: self.check_recovery(message, recover)
+
+    def check_recovery(self, message: str, recover: Callable[[str], None]) -> None:
+        self.may_fail |= {group.request_id for group in self.scheduler.running}
+        recover(message)
+
+    def check_schedule(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
+        "A sequence that decodes gets a token if it can have one more; no request is preempted while tokens are on their way."
         scheduler = self.scheduler
-        ahead = bool(self.engine.in_flight)
+        ahead = bool(self.core.in_flight)
         decoding = [
             (group, seq)
             for group in scheduler.running
-            if all(s.num_new_tokens == 1 and s.seq_id in scheduler.block_manager.block_tables for s in group.unfinished)
+            if all(s.num_new_tokens == 1 for s in group.unfinished)
             for seq in group.unfinished
         ]
         full = {seq.seq_id for _, seq in decoding if seq.is_full}
@@ -134,41 +134,39 @@ class AheadOfTime(Simulation):
         for group, seq in decoding:
             gone = group.request_id in out.preempted_request_ids or seq.status.finished
             assert gone or out.num_scheduled_tokens.get(seq.seq_id, 0) == (seq.seq_id not in full)
-        if ahead:
-            assert out.num_scheduled_tokens and not out.preempted_request_ids
+        if ahead:  # with a window, the blocks for a prompt's next tokens may not be free yet
+            assert not out.preempted_request_ids and (out.num_scheduled_tokens or self.options["window"])
         assert out.total_num_scheduled_tokens <= self.options["max_num_batched_tokens"]
         assert sum(len(group.unfinished) for group in scheduler.running) <= self.options["max_num_seqs"]
         assert set(out.num_scheduled_tokens) <= set(scheduler.block_manager.block_tables)
         self.check()
         return out
 
+    def failing(self) -> None:
+        self.num_failures += 1
+        raise RuntimeError("boom")
+
     def step(self, fail: str | None = None, abort: str | None = None) -> None:
-        "As before; but what fails may be heard of one step later."
-
-        def failing() -> None:
-            self.num_failures += 1
-            raise RuntimeError("boom")
-
-        def aborting() -> None:
-            self.abort(abort)
-            self.scheduler.aborted_meanwhile = True
-
+        "As before; but what fails may be known one step later."
         if fail:
-            {"before": self.worker.before, "after": self.worker.after}[fail].append(failing)
-        elif abort:
-            self.worker.before.append(aborting)
+            {"before": self.worker.before, "after": self.worker.after}[fail].append(self.failing)
+        if abort:
+            self.abort(abort)
         try:
             outputs = self.engine.step()
         except RuntimeError as error:
             assert str(error) == "boom" and self.num_failures > 0
             self.num_failures, outputs = 0, []
-        self.scheduler.aborted_meanwhile = False
         self.worker.before.clear()
         self.worker.after.clear()
         self.num_steps += 1
         self.take(outputs)
         self.check()
-        assert len(self.engine.in_flight) <= 1
+        assert len(self.core.in_flight) <= 1
+
+    def check_nothing_left(self) -> None:
+        assert self.engine.step() == []  # what was in flight when the last request ended
+        super().check_nothing_left()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -193,24 +191,24 @@ def test_any_order_of_calls() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 5, 6])
-def test_a_step_torn_at_any_line_loses_one_request_at_most(num_steps: int) -> None:
-    "With a step in flight or without, in a pool that is full or not."
+def test_a_step_torn_at_any_line(num_steps: int) -> None:
+    "With a step in flight or without, in a pool that is full or not: what ran ends, with its answer or with an error."
     torn = in_flight = 0
-    for line in range(1, 4000, 37):
+    for line in range(1, 4000, 17):
         simulation = AheadOfTime(num_gpu_blocks=12, max_num_seqs=8)
         for i, (length, n) in enumerate(((9, 3), (5, 1), (11, 1))):
-            simulation.add([i] * length, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=n))
+            params = SamplingParams(temperature=int(n > 1), seed=i, max_tokens=12, ignore_eos=True, n=n)
+            simulation.add([i] * length, params)
         for _ in range(num_steps):
             simulation.step()
-        del simulation.scheduler.schedule  # the one that checks: an interrupt would come in the checks
-        in_flight += len(simulation.engine.in_flight)
+        # An interrupt shall not come in the checks.
+        del simulation.scheduler.schedule, simulation.scheduler.recover
+        simulation.may_fail = set(simulation.open())
+        in_flight += len(simulation.core.in_flight)
         if not interrupt_after(line, simulation.engine.step):
             break
         torn += 1
-        lost = set(simulation.open()) - set(simulation.engine.requests.states)
-        assert len(lost) <= 1
-        simulation.gone |= lost
-        simulation.finish()
+        finish_torn(simulation)
     assert torn > 5 and in_flight in (0, torn + 1)
 
 
@@ -238,7 +236,8 @@ def make_requests() -> dict[str, tuple[list[int], Params]]:
         "one token": (p[5], replace(GREEDY, max_tokens=1)),
         "two": (p[1], replace(hot, seed=8, max_tokens=2, output_kind=delta)),
         "forks": (p[2], replace(hot, n=3, seed=9, stop_token_ids=stops, output_kind=delta)),
-        "alike": ([*p[0], 9], replace(GREEDY, n=2)), "best": (p[4], replace(hot, n=2, best_of=4, seed=10, output_kind=final)),
+        "alike": ([*p[0], 9], replace(hot, n=2, seed=11)),
+        "best": (p[4], replace(hot, n=2, best_of=4, seed=10, output_kind=final)),
         "beams": ([*p[0], 9, 9], BeamSearchParams(3, 8)), "more beams": (p[5], BeamSearchParams(2, 5, True)),
     }  # fmt: skip
 
@@ -246,8 +245,12 @@ def make_requests() -> dict[str, tuple[list[int], Params]]:
 def tiny(folder: str, num_blocks: int = 400, **options: Any) -> LLM:
     defaults = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "swap_space": 0.001}
     llm = LLM(folder, num_gpu_blocks_override=num_blocks, **{**defaults, "async_scheduling": True, **options})
-    llm.llm_engine.requests.eos_token_ids = EOS
+    llm.llm_engine.eos_token_ids = EOS
     return llm
+
+
+def core_of(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core
 
 
 class Told:
@@ -274,33 +277,50 @@ class Told:
 
 def answer(llm: LLM, requests: dict[str, tuple[Any, Params]], error: Any = ZeroDivisionError) -> Answers:
     "Half of the requests come at once, the others one a step; if a step raises `error`, the next is tried."
-    engine, told, todo = llm.llm_engine, Told(requests), deque(requests)
+    engine, core, told, todo = llm.llm_engine, core_of(llm), Told(requests), deque(requests)
+    by_priority = engine.config.scheduler_config.policy == "priority"
     while todo or engine.has_unfinished_requests():
         for _ in range((len(todo) + 1) // 2 if len(todo) == len(requests) else min(1, len(todo))):
             name = todo.popleft()
-            engine.add_request(name, *requests[name], priority=len(name) % 3)
+            engine.add_request(name, *requests[name], priority=len(name) % 3 if by_priority else 0)
         try:
             told.take(engine.step())
         except error:
             pass
-        engine.scheduler.block_manager.check_integrity()
-        assert len(engine.in_flight) <= 1
+        core.scheduler.block_manager.check_integrity()
+        assert len(core.in_flight) <= 1
     check_nothing_left(llm)
     return told.answers
 
 
+def check_but_for_errors(
+    answers: Answers, expected: Answers, requests: dict[str, tuple[Any, Params]], error: str = "ZeroDivisionError"
+) -> set[str]:
+    "Requests that ended with an error say which, and have no wrong token; the others are as expected. Returns the former."
+    failed = {name for name, many in answers.items() if any(reason == "error" for _, reason, _ in many)}
+    assert {name: many for name, many in answers.items() if name not in failed} == {
+        name: many for name, many in expected.items() if name not in failed
+    }
+    for name in failed:
+        few = getattr(requests[name][1], "best_of", None)  # its best at the end may be others
+        for tokens, reason, says in answers[name]:
+            assert few or any(tokens == whole[: len(tokens)] for whole, *_ in expected[name])
+            assert (error in says) if reason == "error" else few or (tokens, reason, says) in expected[name]
+    return failed
+
+
 def check_nothing_left(llm: LLM) -> None:
-    "No request, no sequence, no step, no block, no row and no seat."
-    engine = llm.llm_engine
-    engine.step()  # tells the worker who ended last
-    manager, state = engine.scheduler.block_manager, runner_of(llm).state
+    "No request, no sequence, no step, no block, and no slot."
+    engine, core = llm.llm_engine, core_of(llm)
+    for _ in range(2):  # a step that was in flight, and one that tells the worker which sequences ended last
+        assert not engine.step()
+    manager, state = core.scheduler.block_manager, runner_of(llm).input_batch
     manager.check_integrity()
     assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
-    assert manager.cpu.allocator.get_num_free_blocks() == manager.num_cpu_blocks
-    assert not engine.requests.states and not engine.requests.untold
-    assert not engine.scheduler.seqs and not engine.in_flight
-    assert not state.row_of and sorted(state.free_seats) == list(range(len(state.free_seats)))
-    assert len(state.free_seats) == 2 * engine.config.scheduler_config.max_num_seqs
+    assert manager.cpu_allocator.get_num_free_blocks() == manager.num_cpu_blocks
+    assert not engine.has_unfinished_requests() and not engine.output_processor.get_pending_request_ids()
+    assert not core.scheduler.seqs and not core.scheduler.has_unfinished_requests() and not core.in_flight
+    assert not state.slot_of and sorted(state.free_slots) == list(range(state.num_slots))
 
 
 def runner_of(llm: LLM) -> Any:
@@ -335,6 +355,8 @@ def expected(folder: str) -> Answers:
         {"num_blocks": 22, "preemption_mode": "recompute"}, {"num_blocks": 22, "enable_prefix_caching": False, "max_num_seqs": 8},
         {"num_blocks": 22, "preemption_mode": "swap", "scheduling_policy": "priority", "max_num_batched_tokens": 9},
         {"num_blocks": 22, "preemption_mode": "recompute", "scheduling_policy": "priority"},
+        {"num_blocks": 22, "async_scheduling": False}, {"num_blocks": 22, "async_scheduling": False, "preemption_mode": "swap"},
+        {"num_blocks": 22, "async_scheduling": False, "preemption_mode": "recompute", "max_num_batched_tokens": 9},
         {"num_blocks": 26, "enable_chunked_prefill": False, "max_model_len": 64, "max_num_batched_tokens": 64},
     ],
 )  # fmt: skip
@@ -346,7 +368,7 @@ def test_the_same_answers(folder: str, expected: Answers, options: dict[str, Any
         if options.get("num_blocks", 400) < 100:
             assert metrics["num_preemptions"] >= 3
             assert (metrics["num_swapped_out_blocks"] > 0) == (options.get("preemption_mode") != "recompute")
-        assert num_ahead(trace) > len(trace.steps) // 5
+        assert (num_ahead(trace) > len(trace.steps) // 5) == options.get("async_scheduling", True)
         assert answer(llm, make_requests()) == expected
         hits = llm.get_metrics()["prefix_cache_hits"] - metrics["prefix_cache_hits"]
         assert (hits > 0) == options.get("enable_prefix_caching", True)
@@ -376,33 +398,33 @@ def test_texts() -> None:
     "SmolLM2's: stop strings, streamed or whole, with characters of several tokens."
     prompts = ["The capital of France is", "A short poem about emoji 🙂 and Zürich:", "1 2 3 4"]
     params = SamplingParams(temperature=0, max_tokens=24)
-    with LLM(dtype="float32", num_gpu_blocks_override=64, async_scheduling=True) as llm:
-        scheduler = llm.llm_engine.config.scheduler_config
 
-        def texts(ahead: bool, many: list[SamplingParams]) -> list[tuple[str, list[int], Any, Any]]:
-            object.__setattr__(scheduler, "async_scheduling", ahead)
-            pieces: list[Any] = [("", [], None, None)] * len(many)
-            for i, one in enumerate(many):
-                llm.llm_engine.add_request(str(i), prompts[i % 3], one)
-            while llm.llm_engine.has_unfinished_requests():
-                for output in llm.llm_engine.step():
-                    i, o = int(output.request_id), output.outputs[0]
-                    text, ids, _, _ = (
-                        pieces[i] if many[i].output_kind is RequestOutputKind.DELTA else ("", [], None, None)
-                    )
-                    pieces[i] = text + o.text, ids + o.token_ids, o.finish_reason, o.stop_reason
-            return pieces
+    def texts(llm: LLM, many: list[SamplingParams]) -> list[tuple[str, list[int], Any, Any]]:
+        pieces: list[Any] = [("", [], None, None)] * len(many)
+        for i, one in enumerate(many):
+            llm.llm_engine.add_request(str(i), prompts[i % 3], one)
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                i, o = int(output.request_id), output.outputs[0]
+                delta = many[i].output_kind is RequestOutputKind.DELTA
+                text, ids = pieces[i][:2] if delta else ("", [])
+                pieces[i] = text + o.text, ids + o.token_ids, o.finish_reason, o.stop_reason
+        return pieces
 
-        free = texts(False, [params] * 3)
+    options = {"dtype": "float32", "num_gpu_blocks_override": 64}
+    with LLM(**options, async_scheduling=False) as llm, LLM(**options, async_scheduling=True) as ahead:
+        free = texts(llm, [params] * 3)
         stops = [text[len(text) // 2 :][:5] for text, *_ in free]
         many = [
             replace(params, stop=stop, include_stop_str_in_output=include, min_tokens=few, output_kind=kind)
             for kind in RequestOutputKind for include, few in ((False, 0), (True, 8)) for stop in stops
         ]  # fmt: skip
-        expected = texts(False, many)
-        assert texts(True, many) == expected and {reason for _, _, reason, _ in expected} == {"stop"}
+        expected = texts(llm, many)
+        assert texts(ahead, many) == expected and {reason for _, _, reason, _ in expected} == {"stop"}
         cut = [text[: text.index(stop)] for (text, *_), stop in zip(free, stops, strict=True)]
         assert [text for text, *_ in expected[:3]] == cut
+        for one in (llm, ahead):  # the core was told to end them
+            assert not core_of(one).scheduler.seqs
 
 
 # That it runs ahead, and when it does not
@@ -412,7 +434,8 @@ def test_the_next_step_is_decided_while_one_runs(folder: str, monkeypatch: pytes
     "The worker's thread goes on with a step only when the next has been decided; the last step has none."
     with tiny(folder) as llm:
         expected = llm.generate([5, 6, 7], replace(GREEDY, max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids
-        schedule, run = llm.llm_engine.scheduler.schedule, runner_of(llm).run
+        scheduler, forward = core_of(llm).scheduler, runner_of(llm).forward
+        schedule = scheduler.schedule
         decided, steps = threading.Semaphore(0), count(1)
 
         def deciding() -> SchedulerOutput:
@@ -423,10 +446,10 @@ def test_the_next_step_is_decided_while_one_runs(folder: str, monkeypatch: pytes
             assert threading.current_thread() in worker_threads()
             assert decided.acquire(timeout=20) and (next(steps) == 6 or decided.acquire(timeout=20))
             decided.release()
-            return run(*args)
+            return forward(*args)
 
-        monkeypatch.setattr(llm.llm_engine.scheduler, "schedule", deciding)
-        monkeypatch.setattr(runner_of(llm), "run", waiting)
+        monkeypatch.setattr(scheduler, "schedule", deciding)
+        monkeypatch.setattr(runner_of(llm), "forward", waiting)
         assert (
             llm.generate([5, 6, 7], replace(GREEDY, max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids == expected
         )
@@ -438,7 +461,7 @@ def test_on_a_cpu_it_must_be_asked_for(folder: str) -> None:
         with tiny(folder, async_scheduling=asked) as llm:
             llm.llm_engine.add_request("a", [5, 6, 7], GREEDY)
             llm.llm_engine.step()
-            assert not llm.llm_engine.in_flight and not worker_threads()
+            assert not core_of(llm).in_flight and not worker_threads()
 
 
 def test_only_a_stop_costs_a_token(folder: str) -> None:
@@ -469,18 +492,19 @@ def test_the_cache_knows_as_much(folder: str) -> None:
 
 
 def test_what_was_swapped_out_can_be_found_again() -> None:
-    "Its blocks are others when it comes back; nobody else had them meanwhile, and they are shared from then on."
+    "Its blocks are others when it comes back; no other request had them meanwhile, and they are shared from then on."
     manager = BlockSpaceManager(2, 6, 6, enable_caching=True)
-    seq, other = Sequence(0, list(range(7))), Sequence(1, [9] * 12)
-    manager.allocate(seq)
-    manager.computed(seq, 7)
+    seq, other, like_it = Sequence(0, list(range(7))), Sequence(1, [9] * 12), Sequence(2, list(range(8)))
+    group, others = (SequenceGroup(str(one.seq_id), one, GREEDY) for one in (seq, other))
+    manager.allocate(group)
     seq.num_computed_tokens = 7
-    manager.swap_out([seq])
-    manager.allocate(other)  # takes all, and what could be found is forgotten
-    assert manager.num_cached_tokens(Sequence(2, list(range(8)))) == 0
+    manager.cache_full_blocks(seq)
+    manager.swap_out(group)
+    manager.allocate(others)  # takes all, and what could be found is forgotten
+    assert manager.get_computed_blocks(like_it) == []
     manager.free(other)
-    manager.swap_in([seq])
-    assert manager.num_cached_tokens(Sequence(2, list(range(8)))) == 6
+    manager.swap_in(group)
+    assert manager.get_computed_blocks(like_it) == manager.get_block_table(seq)[:3]
     manager.check_integrity()
 
 
@@ -505,56 +529,61 @@ def test_blocks_change_hands_while_a_step_is_in_flight(folder: str) -> None:
 @pytest.mark.parametrize("failing", [1, 2, 3, 10, 17])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_that_fails_in_the_thread(folder: str, expected: Answers, mode: str, failing: int, late: bool) -> None:
-    "Before the model or after it, with the next step waiting behind: nobody notices but who called."
+    "Before the model or after it, with the next step waiting behind: what ran ends with an error, the others do not notice."
     with tiny(folder, 24, preemption_mode=mode) as llm:
-        runner, errors, calls = runner_of(llm), [], count(1)
-        run = runner.run
+        runner, running, calls = runner_of(llm), set(), count(1)
+        forward = runner.forward
 
         def failing_once(*args: Any) -> Any:
             fails = next(calls) == failing
-            result = run(*args) if late or not fails else None
+            result = forward(*args) if late or not fails else None
             if fails:
-                errors.append(ZeroDivisionError(f"step {failing}"))
-                raise errors[0]
+                running.update(group.request_id for group in core_of(llm).scheduler.running)
+                raise ZeroDivisionError(f"step {failing}")
             return result
 
-        runner.run = failing_once
-        assert answer(llm, make_requests()) == expected and len(errors) == 1
+        runner.forward = failing_once
+        failed = check_but_for_errors(answer(llm, make_requests()), expected, make_requests(), f"step {failing}")
+        assert 0 < len(failed) < len(expected) and running
+        assert answer(llm, make_requests()) == expected
 
 
 def test_every_step_fails_now_and_then(folder: str, expected: Answers) -> None:
-    "In the worker, in the scheduler, and among the outputs before any of them is touched."
-    rng, failures = random.Random(0), 0
+    "In the worker, in the scheduler, on the way between them, and among the outputs before any of them is touched."
+    rng, failures, failed = random.Random(0), 0, set()
     with tiny(folder, 24) as llm:
-        engine, runner = llm.llm_engine, runner_of(llm)
+        engine, core, runner = llm.llm_engine, core_of(llm), runner_of(llm)
 
         def now_and_then(call: Callable) -> Callable:
             def maybe(*args: Any) -> Any:
                 nonlocal failures
-                if rng.random() < 0.05:
+                if rng.random() < 0.02:
                     failures += 1
                     raise ZeroDivisionError
                 return call(*args)
 
             return maybe
 
-        runner.run, engine.requests.process = now_and_then(runner.run), now_and_then(engine.requests.process)
-        engine.executor.execute_model_async = now_and_then(engine.executor.execute_model_async)
-        schedule = engine.scheduler.schedule
-        engine.scheduler.schedule = now_and_then(schedule)
-        engine.scheduler.can_run_ahead = now_and_then(engine.scheduler.can_run_ahead)
-        told = Told(make_requests())
-        for name, request in make_requests().items():
-            engine.add_request(name, *request)
-        while engine.has_unfinished_requests():
-            try:
-                told.take(engine.step())
-            except ZeroDivisionError:
-                assert not engine.in_flight
-            engine.scheduler.block_manager.check_integrity()
-        assert told.answers == expected and failures > 5
+        for owner, name in (
+            (runner, "forward"), (engine.output_processor, "process_outputs"), (core.executor, "submit"),
+            (core.scheduler, "schedule"), (core.scheduler, "update_from_output"), (core.look_ahead, "can_run_ahead"),
+        ):  # fmt: skip
+            setattr(owner, name, now_and_then(getattr(owner, name)))
+        for _ in range(6):
+            told = Told(make_requests())
+            for name, request in make_requests().items():
+                engine.add_request(name, *request)
+            while engine.has_unfinished_requests():
+                try:
+                    told.take(engine.step())
+                except ZeroDivisionError:
+                    pass
+                core.scheduler.block_manager.check_integrity()
+            failed |= check_but_for_errors(told.answers, expected, make_requests())
+        assert len(failed) > 3 and failures > 5
         rng.random = lambda: 1.0  # type: ignore[method-assign]
         check_nothing_left(llm)
+        assert answer(llm, make_requests()) == expected
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 12])
@@ -569,38 +598,44 @@ def test_ctrl_c_while_the_host_waits(folder: str, expected: Answers, step: int) 
 
     with tiny(folder, 24) as llm:
         runner = runner_of(llm)
-        run = runner.run
+        forward = runner.forward
 
         def interrupted(*args: Any) -> Any:
             if next(calls) == step:
                 while not seen.wait(0.02):  # one that comes just before the host begins to wait does not wake it
                     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            return run(*args)
+            return forward(*args)
 
-        runner.run = interrupted
+        runner.forward = interrupted
         signal.signal(signal.SIGINT, interrupt)
         try:
-            assert answer(llm, make_requests(), KeyboardInterrupt) == expected and seen.is_set()
+            answers = answer(llm, make_requests(), KeyboardInterrupt)
         finally:
             signal.signal(signal.SIGINT, default)
+        failed = check_but_for_errors(answers, expected, make_requests(), "KeyboardInterrupt")
+        assert seen.is_set() and 0 < len(failed) < len(expected)
+        assert answer(llm, make_requests()) == expected
 
 
-@pytest.mark.parametrize("where", ["land", "preempt_all", "reset"])
+@pytest.mark.parametrize("where", ["recover", "reset", "drain"])
 def test_ctrl_c_twice(folder: str, expected: Answers, where: str) -> None:
-    "A step fails, and starting over is interrupted too: then the next step begins with it."
+    "A step fails, and the recovery is interrupted too: then the next step begins with it."
     with tiny(folder, 24) as llm:
-        engine, runner = llm.llm_engine, runner_of(llm)
-        owner: Any = {"land": engine, "preempt_all": engine.scheduler, "reset": runner}[where]
-        run, call, calls, interrupts = runner.run, getattr(owner, where), count(1), count()
+        core, runner = core_of(llm), runner_of(llm)
+        owner: Any = {"recover": core.scheduler, "reset": runner, "drain": core.executor}[where]
+        forward, call, calls, interrupts = runner.forward, getattr(owner, where), count(1), count()
 
-        def interrupted() -> None:
+        def interrupted(*args: Any) -> None:
             if next(interrupts) == 0:
                 raise KeyboardInterrupt
-            call()
+            call(*args)
 
         setattr(owner, where, interrupted)
-        runner.run = lambda *args: run(*args) if next(calls) != 9 else 1 / 0
-        assert answer(llm, make_requests(), (ZeroDivisionError, KeyboardInterrupt)) == expected and next(interrupts) > 1
+        runner.forward = lambda *args: forward(*args) if next(calls) != 9 else 1 / 0
+        answers = answer(llm, make_requests(), (ZeroDivisionError, KeyboardInterrupt))
+        failed = check_but_for_errors(answers, expected, make_requests(), "interrupted")
+        assert 0 < len(failed) < len(expected) and next(interrupts) > 1
+        assert answer(llm, make_requests()) == expected
 
 
 @pytest.mark.parametrize("step", [1, 4, 9, 15])
@@ -608,21 +643,22 @@ def test_aborts_in_flight(folder: str, expected: Answers, step: int) -> None:
     "Of all kinds and in all states; one comes again at once, under its old name, while its old tokens are on their way."
     with tiny(folder, 24) as llm:
         engine, requests = llm.llm_engine, make_requests()
+        manager = core_of(llm).scheduler.block_manager
         told, leaving = Told(requests), ["seeded", "forks", "beams", "eos late", "best", "greedy"]
         for name, request in requests.items():
             engine.add_request(name, *request)
         for _ in range(step):
             told.take(engine.step())
         leaving = [name for name in leaving if name not in told.finished]
-        engine.abort_request([*leaving, "nobody"])
-        engine.scheduler.block_manager.check_integrity()
+        engine.abort_request([*leaving, "unknown"])
+        manager.check_integrity()
         for name in leaving:
             told.answers.pop(name, None)
         for name in leaving[-1:]:
             engine.add_request(name, *requests[name])
         while engine.has_unfinished_requests():
             told.take(engine.step())
-            engine.scheduler.block_manager.check_integrity()
+            manager.check_integrity()
         check_nothing_left(llm)
         assert len(leaving) > 1 and told.answers == {
             name: expected[name] for name in expected if name not in leaving[:-1]
@@ -636,10 +672,11 @@ def test_generate_works_after_what_was_given_up(folder: str, monkeypatch: pytest
         expected = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
         for num_steps in (0, 1, 2, 5):
             engine.add_request("a", [5, 6], GREEDY)
-            engine.add_request("b", [9] * 20, replace(GREEDY, n=2))
+            engine.add_request("b", [9] * 20, replace(GREEDY, temperature=1, n=2))
             for _ in range(num_steps):
                 engine.step()
-            assert bool(engine.in_flight) == (num_steps > 1)  # two samples of one prompt: the fork waits for its tokens
+            ahead = num_steps > 1  # two samples of one prompt: the fork waits for its tokens
+            assert bool(core_of(llm).in_flight) == ahead
             engine.abort_request(["a", "b"])
             assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
             check_nothing_left(llm)
@@ -652,17 +689,27 @@ def test_generate_works_after_what_was_given_up(folder: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_close_with_steps_in_flight(folder: str, fails: bool) -> None:
-    "It waits for them, whatever becomes of them, and the thread is gone."
+def test_close_with_a_step_in_flight(folder: str, fails: bool) -> None:
+    "It waits for it, whatever becomes of it, and the thread is gone."
     with tiny(folder) as llm:
-        engine, run = llm.llm_engine, runner_of(llm).run
+        engine, forward, calls = llm.llm_engine, runner_of(llm).forward, count(1)
+        begun, may_end = threading.Event(), threading.Event()
+
+        def third_waits(*args: Any) -> Any:
+            if next(calls) == 3:
+                begun.set()
+                assert may_end.wait(20)
+                return 1 / 0 if fails else forward(*args)
+            return forward(*args)
+
+        runner_of(llm).forward = third_waits
         engine.add_request("a", [5, 6, 7], GREEDY)
         engine.step()
-        runner_of(llm).run = lambda *args: 1 / 0 if fails else (time.sleep(0.1), run(*args))[1]
-        engine.send_step()
-        assert len(engine.in_flight) == 2
+        engine.step()
+        assert begun.wait(20) and core_of(llm).in_flight
+        threading.Timer(0.2, may_end.set).start()
         engine.close()
-        assert not engine.in_flight and not worker_threads() and not engine.has_unfinished_requests()
+        assert may_end.is_set() and not worker_threads() and not engine.has_unfinished_requests()
         engine.close()
         for call in (lambda: llm.collective_rpc("reset"), lambda: engine.add_request("b", [5], GREEDY)):
             with pytest.raises(ValueError, match="closed"):
@@ -717,20 +764,20 @@ class Counting(UniProcExecutor):
 
     num_steps = 0
 
-    def execute_model(self, out: SchedulerOutput) -> Any:
+    def collect(self) -> ModelRunnerOutput:
         self.num_steps += 1
-        return super().execute_model(out)
+        return super().collect()
 
 
 @pytest.mark.parametrize("executor, counter", [(Counting, "num_steps"), (DummyExecutor, "seconds")])
-def test_an_executor_that_overrides_execute_model(folder: str, executor: type, counter: str) -> None:
+def test_a_readers_executor(folder: str, executor: type, counter: str) -> None:
     answers, counts = [], []
     params = replace(GREEDY, stop_token_ids=list(range(9)), temperature=1, seed=1)
     for ahead in (False, True):
         with tiny(folder, async_scheduling=ahead, distributed_executor_backend=executor) as llm:
             outputs = llm.generate(random_prompts(5), params, use_tqdm=False)
             answers.append([o.outputs[0].token_ids for o in outputs])
-            counts.append(getattr(llm.llm_engine.executor, counter))
+            counts.append(getattr(core_of(llm).executor, counter))
     assert answers[0] == answers[1] and 0 < counts[0] <= counts[1]
 
 
@@ -755,8 +802,8 @@ def test_metrics(folder: str) -> None:
 def test_a_recording(folder: str, expected: Answers, tmp_path: Path) -> None:
     "Every sequence that finished is listed once; host and device do one thing at a time, and steps come in order."
     with tiny(folder, 24) as llm:
-        run = runner_of(llm).run
-        runner_of(llm).run = lambda *args: (time.sleep(0.005), run(*args))[1]
+        forward = runner_of(llm).forward
+        runner_of(llm).forward = lambda *args: (time.sleep(0.005), forward(*args))[1]
         with llm.record() as trace:
             assert answer(llm, make_requests()) == expected
     listed = [name for step in trace.steps for name in step.finished]
@@ -820,12 +867,13 @@ def test_random_loads_on_a_model(folder: str, alone: LLM, seed: int) -> None:
     told, todo, aborted = Told(requests), deque(requests), set()
     with tiny(folder, **options) as llm:
         engine, runner = llm.llm_engine, runner_of(llm)
-        run = runner.run
-        runner.run = lambda *args: run(*args) if rng.random() > 0.03 else 1 / 0
+        forward = runner.forward
+        runner.forward = lambda *args: forward(*args) if rng.random() > 0.03 else 1 / 0
         while todo or engine.has_unfinished_requests():
             if todo and rng.random() < 0.5:
                 name = todo.popleft()
-                engine.add_request(name, *requests[name], priority=rng.randrange(3))
+                priority = rng.randrange(3) if options["scheduling_policy"] == "priority" else 0
+                engine.add_request(name, *requests[name], priority=priority)
             if rng.random() < 0.04:
                 name = rng.choice(sorted(requests))
                 aborted |= {name} - set(todo) - told.finished
@@ -834,13 +882,13 @@ def test_random_loads_on_a_model(folder: str, alone: LLM, seed: int) -> None:
                 told.take(engine.step())
             except ZeroDivisionError:
                 pass
-            engine.scheduler.block_manager.check_integrity()
-        runner.run = run
+            core_of(llm).scheduler.block_manager.check_integrity()
+        runner.forward = forward
         check_nothing_left(llm)
     assert told.finished | aborted == set(requests) and not told.finished & aborted
-    for name in told.finished:
-        wanted = answer(alone, {name: requests[name]})[name]
-        assert told.answers[name] == wanted, (options, name)
+    wanted = {name: answer(alone, {name: requests[name]})[name] for name in told.finished}
+    failed = check_but_for_errors({name: told.answers[name] for name in told.finished}, wanted, requests)
+    assert len(failed) < len(wanted), options
 
 
 @pytest.fixture(scope="module")
@@ -858,7 +906,7 @@ def random_request_of(rng: random.Random) -> tuple[list[int], Params]:
         return prompt, BeamSearchParams(rng.choice([2, 3]), rng.choice([1, 8]), rng.random() < 0.5)
     n = rng.choice([1, 1, 1, 2, 3])
     return prompt, SamplingParams(
-        n=n, best_of=3 if n == 2 else None, temperature=rng.choice([0, 1.0]), top_p=rng.choice([1, 0.8]),
+        n=n, best_of=3 if n == 2 else None, temperature=rng.choice([0, 1.0]) if n == 1 else 1.0, top_p=rng.choice([1, 0.8]),
         top_k=rng.choice([-1, 5]), seed=rng.randrange(100), max_tokens=rng.choice([1, 2, 5, 15]),
         ignore_eos=rng.random() < 0.5, min_tokens=rng.choice([0, 1]), stop_token_ids=rng.choice([[], [7], [1, 2, 3, 4]]),
         output_kind=rng.choice([k for k in RequestOutputKind if n != 2 or k is not RequestOutputKind.DELTA]),

@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from teachvllm import LLM, EngineArgs, SamplingParams
 from teachvllm.attention.backend import ReferenceBackend
-from teachvllm.core.request_queues import NewSequenceData, SchedulerOutput
+from teachvllm.core.scheduler import NewSequenceData, SchedulerOutput
 from teachvllm.sampling_params import BeamSearchParams
-from teachvllm.worker.cache_engine import CacheEngine
 from teachvllm.worker.cuda_graph import (
     CudaGraph,
     CudaGraphRunner,
@@ -42,18 +41,18 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 class PoisonedOracle(ReferenceBackend):
-    "The plain attention, in which slots of -1 are written nowhere, and a row that belongs to nobody gets NaN."
+    "The plain attention, in which slots of -1 are written nowhere, and a row that only pads gets NaN."
 
     supports_graphs = True
 
-    def write(self, key: Any, value: Any, kv_cache: Any, meta: Any) -> None:
+    def do_kv_cache_update(self, key: Any, value: Any, kv_cache: Any, meta: Any) -> None:
         real = meta.slot_mapping >= 0
         slots, block_size = meta.slot_mapping[real], kv_cache.shape[2]
         kv_cache[0, slots // block_size, slots % block_size] = key[real]
         kv_cache[1, slots // block_size, slots % block_size] = value[real]
 
-    def attend(self, q: Any, kv_cache: Any, meta: Any) -> Any:
-        out = super().attend(q, kv_cache, meta)
+    def forward(self, q: Any, kv_cache: Any, meta: Any) -> Any:
+        out = super().forward(q, kv_cache, meta)
         out[torch.repeat_interleave(meta.seq_lens == 0, meta.query_start_loc.diff())] = NAN
         return out
 
@@ -78,7 +77,7 @@ class StandInWorker(Worker):
             self.model_runner.graphs = CudaGraphRunner(self.model_runner, sizes, self.cache_engine.gpu_cache, Poison)
         self.steps: list[tuple[dict[int, int], int, int]] = []  # scheduled tokens, longest text, graph (0: eager)
 
-    def execute_model(self, out: SchedulerOutput) -> Any:
+    def submit(self, out: SchedulerOutput) -> None:
         ran, replay = [0], Poison.replay
 
         def noted(graph: StandInGraph) -> torch.Tensor:
@@ -86,12 +85,11 @@ class StandInWorker(Worker):
             return replay(graph)
 
         with patch.object(Poison, "replay", noted):
-            sampled = super().execute_model(out)
+            super().submit(out)
         if out.num_scheduled_tokens:
-            state = self.model_runner.state
-            longest = max(int(state.num_computed_tokens[state.row_of[i]]) for i in out.num_scheduled_tokens)
+            state = self.model_runner.input_batch
+            longest = max(int(state.num_computed_tokens[state.slot_of[i]]) for i in out.num_scheduled_tokens)
             self.steps.append((dict(out.num_scheduled_tokens), longest, ran[-1]))
-        return sampled
 
 
 # Sizes and padding
@@ -109,7 +107,7 @@ def test_every_batch_has_a_graph_that_is_not_much_larger(max_num_seqs: int) -> N
 
 @given(st.integers(1, 9), st.integers(0, 7), st.integers(0, 6), st.randoms(use_true_random=False))
 def test_padding(num_seqs: int, more_seqs: int, more_blocks: int, rng: Any) -> None:
-    "What was there stays; a sequence that was added has no tokens, no slot and no seat."
+    "What was there stays; a sequence that was added has no tokens, nothing to write and nothing to look up."
     size, width = num_seqs + more_seqs, 3 + more_blocks
     inputs = {name: np.array([rng.randrange(1, 99) for _ in range(num_seqs)]) for name in Batch.NAMES}
     inputs["block_table"] = np.array([[rng.randrange(99) for _ in range(3)] for _ in range(num_seqs)], np.int32)
@@ -122,7 +120,7 @@ def test_padding(num_seqs: int, more_seqs: int, more_blocks: int, rng: Any) -> N
         assert array.dtype == inputs[name].dtype and len(array) == size
         assert np.array_equal(array[tuple(map(slice, inputs[name].shape))], inputs[name])
     assert padded["block_table"].shape == (size, width)
-    assert (padded["slot_mapping"][num_seqs:] == -1).all() and (padded["token_seats"][num_seqs:] == -1).all()
+    assert (padded["slot_mapping"][num_seqs:] == -1).all() and (padded["token_indices"][num_seqs:] == -1).all()
     assert not any(padded[name][num_seqs:].any() for name in ("token_ids", "positions", "seq_lens"))
 
 
@@ -198,17 +196,16 @@ class Runner:
         defaults: dict[str, Any] = {"dtype": "float32", "block_size": 4, "attention_backend": PoisonedOracle}
         options = {**defaults, **options, "skip_tokenizer_init": True, "max_model_len": 64}
         config = EngineArgs(model=folder, **options).create_engine_config()
-        self.runner = ModelRunner(config)
+        self.runner = ModelRunner(config, "cuda:0" if config.device_config.device == "cuda" else "cpu")
         self.runner.load_model()
         self.block_size = config.cache_config.block_size
         each = 64 // self.block_size
         pool = each * (len(lengths) + 1)
-        engine = CacheEngine(config.cache_config, config.model_config, self.runner.backend, self.runner.device, pool)
-        self.cache = engine.gpu_cache
+        self.cache = self.runner.make_cache(pool).gpu_cache
         for layer in self.cache:
             layer.fill_(NAN)
         rng = np.random.default_rng(0)
-        blocks = rng.permutation(pool).tolist()  # the last ones are nobody's
+        blocks = rng.permutation(pool).tolist()  # the last ones belong to no sequence
         prompts, greedy = [rng.integers(3, VOCAB, n).tolist() for n in lengths], SamplingParams(temperature=0)
         new = [
             NewSequenceData(i, prompt, len(prompt), 0, blocks[each * i : each * (i + 1)], greedy, [], 0)
@@ -219,7 +216,7 @@ class Runner:
         self.graphs = CudaGraphRunner(self.runner, sizes, self.cache, graph_class)
 
     def batch(self, scheduled: dict[int, int]) -> Batch:
-        return Batch(self.runner.state, SchedulerOutput(num_scheduled_tokens=scheduled), self.block_size)
+        return Batch(self.runner.input_batch, scheduled)
 
     def check(self, seqs: list[int], tolerance: float = 1e-4) -> None:
         "A decode of `seqs` through a graph: rows as of an eager step, and the cache changes in the new slots only."
@@ -257,7 +254,7 @@ def test_padded_rows_touch_nothing_in_triton_kernels(folder: str) -> None:
         on.check(seqs)
 
 
-def test_covers(folder: str) -> None:
+def test_can_run(folder: str) -> None:
     on = Runner(folder, [5, 1, 9, 3], [1, 3], max_seq_len_to_capture=9)
     assert on.graphs.longest == 9 and on.graphs.inputs.width == 3
     for scheduled, covered in (
@@ -265,10 +262,11 @@ def test_covers(folder: str) -> None:
         ({2: 1}, False), ({0: 1, 2: 1}, False),  # ten tokens
         ({0: 1, 1: 1, 2: 1, 3: 1}, False),  # more than three
     ):  # fmt: skip
-        assert bool(on.graphs.covers(on.batch(scheduled))) == covered, scheduled
-    on.runner.state.num_computed_tokens[on.runner.state.row_of[0]] = 3  # two tokens of its prompt are missing
-    assert not on.graphs.covers(on.batch({1: 1, 0: 2})) and not on.graphs.covers(on.batch({0: 2}))
-    assert on.graphs.covers(on.batch({1: 1, 0: 1}))
+        assert bool(on.graphs.can_run(on.batch(scheduled))) == covered, scheduled
+    state = on.runner.input_batch
+    state.num_computed_tokens[state.slot_of[0]] = 3  # two tokens of its prompt are missing
+    assert not on.graphs.can_run(on.batch({1: 1, 0: 2})) and not on.graphs.can_run(on.batch({0: 2}))
+    assert on.graphs.can_run(on.batch({1: 1, 0: 1}))
 
 
 def test_recorded_from_the_largest_down_in_one_pool(folder: str) -> None:
@@ -308,7 +306,7 @@ def answers(llm: LLM, params: Any) -> list[list[list[int]]]:
         outputs = llm.beam_search(PROMPTS, params)
     else:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    manager = llm.llm_engine.scheduler.block_manager
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.block_manager
     manager.check_integrity()
     assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
@@ -427,7 +425,7 @@ def test_a_graph_is_warmed_up_recorded_and_sent_to_the_device() -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_decode_step_looks_at_no_contents(name: str) -> None:
+def test_a_decode_step_reads_no_values_on_the_host(name: str) -> None:
     """On the meta device tensors have no contents: whatever reads one on the host, or has a shape that depends on it, fails.
 
     Model, runner and `TritonBackend` do not. Kernels are counted instead of launched: their grid comes from the shapes.
@@ -435,6 +433,7 @@ def test_a_decode_step_looks_at_no_contents(name: str) -> None:
     from triton.runtime.jit import KernelInterface
 
     from teachvllm.attention.triton import TritonBackend
+    from teachvllm.model_executor.layers import ModelContext, attention_layers
     from teachvllm.model_executor.loader import default_tensors
     from teachvllm.model_executor.models.registry import get_model_class
 
@@ -444,13 +443,13 @@ def test_a_decode_step_looks_at_no_contents(name: str) -> None:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
 
     def step(backend_class: type, num_seqs: int) -> torch.Tensor:
-        backend = backend_class(heads, head_size, kv_heads, scale=1.0)
         with default_tensors(torch.float16, "meta"), torch.inference_mode():
-            model = get_model_class(config)(config, backend)
+            model = get_model_class(config)(config, ModelContext(backend_class, 16, torch.float16))
             caches = [torch.zeros(2, 8, 16, kv_heads, head_size)] * config.num_hidden_layers
-            newest = torch.zeros(9, dtype=torch.int64)
+            last = torch.zeros(9, dtype=torch.int64)
             x = {name: torch.from_numpy(array).to("meta") for name, array in decodes(num_seqs).items()}
-            runner = SimpleNamespace(model=model, backend=backend, block_size=16, newest=newest)
+            layers = attention_layers(model)
+            runner = SimpleNamespace(model=model, attention_layers=layers, block_size=16, last_sampled_token_ids=last)
             return ModelRunner.forward(runner, x, num_seqs, caches)  # type: ignore[arg-type]
 
     def counted(kernel: Any, grid: Any) -> Callable:
@@ -484,7 +483,7 @@ class Pretended:
 
         self.graph_class = Graph
 
-    def mem_get_info(self) -> tuple[int, int]:
+    def mem_get_info(self, device: str) -> tuple[int, int]:
         return 10**9 - self.taken, 10**9
 
 
@@ -503,7 +502,7 @@ def test_graph_memory(folder: str, max_num_seqs: int) -> None:
 
 def test_a_neighbour_that_leaves_makes_no_negative_memory(folder: str) -> None:
     on, free = Runner(folder, [4], [1]), iter([100, 200, 300])
-    with patch.object(torch.cuda, "mem_get_info", lambda: (next(free), 1000)):
+    with patch.object(torch.cuda, "mem_get_info", lambda device: (next(free), 1000)):
         assert graph_memory(on.runner, [2, 1], StandInGraph) == 0
 
 
@@ -543,9 +542,9 @@ def test_a_decode_step_waits_for_nothing(folder: str, temperature: float, graphs
     "All of `execute_model`: orders, inputs, model, sampler, and the tokens' way back, which alone may be waited for."
     on = Runner(folder, [5, 6, 7], [4], CudaGraph, **GPU)
     on.runner.graphs = on.graphs if graphs else None
-    on.runner.state.temperature[:] = temperature
+    on.runner.input_batch.temperature[:] = temperature
     out = SchedulerOutput(num_scheduled_tokens={0: 1, 1: 1, 2: 1})  # each has its blocks for 64 tokens already
-    on.runner.execute_model(out, on.cache).tokens()  # warm-up: compiles kernels, and takes memory from the device
+    on.runner.execute_model(out, on.cache).to_model_runner_output()  # warm-up: compiles, takes memory
     torch.cuda.synchronize()
     with patch.object(on.graphs, "run", wraps=on.graphs.run) as replayed:
         torch.cuda.set_sync_debug_mode("error")
@@ -555,17 +554,14 @@ def test_a_decode_step_waits_for_nothing(folder: str, temperature: float, graphs
             torch.cuda.set_sync_debug_mode("default")
     assert replayed.call_count == (len(steps) if graphs else 0)
     for step in steps:
-        sampled = step.tokens()
-        assert [token.seq_id for token in sampled] == [0, 1, 2]
-        assert all(0 <= token.token_id < VOCAB for token in sampled)
+        sampled = step.to_model_runner_output()
+        assert sampled.seq_ids == [0, 1, 2] and all(0 <= token_id < VOCAB for token_id in sampled.sampled_token_ids)
 
 
 @pytest.mark.gpu
 def test_replays_follow_inputs_and_overwrite_outputs(folder: str) -> None:
     on = Runner(folder, [5, 6, 7, 8], [4, 2], CudaGraph, **GPU)
-    batches = [
-        Batch(on.runner.state, SchedulerOutput(num_scheduled_tokens={a: 1, b: 1}), 16) for a, b in ((0, 1), (2, 3))
-    ]
+    batches = [Batch(on.runner.input_batch, {a: 1, b: 1}) for a, b in ((0, 1), (2, 3))]
     with torch.inference_mode():
         first = on.graphs.run(batches[0].arrays(), {})[0]
         kept = first.clone()

@@ -5,13 +5,20 @@ import json
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from helpers import VOCAB, make_tiny, random_prompts
 
 from teachvllm import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from teachvllm.engine.core import EngineDeadError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -25,8 +32,16 @@ def texts(llm: LLM, prompts: list, params: Any = GREEDY) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def core_of(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core
+
+
+def runner_of(llm: LLM) -> Any:
+    return llm.collective_rpc(lambda worker: worker.model_runner)[0]
+
+
 def all_blocks_free(llm: LLM) -> bool:
-    manager = llm.llm_engine.scheduler.block_manager
+    manager = core_of(llm).scheduler.block_manager
     manager.check_integrity()
     return manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
 
@@ -155,8 +170,6 @@ def test_formats(tmp_path: Path, folder: str, form: str) -> None:
         assert len(list(tmp_path.glob("*.safetensors"))) > 1
         options: dict = {}
     elif form == "bin":
-        import torch
-
         model = make_tiny("llama", tmp_path)
         (tmp_path / "model.safetensors").unlink()
         torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -223,7 +236,7 @@ def test_max_model_len_is_the_boundary(folder: str) -> None:
 
 
 def test_alone_in_a_full_pool_ends_with_length(folder: str) -> None:
-    "Nobody else will ever free a block: it must end, not hang."
+    "No other request will ever free a block: it must end, not hang."
     with tiny(folder, num_gpu_blocks_override=2) as llm:
         output = llm.generate([1] * 20, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), use_tqdm=False)[
             0
@@ -270,7 +283,7 @@ def test_abort_in_every_state(folder: str) -> None:
             engine.add_request(str(i), [i + 1] * 20, GREEDY)
         engine.abort_request("3")  # waiting, never scheduled
         engine.step()
-        engine.abort_request(["0", "2", "nobody"])  # running, and waiting
+        engine.abort_request(["0", "2", "unknown"])  # running, and waiting
         finished = []
         while engine.has_unfinished_requests():
             finished += [output.request_id for output in engine.step() if output.finished]
@@ -278,26 +291,140 @@ def test_abort_in_every_state(folder: str) -> None:
         assert all_blocks_free(llm)
 
 
+@contextmanager
+def failing(owner: Any, name: str, error: BaseException, after: int = 0) -> Iterator[None]:
+    "Inside, one call of a method raises `error`, after `after` that do not."
+    method, calls = getattr(owner, name), count()
+
+    def maybe(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == after:
+            raise error
+        return method(*args, **kwargs)
+
+    with patch.object(owner, name, maybe):
+        yield
+
+
 @pytest.mark.parametrize("error", [RuntimeError("the device fell over"), KeyboardInterrupt()])
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_a_failed_step_leaves_a_usable_engine(folder: str, error: BaseException, after: int, monkeypatch) -> None:
+def test_a_failed_step_leaves_a_usable_engine(folder: str, error: BaseException, after: int) -> None:
     prompts = random_prompts(4)
     with tiny(folder) as llm:
         expected = texts(llm, prompts)
-        runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
-        run, calls = runner.run, []
-
-        def failing(*args: Any) -> Any:
-            calls.append(1)
-            if len(calls) == after + 1:
-                raise error
-            return run(*args)
-
-        monkeypatch.setattr(runner, "run", failing)
-        with pytest.raises(type(error)):
+        with failing(runner_of(llm), "forward", error, after), pytest.raises(type(error)):
             texts(llm, prompts)
         assert all_blocks_free(llm) and not llm.llm_engine.has_unfinished_requests()
         assert texts(llm, prompts) == expected
+
+
+@pytest.mark.parametrize(
+    "error, where, asynchronous",
+    [
+        (error, where, asynchronous)
+        for asynchronous in (False, True)
+        for where in ("schedule", "forward", "update_from_output")
+        for error in (RuntimeError("the device fell over"), KeyboardInterrupt())
+        # Ctrl-C never comes in a thread:
+        if not (asynchronous and where == "forward" and isinstance(error, KeyboardInterrupt))
+    ],
+)
+def test_a_failed_step_ends_the_requests_that_ran(
+    folder: str, error: BaseException, where: str, asynchronous: bool
+) -> None:
+    "The next call says so, with the tokens they had; requests that waited answer as if nothing had been."
+    prompts = random_prompts(4)
+    with tiny(folder, max_num_seqs=2, async_scheduling=asynchronous) as llm:
+        expected, engine = texts(llm, prompts), llm.llm_engine
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, GREEDY)
+        known: dict[str, Any] = {}
+        for _ in range(3):
+            known |= {output.request_id: output for output in engine.step()}
+        with failing(runner_of(llm) if where == "forward" else core_of(llm).scheduler, where, error):
+            with pytest.raises(type(error)):
+                for _ in range(2):  # a worker in a thread may have done the step before: then the next one fails
+                    known |= {output.request_id: output for output in engine.step()}
+        assert engine.get_num_unfinished_requests() == 4, "how they ended was not reported yet"
+        ended = {output.request_id: output for output in engine.step()}
+        for name in "01":
+            output = ended[name].outputs[0]
+            assert ended[name].finished and output.finish_reason == "error"
+            assert type(error).__name__ in output.stop_reason
+            tokens = known[name].outputs[0].token_ids
+            assert output.token_ids[: len(tokens)] == tokens and expected[int(name)][: len(tokens)] == tokens
+        while engine.has_unfinished_requests():
+            ended |= {output.request_id: output for output in engine.step() if output.finished}
+        assert [ended[name].outputs[0].token_ids for name in "23"] == expected[2:]
+        assert all_blocks_free(llm) and texts(llm, prompts) == expected
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_preempted_request_survives_a_failed_step(folder: str, mode: str) -> None:
+    "Only what ran ends with an error: a request that was preempted goes on where it was."
+    prompts, params = [[3] * 30, [4] * 30], replace(GREEDY, max_tokens=24)
+    with tiny(folder) as llm:
+        expected = texts(llm, prompts, params)
+    with tiny(folder, num_gpu_blocks_override=10, block_size=8, preemption_mode=mode) as llm:
+        engine, outputs = llm.llm_engine, []
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, params)
+        while not llm.get_metrics()["num_preemptions"]:
+            outputs += engine.step()
+        with failing(runner_of(llm), "forward", RuntimeError("the device fell over")), pytest.raises(RuntimeError):
+            engine.step()
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        ended = {output.request_id: output.outputs[0] for output in outputs if output.finished}
+        assert ended["0"].finish_reason == "error" and "the device fell over" in ended["0"].stop_reason
+        assert ended["1"].token_ids == expected[1] and ended["1"].finish_reason == "length"
+        assert all_blocks_free(llm) and texts(llm, prompts, params) == expected
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_engine_is_dead_when_the_workers_cannot_be_reset(folder: str, asynchronous: bool) -> None:
+    "What ran ended with an error, as always; every later call says why nothing runs any more. It can still be closed."
+    with tiny(folder, max_num_seqs=1, async_scheduling=asynchronous) as llm:
+        engine, runner = llm.llm_engine, runner_of(llm)
+        engine.add_request("ran", [5, 6], GREEDY)
+        engine.add_request("waited", [5, 6], GREEDY)
+        engine.step()
+        with failing(runner, "forward", RuntimeError("a cable")), failing(runner, "reset", OSError("no device")):
+            with pytest.raises(RuntimeError, match="a cable"):
+                for _ in range(2):  # a worker in a thread may have done the step before
+                    engine.step()
+        for call in (
+            engine.step,
+            lambda: engine.add_request("next", [7], GREEDY),
+            lambda: llm.generate([7], GREEDY, use_tqdm=False),
+            lambda: llm.reset_prefix_cache(),
+            lambda: llm.collective_rpc("get_kv_cache_spec"),
+        ):
+            engine.abort_request(["ran", "waited"] if call is not engine.step else [])
+            with pytest.raises(EngineDeadError, match="a cable.*no device"):
+                call()
+        assert not engine.has_unfinished_requests()
+    with tiny(folder) as llm:
+        assert len(texts(llm, [[5, 6]])[0]) == 8
+
+
+def test_logits_that_are_not_numbers(folder: str) -> None:
+    "The request that they were computed for ends with an error that says so; its neighbours do not notice."
+    prompts = random_prompts(4)
+    with tiny(folder) as llm:
+        expected, model = texts(llm, prompts), runner_of(llm).model
+        compute_logits, calls = model.compute_logits, count()
+
+        def spoilt(hidden: torch.Tensor) -> torch.Tensor:
+            logits = compute_logits(hidden)
+            logits[1 if next(calls) == 3 else []] = float("nan")
+            return logits
+
+        with patch.object(model, "compute_logits", spoilt):
+            outputs = [output.outputs[0] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        assert [o.finish_reason for o in outputs] == ["length", "error", "length", "length"]
+        assert "NaN" in outputs[1].stop_reason and outputs[1].token_ids == expected[1][:3]
+        assert [o.token_ids for o in outputs if o is not outputs[1]] == [expected[i] for i in (0, 2, 3)]
+        assert all_blocks_free(llm) and texts(llm, prompts) == expected
 
 
 def test_two_engines_in_one_process(folder: str) -> None:
@@ -370,6 +497,18 @@ def test_stop_strings(smol: LLM, include: bool) -> None:
     output = smol.generate("The capital of France is", stopping, use_tqdm=False)[0].outputs[0]
     assert output.text == free[: free.index(stop) + len(stop) * include]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+def test_a_stop_string_ends_one_sample_of_several(smol: LLM) -> None:
+    "The core is told to end that one; the others go on, and no block is left."
+    params = SamplingParams(n=4, seed=3, temperature=1, max_tokens=24, ignore_eos=True)
+    free = [o.text for o in smol.generate("Once upon a time", params, use_tqdm=False)[0].outputs]
+    stop = free[2][len(free[2]) // 3 :][:6]
+    outputs = smol.generate("Once upon a time", replace(params, stop=[stop]), use_tqdm=False)[0].outputs
+    assert [o.text for o in outputs] == [text.partition(stop)[0] for text in free]
+    reasons = [("stop", stop) if stop in text else ("length", None) for text in free]
+    assert [(o.finish_reason, o.stop_reason) for o in outputs] == reasons and len(set(reasons)) == 2
+    assert all_blocks_free(smol)
 
 
 @pytest.mark.parametrize("stop", [None, [" the", "\n\n"]])

@@ -8,6 +8,7 @@ from helpers import TINY, greedy, make_tiny, random_prompts
 from transformers import AutoModelForCausalLM
 
 from teachvllm import LLM, SamplingParams
+from teachvllm.transformers_utils import DEFAULT_MODEL, find_model
 
 NUM_PROMPTS, NUM_TOKENS = 8, 64
 TEXTS = [
@@ -44,9 +45,9 @@ def tokens(llm: LLM, prompts: list, num_tokens: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[list[list[int]], list[list[int]]]:
     "The prompts' ids, and what transformers writes after each."
-    with LLM(dtype="float32", num_gpu_blocks_override=8) as llm:
-        tokenizer, folder = llm.get_tokenizer(), llm.collective_rpc(lambda worker: worker.config.model_config.path)[0]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with LLM(dtype="float32", num_gpu_blocks_override=8) as llm:  # converts the GGUF file, if that was not done before
+        tokenizer = llm.get_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(find_model(DEFAULT_MODEL), dtype=torch.float32).eval()
     prompts = [tokenizer(text).input_ids for text in TEXTS]
     return prompts, [greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
 

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():  # Triton must know before it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from teachvllm.attention import triton_ladder  # noqa: E402
+from teachvllm.attention import triton_utils  # noqa: E402
 from teachvllm.model_executor import fused_sampler  # noqa: E402
 from teachvllm.model_executor.sampler import Sampler, SamplingMetadata, inverse_cdf  # noqa: E402
 from teachvllm.worker.model_runner import find_fused_sampler  # noqa: E402
@@ -91,12 +91,15 @@ def test_a_whole_vocabulary_as_torch():
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nonsense_gives_a_token_that_exists(temperature: float):
-    nan, inf = torch.nan, torch.inf
-    rows = torch.tensor([[nan] * 40, [nan] + [0.0] * 39, [0.0] * 39 + [nan], [-inf] * 40, [inf, inf] + [0.0] * 38])
-    healthy = torch.arange(40.0)[None]
-    ids = sample(torch.cat([rows, healthy]), [temperature] * 6, [NEARLY_ONE] * 6, 16)
-    assert all(0 <= token < 40 for token in ids) and ids[-1] == 39
+@pytest.mark.parametrize("size", [40, 41])
+def test_nan_gives_minus_one_and_other_nonsense_a_token_that_exists(temperature: float, size: int):
+    "Wherever the NaN is: in the first block, the last, the only logit that is not banned."
+    nan, inf, rest = torch.nan, torch.inf, size - 1
+    rows = torch.tensor([[nan] * size, [nan] + [0.0] * rest, [0.0] * rest + [nan], [-inf] * rest + [nan]])
+    others = torch.tensor([[-inf] * size, [inf, inf] + [0.0] * (size - 2)])
+    healthy = torch.arange(float(size))[None]
+    ids = sample(torch.cat([rows, others, healthy]), [temperature] * 7, [NEARLY_ONE] * 7, 16)
+    assert ids[:4] == [-1] * 4 and all(0 <= token < size for token in ids[4:]) and ids[-1] == rest
 
 
 def test_rows_of_something_wider():
@@ -106,10 +109,11 @@ def test_rows_of_something_wider():
 
 
 def test_the_sampler_draws_the_same_with_it():
-    "Greedy, plain, filtered and banned rows in one batch: with the kernel as without."
+    "Greedy, plain, filtered and banned rows in one batch, some with a NaN: with the kernel as without."
     generator = torch.Generator().manual_seed(3)
     num_rows, vocab = 24, 400
     logits = torch.randn(num_rows, vocab, generator=generator) * 3
+    logits[-3:, 17] = torch.nan
     temperature = torch.tensor([0.0, 0.8, 1.0] * 8)
     filtered = (temperature == 1.0).nonzero()[:, 0]
     columns = {
@@ -122,28 +126,28 @@ def test_the_sampler_draws_the_same_with_it():
     banned = torch.arange(3, device=DEVICE)[:, None], logits[:3].topk(2).indices.to(DEVICE)
     meta = SamplingMetadata(False, **columns, num_top=2, banned=banned)
     answers = [Sampler(fused)(logits.clone().to(DEVICE), meta) for fused in (None, sample_rows)]
-    (ids, scores), (fused_ids, fused_scores) = answers
-    assert torch.equal(ids, fused_ids) and torch.equal(scores.logprobs, fused_scores.logprobs)
-    assert int(ids[0]) not in banned[1][0].tolist()
+    (ids, logprobs), (fused_ids, fused_logprobs) = answers
+    assert torch.equal(ids, fused_ids) and torch.equal(logprobs.logprobs, fused_logprobs.logprobs)
+    assert int(ids[0]) not in banned[1][0].tolist() and ids[-4:].tolist()[1:] == [-1] * 3 and (ids[:-3] >= 0).all()
     greedy = SamplingMetadata(True, **columns | {"temperature": torch.zeros(num_rows, device=DEVICE)})
-    assert torch.equal(Sampler(sample_rows)(logits.to(DEVICE), greedy)[0], logits.argmax(-1).to(DEVICE))
+    assert torch.equal(Sampler(sample_rows)(logits.to(DEVICE), greedy)[0], Sampler()(logits.to(DEVICE), greedy)[0])
 
 
 def test_who_can_run_it():
     assert find_fused_sampler("cpu") is None
-    with patch.object(triton_ladder, "interpreted", lambda: False):
+    with patch.object(triton_utils, "interpreted", lambda: False):
         for capability, runs in (((7, 0), False), ((7, 5), True), ((9, 0), True)):
             with patch("torch.cuda.get_device_capability", return_value=capability):
-                assert find_fused_sampler("cuda") is (sample_rows if runs else None)
+                assert find_fused_sampler("cuda:0") is (sample_rows if runs else None)
     with patch.dict(sys.modules, {"teachvllm.model_executor.fused_sampler": None}):
-        assert find_fused_sampler("cuda") is None
+        assert find_fused_sampler("cuda:0") is None
 
 
 def test_nothing_imports_triton_for_it():
     code = (
         "import sys; sys.modules['triton'] = None; from teachvllm.worker.model_runner import find_fused_sampler as find"
     )
-    code += "; assert find('cuda') is None"
+    code += "; assert find('cuda:0') is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -228,6 +228,26 @@ def test_gpu_tests_are_counted(tool: ModuleType, tmp_path: Path) -> None:
     assert any("test_x[0]" in name for name in row["not passed"])
 
 
+def test_the_single_stream_figure_is_without_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    "What is divided by is the time after the first token. Here a quarter of a second passes before it, on any machine."
+    from teachvllm import bench_gpu
+
+    shape = {**bench_gpu.QWEN3_0_6B, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 128,
+             "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 64, "max_position_embeddings": 256}  # fmt: skip
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "num_gpu_blocks_override": 32}
+    with bench_gpu.model_folder(shape) as folder, bench_gpu.LLM(folder, **options) as llm:
+        bench_gpu.run_timed(llm, [([1, 2], 2)])
+        add_request = llm.llm_engine.add_request
+
+        def slow(*args: Any, **options: Any) -> None:
+            time.sleep(0.25)
+            add_request(*args, **options)
+
+        monkeypatch.setattr(llm.llm_engine, "add_request", slow)
+        seconds, decode_seconds = bench_gpu.run_timed(llm, [([1, 2, 3], 4)])
+    assert seconds >= 0.25 > decode_seconds > 0
+
+
 def test_on_a_gpu_the_l2_is_flushed_before_each_run_and_only_the_run_is_timed(monkeypatch) -> None:
     "On stand-ins for CUDA's events: a run that takes long to queue gets more flushes before it."
     import torch

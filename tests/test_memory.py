@@ -1,6 +1,9 @@
 """Paged memory end to end, on tiny models: preempted, swapped, forked, cached or none of it, the tokens are the same."""
 
 import random
+import threading
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -11,8 +14,9 @@ import torch
 from helpers import TINY, VOCAB, greedy, make_tiny, random_prompts
 
 from teachvllm import LLM, RequestOutputKind, SamplingParams
-from teachvllm.core.request_queues import FCFSPolicy
+from teachvllm.core.request_queue import FCFSPolicy
 from teachvllm.sampling_params import BeamSearchParams
+from teachvllm.sequence import sequence_seed
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -54,6 +58,15 @@ def samples(llm: LLM, prompts: list, params: Any = GREEDY, **more: Any) -> list[
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
+def several(n: int, **more: Any) -> SamplingParams:
+    "Parameters of n answers. They are random in name only, each is the greedy one: of greedy requests no more than one is given."
+    return replace(GREEDY, n=n, temperature=1, top_k=1, **more)
+
+
+def core_of(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+
+
 def just_enough(prompts: list[list[int]], num_seqs: int, num_tokens: int, block_size: int) -> int:
     "The smallest pool in which the largest of these requests, with all its sequences, can finish alone."
 
@@ -65,10 +78,10 @@ def just_enough(prompts: list[list[int]], num_seqs: int, num_tokens: int, block_
 
 
 def check_all_free(llm: LLM) -> None:
-    manager = llm.llm_engine.scheduler.block_manager
+    manager = core_of(llm).scheduler.block_manager
     manager.check_integrity()
     assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
-    assert manager.cpu.allocator.get_num_free_blocks() == manager.num_cpu_blocks
+    assert manager.cpu_allocator.get_num_free_blocks() == manager.num_cpu_blocks
 
 
 def run(llm: LLM, finished: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -100,7 +113,7 @@ def test_equals_transformers(folder: str, wanted: Any, block_size: int, budget: 
     for caching in (False, True):
         options = {"block_size": block_size, "max_num_batched_tokens": budget, "enable_prefix_caching": caching}
         with tiny(folder, num_blocks, preemption_mode=None if mode == "roomy" else mode, **options) as llm:
-            params = [replace(GREEDY, n=n) for n in (1, 3) for _ in prompts]
+            params = [*[GREEDY] * len(prompts), *[several(3)] * len(prompts)]
             got = samples(llm, prompts * 2, params)
             assert got == [[tokens] * p.n for tokens, p in zip(expected * 2, params, strict=True)]
             metrics = llm.get_metrics()
@@ -117,7 +130,7 @@ def test_without_chunked_prefill(folder: str, wanted: Any, mode: str) -> None:
     options = {"enable_chunked_prefill": False, "max_model_len": 80, "max_num_batched_tokens": 80}
     with tiny(folder, just_enough(prompts, 2, 16, 4), preemption_mode=mode, **options) as llm:
         assert samples(llm, prompts) == [[tokens] for tokens in expected]
-        assert samples(llm, prompts, replace(GREEDY, n=2)) == [[tokens] * 2 for tokens in expected]
+        assert samples(llm, prompts, several(2)) == [[tokens] * 2 for tokens in expected]
         assert llm.get_metrics()["num_preemptions"] >= 3
 
 
@@ -125,7 +138,7 @@ def test_without_chunked_prefill(folder: str, wanted: Any, mode: str) -> None:
     "options", [{"max_num_batched_tokens": 7}, {"num_blocks": 20}, {"num_blocks": 20, "mode": "swap"}]
 )
 def test_sliding_window(models: dict[str, tuple[str, Any]], options: dict[str, Any]) -> None:
-    "Blocks behind the window are let go: a text longer than the pool goes on, and nobody misses them."
+    "Blocks behind the window are let go: a text longer than the pool goes on, and no later token needs them."
     folder, model = models["mistral"]
     options = dict(options)
     num_blocks, mode = options.pop("num_blocks", 400), options.pop("mode", None)
@@ -141,7 +154,7 @@ def test_sliding_window(models: dict[str, tuple[str, Any]], options: dict[str, A
 def test_default_model_with_a_long_shared_prefix() -> None:
     "SmolLM2: two samples of two prompts that begin alike, cached or not, roomy or not, are the same text."
     start = "The following is a list of the largest cities of Europe, with a sentence about each of them. " * 4
-    prompts, params = [start + "Paris", start + "Zürich"], SamplingParams(n=2, temperature=0, max_tokens=12)
+    prompts, params = [start + "Paris", start + "Zürich"], SamplingParams(n=2, top_k=1, max_tokens=12)
     texts = []
     for options in ({"enable_prefix_caching": False, "num_gpu_blocks_override": 64}, {"num_gpu_blocks_override": 8}):
         with LLM(dtype="float32", max_num_batched_tokens=64, **options) as llm:
@@ -174,7 +187,7 @@ def test_beam_search_equals_transformers(models: dict[str, tuple[str, Any]], nam
     prompts = random_prompts(4, longest=30, seed=7)
     with tiny(folder, **pool) as llm:
         for eos, width, penalty in (([10**9], 3, 1.0), ([2, 5, 17, 40], 4, 0.0), ([2, 5, 17, 40], 2, 2.0)):
-            llm.llm_engine.requests.eos_token_ids = frozenset(eos)
+            llm.llm_engine.eos_token_ids = frozenset(eos)
             params = BeamSearchParams(beam_width=width, max_tokens=14, length_penalty=penalty)
             outputs = llm.beam_search(prompts, params)
             for prompt, output in zip(prompts, outputs, strict=True):
@@ -204,16 +217,24 @@ def test_four_samples_share_their_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 21}, {"num_blocks": 21, "preemption_mode": "recompute"}])
-def test_sample_j_is_that_of_seed_s_plus_j(folder: str, options: dict[str, Any]) -> None:
+def test_sample_j_has_a_seed_of_its_own(folder: str, options: dict[str, Any]) -> None:
     prompts = random_prompts(3, longest=20, seed=2)
     params = SamplingParams(temperature=1, seed=11, max_tokens=12, ignore_eos=True)
     with tiny(folder) as llm:
-        alone = [[samples(llm, [prompt], replace(params, seed=11 + j))[0][0] for j in range(4)] for prompt in prompts]
+        seeds = [sequence_seed(11, j) for j in range(4)]
+        alone = [[samples(llm, [prompt], replace(params, seed=seed))[0][0] for seed in seeds] for prompt in prompts]
     with tiny(folder, **options) as llm:
         assert samples(llm, prompts, replace(params, n=4)) == alone
         assert samples(llm, prompts, replace(params, n=4, top_p=0.9, top_k=20)) != alone
         assert (llm.get_metrics()["num_preemptions"] > 0) == bool(options)
-    assert len({tuple(tokens) for tokens in alone[0]}) == 4
+    assert seeds[0] == 11 and len({tuple(tokens) for tokens in alone[0]}) == 4
+
+
+def test_the_second_answer_of_seed_0_is_not_the_first_of_seed_1(folder: str) -> None:
+    params = SamplingParams(n=3, temperature=1, max_tokens=12, ignore_eos=True)
+    with tiny(folder) as llm:
+        got = [samples(llm, [[5, 6, 7]], replace(params, seed=seed))[0] for seed in range(4)]
+    assert len({tuple(tokens) for answers in got for tokens in answers}) == 12
 
 
 def test_best_of_gives_the_likeliest(folder: str) -> None:
@@ -274,7 +295,7 @@ def test_two_hundred_random_requests_and_aborts(folder: str) -> None:
                 prompt = [rng.randrange(3) + 3] * rng.choice([0, 8, 16]) + end
                 kind = rng.randrange(3)
                 sampling = replace(
-                    GREEDY, n=rng.choice([1, 3]), temperature=kind, seed=kind, max_tokens=rng.randint(1, 20)
+                    GREEDY, n=rng.choice([1, 3]) if kind else 1, temperature=kind, seed=kind, max_tokens=rng.randint(1, 20)
                 )
                 engine.add_request(name, prompt, BeamSearchParams(3, 8) if kind == 2 else sampling)
                 open_ids.add(name)
@@ -286,77 +307,112 @@ def test_two_hundred_random_requests_and_aborts(folder: str) -> None:
                 if output.finished:
                     ended.add(output.request_id)
                     open_ids.discard(output.request_id)
-            engine.scheduler.block_manager.check_integrity()
+            core_of(llm).scheduler.block_manager.check_integrity()
         engine.step()
         check_all_free(llm)
-        assert not llm.collective_rpc(lambda worker: worker.model_runner)[0].state.row_of and len(ended) > 100
+        runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        assert not runner.input_batch.slot_of and len(ended) > 100
         assert llm.get_metrics()["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("state", ["waiting", "running", "swapped", "half resumed"])
+@pytest.mark.parametrize("state", ["waiting", "running", "swapped", "computed again"])
 def test_abort_of_a_forked_request_in_every_state(folder: str, state: str) -> None:
     mode = "swap" if state == "swapped" else "recompute"
     with tiny(folder, 24, preemption_mode=mode, max_num_batched_tokens=16) as llm:
-        engine, params = llm.llm_engine, replace(GREEDY, n=3, max_tokens=30)
-        alone = samples(llm, [[5] * 20], replace(params, n=1))[0]
-        engine.add_request("first", [5] * 20, replace(params, n=2))
-        engine.add_request("forked", [6] * 21, params)
-        group, done = engine.scheduler.groups["forked"], {}
+        engine, scheduler = llm.llm_engine, core_of(llm).scheduler
+        alone = samples(llm, [[5] * 20], replace(GREEDY, max_tokens=30))[0]
+        engine.add_request("first", [5] * 20, several(2, max_tokens=30))
+        engine.add_request("forked", [6] * 21, several(3, max_tokens=30))
+        group, done = scheduler.groups["forked"], {}
 
         def now() -> str:
-            scheduler, live = engine.scheduler, group.unfinished
             if group in scheduler.running:
-                here = sum(seq.seq_id in scheduler.block_manager.block_tables for seq in live)
-                return "running" if here == len(live) > 1 else "half resumed" if len(live) > 1 else "prompt"
+                prefill = any(seq.num_new_tokens > 1 for seq in group.unfinished)
+                return "prompt" if len(group.unfinished) == 1 else "computed again" if prefill else "running"
             return "swapped" if group in scheduler.swapped else "waiting"
 
         while now() != state:
             done |= {output.request_id: output for output in engine.step() if output.finished}
         engine.abort_request("forked")
-        engine.scheduler.block_manager.check_integrity()
+        scheduler.block_manager.check_integrity()
         done = run(llm, done)
         assert [o.token_ids for o in done["first"].outputs] == alone * 2 and "forked" not in done
         check_all_free(llm)
 
 
-@pytest.mark.parametrize(
-    "params", [replace(GREEDY, max_tokens=3), replace(GREEDY, n=3, max_tokens=3), BeamSearchParams(3, 3)]
-)
-def test_abort_in_the_step_in_which_it_finishes(folder: str, params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    "Between the model and its tokens: the last ones come for a request that is gone."
+@pytest.mark.parametrize("params", [replace(GREEDY, max_tokens=3), several(3, max_tokens=3), BeamSearchParams(3, 3)])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_abort_while_a_step_runs(folder: str, params: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    "From another thread: it waits for the step, which may bring the last token; then the request is gone."
     with tiny(folder) as llm:
-        engine = llm.llm_engine
-        execute, steps = engine.executor.execute_model, count(1)
+        engine, executor, steps, threads = llm.llm_engine, core_of(llm).executor, count(1), []
+        collect = executor.collect
 
-        def aborting(out: Any) -> Any:
-            sampled = execute(out)
-            if next(steps) == 3:
-                engine.abort_request("a")
-            return sampled
+        def aborting() -> Any:
+            if next(steps) == step:
+                threads.append(threading.Thread(target=engine.abort_request, args=("a",)))
+                threads[0].start()
+                threads[0].join(0.05)
+                assert threads[0].is_alive(), "it did not wait"
+            return collect()
 
-        monkeypatch.setattr(engine.executor, "execute_model", aborting)
+        monkeypatch.setattr(executor, "collect", aborting)
         engine.add_request("a", [5] * 9, params)
-        assert not run(llm)
+        outputs = [engine.step() for _ in range(step)]
+        threads[0].join()
+        assert bool(outputs[-1]) == (step == 3 or isinstance(params, SamplingParams)) and not any(run(llm))
+        assert not engine.has_unfinished_requests()
+        engine.step()
         check_all_free(llm)
+        monkeypatch.undo()
         assert samples(llm, [[5] * 9])[0] == samples(llm, [[5] * 9])[0]
+
+
+def test_requests_come_and_go_from_other_threads(folder: str) -> None:
+    "While one thread steps, others add requests, abort some, and read the metrics; each answer is right."
+    prompts = random_prompts(24, longest=20, seed=8)
+    with tiny(folder) as llm:
+        expected = samples(llm, prompts)
+    with tiny(folder, 30, max_num_seqs=8) as llm:
+        engine, done, errors = llm.llm_engine, {}, []
+
+        def client(number: int) -> None:
+            try:
+                for i in range(number, len(prompts), 4):
+                    engine.add_request(str(i), prompts[i], GREEDY)
+                    engine.add_request(f"gone {i}", prompts[i], several(2, max_tokens=30))
+                    assert engine.get_metrics()["num_gpu_blocks"] == 30
+                    engine.abort_request(f"gone {i}")
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) or engine.has_unfinished_requests():
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+        assert not errors and set(done) == {str(i) for i in range(len(prompts))}
+        assert [done[str(i)].outputs[0].token_ids for i in range(len(prompts))] == [answer for (answer,) in expected]
+        engine.step()
+        check_all_free(llm)
 
 
 # Order
 
 
-def test_nobody_starves_under_a_stream_of_short_requests(folder: str) -> None:
-    "A long prompt with forks waits only for those who came before it, though short ones keep coming."
+def test_no_request_starves_under_a_stream_of_short_ones(folder: str) -> None:
+    "A long prompt with forks waits only for requests that came before it, though short ones keep coming."
     for options in ({}, {"enable_chunked_prefill": False, "max_model_len": 120, "max_num_batched_tokens": 120}):
         with tiny(folder, 40, max_num_seqs=6, **options) as llm:
             engine, done = llm.llm_engine, {}
             for i in range(4):
                 engine.add_request(f"early{i}", [i + 3] * 10, GREEDY)
-            engine.add_request("long", [9] * 100, replace(GREEDY, n=3, max_tokens=6))
+            engine.add_request("long", [9] * 100, several(3, max_tokens=6))
             for step in range(150):
                 engine.add_request(f"short{step}", [step % 50 + 3] * 5, replace(GREEDY, max_tokens=4))
                 done |= {output.request_id: step for output in engine.step() if output.finished}
             assert done["long"] < 60, done.get("long")
-            engine.abort_request(list(engine.requests.states))
+            engine.abort_request(list(engine.output_processor.request_states))
             check_all_free(llm)
 
 
@@ -364,23 +420,23 @@ def test_nobody_starves_under_a_stream_of_short_requests(folder: str) -> None:
 def test_a_preempted_request_with_forks_comes_back_before_later_ones(folder: str, mode: str) -> None:
     with tiny(folder, 40, max_num_seqs=8, preemption_mode=mode, max_num_batched_tokens=24) as llm:
         engine, done = llm.llm_engine, {}
-        engine.add_request("first", [4] * 60, replace(GREEDY, n=2, max_tokens=40))
-        engine.add_request("second", [5] * 50, replace(GREEDY, n=3, max_tokens=40))
+        engine.add_request("first", [4] * 60, several(2, max_tokens=40))
+        engine.add_request("second", [5] * 50, several(3, max_tokens=40))
         for step in range(300):
             engine.add_request(f"short{step}", [step % 50 + 3] * 5, replace(GREEDY, max_tokens=4))
             done |= {output.request_id: step for output in engine.step() if output.finished}
         assert done["first"] < done["second"] < 150 and llm.get_metrics()["num_preemptions"] > 0
-        engine.abort_request(list(engine.requests.states))
+        engine.abort_request(list(engine.output_processor.request_states))
         check_all_free(llm)
 
 
-def test_who_decodes_gets_a_token_in_every_step(folder: str) -> None:
+def test_a_sequence_that_decodes_gets_a_token_in_every_step(folder: str) -> None:
     "However long the prompts are that come in meanwhile."
     with tiny(folder, max_num_batched_tokens=12) as llm:
         engine, lengths = llm.llm_engine, []
         engine.add_request("decodes", [5, 6, 7], replace(GREEDY, max_tokens=40))
         for i in range(4):
-            engine.add_request(str(i), [i + 3] * 100, replace(GREEDY, n=2))
+            engine.add_request(str(i), [i + 3] * 100, several(2))
         for _ in range(40):
             lengths += [len(o.outputs[0].token_ids) for o in engine.step() if o.request_id == "decodes"]
         assert lengths == list(range(1, 41))
@@ -390,14 +446,14 @@ def test_who_decodes_gets_a_token_in_every_step(folder: str) -> None:
 
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
 def test_priorities_hold(folder: str, mode: str | None) -> None:
-    "The more important ones finish first, though they come last; the others lose their places, and nothing else."
+    "The more important requests finish first, though they come last; the others are preempted, and answered all the same."
     prompts = [[i + 3] * 20 for i in range(6)]
     with tiny(folder) as llm:
-        expected = samples(llm, prompts, replace(GREEDY, n=2))
+        expected = samples(llm, prompts, several(2))
     with tiny(folder, 20, scheduling_policy="priority", preemption_mode=mode) as llm:
         engine, order, done = llm.llm_engine, [], {}
         for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, replace(GREEDY, n=2), priority=-(i // 2))
+            engine.add_request(str(i), prompt, several(2), priority=-(i // 2))
             for _ in range(3):
                 order += [output for output in engine.step() if output.finished]
         while engine.has_unfinished_requests():
@@ -413,6 +469,17 @@ def test_priorities_hold(folder: str, mode: str | None) -> None:
             llm.generate(prompts, GREEDY, use_tqdm=False, priority=[1])
 
 
+def test_a_priority_that_nothing_would_read_is_refused(folder: str) -> None:
+    with tiny(folder) as llm:
+        expected = samples(llm, [[5, 6], [7, 8]])
+        with pytest.raises(ValueError, match=r"priority=1.*scheduling_policy"):
+            llm.generate([[5, 6], [7, 8]], GREEDY, use_tqdm=False, priority=[0, 1])
+        with pytest.raises(ValueError, match="priority=-1"):
+            llm.llm_engine.add_request("a", [5, 6], GREEDY, priority=-1)
+        assert not llm.llm_engine.has_unfinished_requests()
+        assert samples(llm, [[5, 6], [7, 8]], priority=[0, 0]) == expected  # asks for nothing
+
+
 def test_a_policy_of_ones_own(folder: str) -> None:
     class ShortestFirst(FCFSPolicy):
         "A reader's policy: the shortest prompt first."
@@ -421,7 +488,7 @@ def test_a_policy_of_ones_own(folder: str) -> None:
             return (group.first_seq.num_prompt_tokens, group.arrival)
 
     prompts = [[5] * length for length in (30, 10, 20)]
-    for policy in (ShortestFirst, FCFSPolicy, "teachvllm.core.request_queues.PriorityPolicy"):
+    for policy in (ShortestFirst, FCFSPolicy, "teachvllm.core.request_queue.PriorityPolicy"):
         with tiny(folder, max_num_seqs=1, scheduling_policy=policy) as llm:
             for i, prompt in enumerate(prompts):
                 llm.llm_engine.add_request(str(i), prompt, GREEDY)
@@ -429,46 +496,180 @@ def test_a_policy_of_ones_own(folder: str) -> None:
             check_all_free(llm)
 
 
+# Steps that fail
+
+
+def fail_once(llm: LLM, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool]) -> list[set[str]]:
+    "The first step in which `when()` holds, once the model has run, raises; the requests that it ran are in what is returned."
+    core, failed = core_of(llm), []
+    execute = core.executor.collect
+
+    def failing() -> Any:
+        sampled = execute()
+        if not failed and when():
+            failed.append({group.request_id for group in core.scheduler.running})
+            raise RuntimeError("boom")
+        return sampled
+
+    monkeypatch.setattr(core.executor, "collect", failing)
+    return failed
+
+
+def run_failing(llm: LLM) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    "Step to the end: all outputs by id, and what the steps after a failed one returned."
+    engine, done, after, failed = llm.llm_engine, {}, [], False
+    while engine.has_unfinished_requests():
+        try:
+            outputs = {output.request_id: output for output in engine.step() if output.finished}
+        except RuntimeError:
+            core_of(llm).scheduler.block_manager.check_integrity()
+            failed = True
+            continue
+        after += [outputs] if failed else []
+        failed = False
+        assert not done.keys() & outputs.keys()
+        done |= outputs
+    return done, after
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("failing", [2, 9, 14, 20])
-def test_a_failed_step_loses_nothing(folder: str, mode: str, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    "Forks, beams and swapped requests are around; all of them finish with the right tokens."
+def test_a_failed_step_ends_what_it_ran_and_nothing_else(
+    folder: str, mode: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Forks, beams and swapped requests are around: those that waited finish with the right tokens."
     requests = {
-        "forks": ([5] * 17, replace(GREEDY, n=3, temperature=1, seed=1)), "beams": ([6] * 14, BeamSearchParams(3, 10, True)),
-        "plain": ([7] * 19, GREEDY), "more": ([5] * 18, replace(GREEDY, n=2)),
+        "forks": ([5] * 17, several(3)), "beams": ([6] * 14, BeamSearchParams(3, 10, True)),
+        "plain": ([7] * 19, GREEDY), "more": ([5] * 18, several(2)), "late": ([8] * 9, GREEDY),
     }  # fmt: skip
     with tiny(folder) as llm:
         for name, request in requests.items():
             llm.llm_engine.add_request(name, *request)
         expected = {name: [o.token_ids for o in output.outputs] for name, output in run(llm).items()}
-    with tiny(folder, 22, preemption_mode=mode, max_num_batched_tokens=32) as llm:
-        engine, done, calls = llm.llm_engine, {}, count(1)
-        execute, failures = engine.executor.execute_model, []
-
-        def failing_once(out: Any) -> Any:
-            sampled = execute(out)
-            if next(calls) == failing:
-                failures.append(len(engine.scheduler.swapped))
-                raise RuntimeError("boom")
-            return sampled
-
-        monkeypatch.setattr(engine.executor, "execute_model", failing_once)
+    with tiny(folder, 22, preemption_mode=mode, max_num_batched_tokens=32, max_num_seqs=6) as llm:
+        calls = count(1)
+        failed = fail_once(llm, monkeypatch, lambda: next(calls) == failing)
         for name, request in requests.items():
-            engine.add_request(name, *request)
-        while engine.has_unfinished_requests():
-            try:
-                done |= {output.request_id: output for output in engine.step() if output.finished}
-            except RuntimeError:
-                engine.scheduler.block_manager.check_integrity()
-        assert len(failures) == 1 and llm.get_metrics()["num_preemptions"] > 0
-        assert {name: [o.token_ids for o in output.outputs] for name, output in done.items()} == expected
+            llm.llm_engine.add_request(name, *request)
+        done, (after,) = run_failing(llm)
+        ended = {name for name, output in done.items() if any(o.finish_reason == "error" for o in output.outputs)}
+        assert failed == [ended] and ended <= set(after) and len(ended) < len(requests) == len(done)
+        for name, output in done.items():
+            if name in ended:
+                said = [o.stop_reason for o in output.outputs if o.finish_reason == "error"]
+                assert said and all("RuntimeError: boom" in why for why in said)
+            else:
+                assert [o.token_ids for o in output.outputs] == expected[name]
+        llm.llm_engine.step()
         check_all_free(llm)
+        assert samples(llm, [[7] * 19]) == [expected["plain"]]
+
+
+@pytest.mark.parametrize("swap_space, mode", [(SWAP, "recompute"), (SWAP, "swap"), (0, None)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_window_request_longer_than_the_pool_is_computed_again(
+    models: dict[str, tuple[str, Any]], swap_space: float, mode: str | None, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Chunk by chunk, in few blocks, when it was preempted, or when another request's step failed meanwhile."
+    folder, model = models["mistral"]
+    prompts = [random_prompts(1, seed=seed)[0][:8] for seed in range(3)]
+    expected = [greedy(model, prompt, 100) for prompt in prompts]
+    options = {"scheduling_policy": "priority", "preemption_mode": mode, "swap_space": swap_space, "max_num_seqs": 2}
+    with tiny(folder, 12, **options) as llm:  # 48 slots; each request writes 108 tokens
+        engine, scheduler = llm.llm_engine, core_of(llm).scheduler
+        begun = lambda: any(g.num_preemptions for g in [*scheduler.waiting, *scheduler.swapped])  # noqa: E731
+        failed = fail_once(llm, monkeypatch, lambda: fails and begun())
+        engine.add_request("0", prompts[0], replace(GREEDY, max_tokens=100), 1)
+        engine.add_request("1", prompts[1], replace(GREEDY, max_tokens=100), 1)
+        for _ in range(70):
+            engine.step()
+        engine.add_request("2", prompts[2], replace(GREEDY, max_tokens=100))
+        done, _ = run_failing(llm)
+        ended = failed[0] if fails else set()
+        assert scheduler.num_preemptions > 0 and len(ended) == 2 * fails
+        for name in {"0", "1", "2"} - ended:
+            assert done[name].outputs[0].token_ids == expected[int(name)], name
+        check_all_free(llm)
+
+
+def test_requests_with_a_window_are_not_swapped_again_and_again(models: dict[str, tuple[str, Any]]) -> None:
+    "Four of them on 14 blocks, of which each wants five: of those, one was swapped 33 times before."
+    folder, model = models["mistral"]
+    prompts = random_prompts(4, longest=8, seed=5)
+    expected = [greedy(model, prompt, 80) for prompt in prompts]
+    with tiny(folder, 14) as llm:
+        scheduler, times = core_of(llm).scheduler, Counter()
+        schedule = scheduler.schedule
+
+        def counting() -> Any:
+            out = schedule()
+            times.update(out.preempted_request_ids)
+            return out
+
+        scheduler.schedule = counting
+        assert samples(llm, prompts, replace(GREEDY, max_tokens=80)) == [[tokens] for tokens in expected]
+        metrics = llm.get_metrics()
+        assert 0 < max(times.values()) <= 3, times
+        assert metrics["num_swapped_out_blocks"] <= 6 * sum(times.values())
+
+
+# Logits that are not numbers
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> str:
+    "A tiny Llama in which token 9 stands for numbers that are none."
+    path = tmp_path_factory.mktemp("nan")
+    make_poisoned(path, lambda model: model.get_input_embeddings().weight[9])
+    return str(path)
+
+
+def make_poisoned(path: Path, weights: Callable[[Any], torch.Tensor]) -> None:
+    model = make_tiny("llama", path)
+    with torch.no_grad():
+        weights(model).fill_(float("nan"))
+    model.save_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY, several(3), BeamSearchParams(3, 8), replace(GREEDY, temperature=1), replace(GREEDY, temperature=1, top_p=0.5),
+        replace(GREEDY, n=2, best_of=3, temperature=1), replace(GREEDY, stop_token_ids=[3], min_tokens=4),
+    ],
+)  # fmt: skip
+def test_nan_logits_end_a_request_with_an_error(tmp_path: Path, params: Any) -> None:
+    "A model whose head is broken answers nothing, and says why."
+    make_poisoned(tmp_path, lambda model: model.get_output_embeddings().weight)
+    with tiny(str(tmp_path)) as llm:
+        ask = llm.beam_search if isinstance(params, BeamSearchParams) else llm.generate
+        for output in ask([[5, 6, 7], [8] * 20], params, use_tqdm=False):
+            assert output.finished and output.outputs
+            for answer in output.outputs:
+                assert answer.finish_reason == "error" and "NaN" in answer.stop_reason and answer.token_ids == []
+        check_all_free(llm)
+
+
+def test_nan_logits_of_one_request_are_no_other_requests_fault(poisoned: str) -> None:
+    "Not in its batch, and not in the blocks that it leaves behind."
+    prompts = [[9] * 20, [5] * 20, [5, 6, 7], [7, 9], [8] * 33]
+    sound, params = [1, 2, 4], replace(GREEDY, max_tokens=8)  # their answers have no token 9
+    with tiny(poisoned) as llm:
+        expected = samples(llm, [prompts[i] for i in sound], params)
+    with tiny(poisoned, 30, enable_prefix_caching=False) as llm:
+        for _ in range(3):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [o.outputs[0].finish_reason == "error" for o in outputs] == [i not in sound for i in range(5)]
+            assert [[outputs[i].outputs[0].token_ids] for i in sound] == expected
+            check_all_free(llm)
+        assert not any(9 in tokens for (tokens,) in expected)
 
 
 # Numbers
 
 
 METRICS = {
+    "num_waiting", "num_running", "num_swapped",
     "num_gpu_blocks", "num_cpu_blocks", "num_gpu_blocks_used", "peak_gpu_blocks_used", "num_preemptions",
     "num_swapped_out_blocks", "num_swapped_in_blocks", "num_cow_copies", "num_evicted_blocks", "prefix_cache_queries",
     "prefix_cache_hits",
@@ -546,6 +747,7 @@ def test_refused_arguments(folder: str, options: dict[str, Any], says: str) -> N
     [
         (lambda: SamplingParams(n=0), "n=0"),
         (lambda: SamplingParams(n=3, best_of=2), "best_of=2"),
+        (lambda: SamplingParams(n=2, temperature=0), "greedy"),
         (lambda: SamplingParams(n=1, best_of=2, output_kind=RequestOutputKind.DELTA), "best_of=2"),
         (lambda: BeamSearchParams(beam_width=0, max_tokens=5), "beam_width=0"),
         (lambda: BeamSearchParams(beam_width=2, max_tokens=0), "max_tokens=0"),
@@ -562,14 +764,14 @@ def test_refused_parameters(make: Any, says: str) -> None:
     "prompt, params, says",
     [
         ([5] * 41, GREEDY, "num_gpu_blocks_override"),
-        ([5] * 30, replace(GREEDY, n=5), "n, best_of or beam_width"),
-        ([5] * 30, replace(GREEDY, n=2, best_of=5), "n, best_of or beam_width"),
+        ([5] * 30, several(5), "n, best_of or beam_width"),
+        ([5] * 30, several(2, best_of=5), "n, best_of or beam_width"),
         ([5] * 30, BeamSearchParams(5, 10), "n, best_of or beam_width"),
-        ([5] * 3, replace(GREEDY, n=9), "max_num_seqs"),
+        ([5] * 3, several(9), "max_num_seqs"),
     ],
 )
 def test_refused_prompts(folder: str, prompt: list[int], params: Any, says: str) -> None:
-    "A request that can never run is refused; the others never notice."
+    "A request that can never run is refused; the others go on."
     with tiny(folder) as llm:
         expected = samples(llm, [[5, 6, 7]])
     with tiny(folder, 10, max_num_seqs=8) as llm:
@@ -588,7 +790,7 @@ def test_the_largest_forked_request_that_is_not_refused_gets_answers(folder: str
     "It ends early, for want of blocks, but it ends, and every sample has a token."
     with tiny(folder, 10) as llm:
         alone = samples(llm, [[5] * 30], replace(GREEDY, max_tokens=2))[0][0]
-        for params in (replace(GREEDY, n=3, max_tokens=50), replace(GREEDY, n=3, max_tokens=None)):
+        for params in (several(3, max_tokens=50), several(3, max_tokens=None)):
             outputs = llm.generate([5] * 30, params, use_tqdm=False)[0].outputs
             assert [o.finish_reason for o in outputs] == ["length"] * 3
             assert all(o.token_ids[:2] == alone for o in outputs)

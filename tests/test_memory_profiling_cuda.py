@@ -15,21 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachvllm.config import CacheConfig
-from teachvllm.worker.memory_profiling import (
-    GiB,
-    MemoryProfile,
-    MemorySnapshot,
-    check_enough_blocks,
-    explain_out_of_memory,
-    num_blocks_that_fit,
-    process_gpu_memory,
-    release_memory,
-    reset_peak,
-    take_snapshot,
-)
+from teachvllm.worker.memory_profiling import GiB, MemoryProfile, MemoryProfiler, MemorySnapshot, process_gpu_memory
 
 MiB, PIECE, BLOCK = 1 << 20, 2 << 20, 589_824
-NEIGHBOUR = 999
+NEIGHBOUR, GPU = 999, "cuda:1"
+MODEL = torch.nn.Module()  # on a GPU the allocator knows what the weights took
 
 
 def in_pieces(num_bytes: int) -> int:
@@ -73,17 +63,17 @@ class FakeCard:
         self.tensors.setdefault(pid, {})
         for counts, first in ((self.reserved, 0), (self.non_torch, context), (self.peak, 0)):
             counts.setdefault(pid, first)
-        functions = {
-            "is_available": lambda: True,
-            "current_device": lambda: 0,
-            "get_device_properties": lambda device: SimpleNamespace(uuid="fake"),
+        of_gpu = {  # asked for this worker's GPU, whichever is the current one
+            "get_device_properties": lambda: SimpleNamespace(uuid="fake"),
             "mem_get_info": lambda: (self.free(), self.total),
             "memory_allocated": self.allocated,
             "memory_reserved": lambda: self.reserved[pid],
             "max_memory_allocated": lambda: self.peak[pid],
             "reset_peak_memory_stats": lambda: self.peak.update({pid: self.allocated()}),
-            "empty_cache": lambda: self.reserved.update({pid: in_pieces(self.allocated())}),
         }
+        functions: dict[str, Any] = {name: lambda gpu, ask=ask: {GPU: ask}[gpu]() for name, ask in of_gpu.items()}
+        functions["is_available"] = lambda: True
+        functions["empty_cache"] = lambda: self.reserved.update({pid: in_pieces(self.allocated())})
         nvml = SimpleNamespace(
             nvmlInit=lambda: None,
             nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-fake": 0}[uuid],
@@ -99,29 +89,27 @@ def start_engine(
     context: int = 300 * MiB, libraries: int = 100 * MiB, graphs: int = 0, meanwhile: int = 0,
 ) -> MemoryProfile:  # fmt: skip
     "The worker's steps; while the largest step runs, a neighbour takes `meanwhile` bytes (or gives them back)."
-    with card.as_process(pid, context):
-        start = take_snapshot("cuda")
-        with explain_out_of_memory("loading the weights", "cuda"):
-            card.take("weights", weights)
-        loaded = take_snapshot("cuda")
-        reset_peak("cuda")
-        with explain_out_of_memory("running the largest step", "cuda"):
-            card.take("activations", activations)
+
+    def largest_step() -> None:
+        card.take("activations", activations)
         del card.tensors[pid]["activations"]
         card.non_torch[pid] += libraries
         if meanwhile:
             card.non_torch[NEIGHBOUR] += meanwhile
-        ran = take_snapshot("cuda")
-        with patch("gc.collect"):  # slow, and nothing to collect
-            release_memory()
-        profile = MemoryProfile.from_snapshots(start, loaded, ran, utilization, graphs)
-        config = CacheConfig(gpu_memory_utilization=utilization)
-        num_blocks = num_blocks_that_fit(profile, config, BLOCK)
-        check_enough_blocks(num_blocks, profile, config, 1024, BLOCK)
-        with explain_out_of_memory("allocating the KV cache", "cuda"):
+
+    with card.as_process(pid, context), patch("gc.collect"):  # slow, and nothing to collect
+        profiler = MemoryProfiler(GPU, CacheConfig(gpu_memory_utilization=utilization))
+        with profiler.explain_out_of_memory("loading the weights"):
+            card.take("weights", weights)
+        profiler.weights_loaded(MODEL)
+        with profiler.explain_out_of_memory("running the largest step"):
+            profiler.run_at_limits(largest_step)
+        profiler.graphs = graphs
+        num_blocks = profiler.num_gpu_blocks(BLOCK, 1024)
+        with profiler.explain_out_of_memory("allocating the KV cache"):
             card.take("KV cache", num_blocks * BLOCK)
         card.non_torch[pid] += graphs
-    return profile
+    return profiler.profile
 
 
 def with_neighbour(total: int, taken: int, nvml: bool = True) -> FakeCard:
@@ -136,13 +124,13 @@ def test_a_snapshot_tells_tensors_cache_and_the_rest_apart():
         card.take("a", 3 * MiB + 1)
         card.take("b", 10 * MiB)
         del card.tensors[1]["b"]
-        now, others = take_snapshot("cuda"), GiB + 200 * MiB
+        now, others = MemorySnapshot.take(GPU), GiB + 200 * MiB
         assert now == MemorySnapshot(
-            8 * GiB, 8 * GiB - others - (3 * MiB + 1), 3 * MiB + 1, 13 * MiB + 1, others, non_torch=200 * MiB
+            8 * GiB, 8 * GiB - others - (3 * MiB + 1), 3 * MiB + 1, 13 * MiB + 1, others, non_torch_memory=200 * MiB
         )
-        assert process_gpu_memory() == card.used(1) > 200 * MiB + now.ours  # with what its cache keeps
-        reset_peak("cuda")
-        assert take_snapshot("cuda").peak == 3 * MiB + 1
+        assert process_gpu_memory(GPU) == card.used(1) > 200 * MiB + now.torch_memory  # with what its cache keeps
+        MemorySnapshot.reset_peak(GPU)
+        assert MemorySnapshot.take(GPU).torch_peak == 3 * MiB + 1
 
 
 @pytest.mark.parametrize(
@@ -157,8 +145,8 @@ def test_without_a_usable_answer_of_nvml_nothing_is_claimed(fault: str):
         card.listed = lambda: [] if fault == "not listed" else [me]  # type: ignore[method-assign]
         if fault == "raises":
             sys.modules["pynvml"].nvmlInit = None  # type: ignore[attr-defined]
-        assert take_snapshot("cuda") == MemorySnapshot(
-            8 * GiB, 7 * GiB - 300 * MiB, 100 * MiB, 100 * MiB, GiB + 200 * MiB, non_torch=None
+        assert MemorySnapshot.take(GPU) == MemorySnapshot(
+            8 * GiB, 7 * GiB - 300 * MiB, 100 * MiB, 100 * MiB, GiB + 200 * MiB, non_torch_memory=None
         )
 
 
@@ -187,7 +175,7 @@ def test_two_engines_and_a_neighbour_to_the_byte(nvml: bool):
 
 def test_what_a_neighbour_takes_meanwhile_is_not_ours_if_that_can_be_known():
     calm = start_engine(with_neighbour(24 * GiB, GiB), 1, 0.4)
-    assert start_engine(with_neighbour(24 * GiB, GiB), 1, 0.4, meanwhile=GiB) == replace(calm, others=2 * GiB)
+    assert start_engine(with_neighbour(24 * GiB, GiB), 1, 0.4, meanwhile=GiB) == replace(calm, other_memory=2 * GiB)
     left = start_engine(with_neighbour(24 * GiB, GiB), 1, 0.4, meanwhile=-GiB // 2)
     assert left == calm  # what a neighbour gives back is not ours either
     guessed = start_engine(with_neighbour(24 * GiB, GiB, nvml=False), 1, 0.4, meanwhile=GiB)
@@ -230,7 +218,7 @@ def test_an_engine_fits_into_its_budget_or_is_refused(total, nvml, neighbour, me
         known = engine["context"] + engine["libraries"] if nvml else engine["libraries"] + grows
         assert (
             profile.non_torch == known
-            and profile.others + known == before + grows + engine["context"] + engine["libraries"]
+            and profile.other_memory + known == before + grows + engine["context"] + engine["libraries"]
         )
         with card.as_process(pid):
             card.take("activations", engine["activations"])  # the step that was measured still fits
@@ -242,11 +230,10 @@ def test_graphs_are_shown_only_where_there_are_any():
     profile = MemoryProfile(10 * GiB, 2 * GiB, GiB, graphs=GiB // 2)
     assert profile.available_kv_cache == GiB // 2 and profile.waterfall(0)["graphs"] == GiB // 2
     assert "graphs" not in replace(profile, graphs=0).waterfall(0)
-    config = CacheConfig(gpu_memory_utilization=0.2)
     with pytest.raises(ValueError, match=r"graphs 1\.00"):
-        check_enough_blocks(0, replace(profile, graphs=GiB), config, 1024, BLOCK)
+        start_engine(with_neighbour(10 * GiB, MiB), 1, 0.2, weights=GiB, graphs=GiB)
     with pytest.raises(ValueError, match=r"^(?!.*graphs)"):
-        check_enough_blocks(0, replace(profile, graphs=0, weights=2 * GiB), config, 1024, BLOCK)
+        start_engine(with_neighbour(10 * GiB, MiB), 1, 0.2, weights=2 * GiB)
 
 
 def test_a_refusal_names_what_others_hold():
@@ -260,7 +247,7 @@ def test_out_of_memory_gives_numbers_and_knobs():
     card = with_neighbour(8 * GiB, 5 * GiB)
     with card.as_process(1, 512 * MiB), pytest.raises(ValueError) as caught:
         card.take("weights", 2 * GiB)
-        with explain_out_of_memory("doing too much", "cuda"):
+        with MemoryProfiler(GPU, CacheConfig()).explain_out_of_memory("doing too much"):
             card.take("more", GiB)
     message = str(caught.value)
     for part in ("doing too much (tried to allocate 1.00 GiB)", "holds 2.50 GiB", "others 5.00", "free are 0.50 of 8.00",
@@ -283,7 +270,8 @@ def test_out_of_memory_gives_numbers_and_knobs():
     ],
 )
 def test_only_running_out_of_memory_is_explained(error: Exception, explained: bool):
-    with pytest.raises(ValueError if explained else type(error)) as caught, explain_out_of_memory("trying", "cpu"):
+    profiler = MemoryProfiler("cpu", CacheConfig())
+    with pytest.raises(ValueError if explained else type(error)) as caught, profiler.explain_out_of_memory("trying"):
         raise error
     assert (caught.value is error) != explained
     if "1125899906842624" in str(error):
@@ -291,7 +279,8 @@ def test_only_running_out_of_memory_is_explained(error: Exception, explained: bo
 
 
 def test_a_cpu_knows_nothing_of_it():
-    now = take_snapshot("cpu")
-    assert now.non_torch is None and now.others == 0 and now.total == now.free
-    profile = MemoryProfile.from_snapshots(now, now, now, 1.0)
-    assert profile.budget == now.total and profile.non_torch == profile.graphs == profile.others == 0
+    profiler = MemoryProfiler("cpu", CacheConfig(gpu_memory_utilization=1.0))
+    now = profiler.start
+    assert now.non_torch_memory is None and now.other_memory == 0 and now.total == now.free
+    profile = profiler.profile
+    assert profile.budget == now.total and profile.non_torch == profile.graphs == profile.other_memory == 0

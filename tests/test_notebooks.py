@@ -1,7 +1,7 @@
 """Every notebook runs top to bottom where the package is installed and nbdev is not, as on Colab.
 
 Each is executed by `jupyter nbconvert --execute` from an empty folder, in a kernel that cannot import nbdev. Two run
-at a time, each with one thread, so that two cores are busy; a minute is all that one may take.
+at a time, each with one thread, so that two cores are busy. How long each took is printed; only one that is stuck is ended.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(ROOT.glob("nbs/*.ipynb"))
-LIMIT = float(os.environ.get("NOTEBOOK_SECONDS", "60"))
+LIMIT = float(os.environ.get("NOTEBOOK_SECONDS", "300"))
 
 NO_NBDEV = """
 import sys
@@ -111,7 +111,7 @@ def test_notebook_runs(notebook: Path, runs: dict[Path, Future[tuple[str, float]
 def test_which_need_triton() -> None:
     "Those that are skipped without it; all others run without it, too."
     needing = {notebook.stem.partition("_")[0] for notebook in NOTEBOOKS if imports_triton(notebook)}
-    assert needing == {"22", "23", "32a", "43", "91"}
+    assert needing == {"21a", "22", "23", "32a", "43", "91"}
 
 
 @pytest.mark.parametrize(

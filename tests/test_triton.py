@@ -29,12 +29,12 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import teachvllm  # noqa: E402
-from teachvllm import LLM, SamplingParams  # noqa: E402
 from teachvllm.attention import triton as ours  # noqa: E402
-from teachvllm.attention import triton_ladder as ladder  # noqa: E402
+from teachvllm.attention import triton_utils  # noqa: E402
 from teachvllm.attention.backend import AttentionMetadata, ReferenceBackend, get_attn_backend  # noqa: E402
-from teachvllm.attention.triton import Chip, TritonBackend, choose_tiles, num_splits  # noqa: E402
-from teachvllm.attention.triton_ladder import compiling_for, interpreted  # noqa: E402
+from teachvllm.attention.triton import DeviceProperties, TritonBackend, choose_tiles, num_splits  # noqa: E402
+from teachvllm.attention.triton_ladder import compiling_for  # noqa: E402
+from teachvllm.attention.triton_utils import interpreted  # noqa: E402
 
 SHARED_MEMORY = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (9, 0): 232448}  # bytes a program can have
 
@@ -122,12 +122,12 @@ def make_batch(case: Case, beyond: int | None = None) -> Batch:
     return Batch(q, key, value, cache, metas[0], clean, metas[1])
 
 
-def chip_of(case: Case) -> Chip:
+def device_of(case: Case) -> DeviceProperties:
     "The real one on a GPU, so that keys are split as they are there; if asked, with tiles of another capability."
     if interpreted():
         capability = case.capability or (9, 0)
-        return Chip(capability, 1, SHARED_MEMORY[capability])
-    real = ours.this_chip()
+        return DeviceProperties(capability, 1, SHARED_MEMORY[capability])
+    real = ours.get_device_properties()
     if case.capability is None:
         return real
     memory = min(real.shared_memory, SHARED_MEMORY[case.capability])
@@ -148,22 +148,22 @@ def check(case: Case, beyond: int | None = None) -> None:
     batch = make_batch(case, beyond)
     n, size = len(batch.q) - case.num_padding, case.block_size
     config = (case.heads[0], case.head_size, case.heads[1], case.head_size**-0.5, case.window, case.soft_cap)
-    chip = chip_of(case)
-    with mock.patch.object(ours, "this_chip", lambda: chip):
+    chip = device_of(case)
+    with mock.patch.object(ours, "get_device_properties", lambda: chip):
         backend, oracle = case.cls(*config), ReferenceBackend(*config)
     where = batch.meta.slot_mapping[:n] // size, batch.meta.slot_mapping[:n] % size
     expected = batch.cache.clone()
     expected[:, where[0], where[1]] = torch.stack((batch.key[:n], batch.value[:n]))
-    backend.prepare(batch.meta, size)
-    backend.write(batch.key, batch.value, batch.cache, batch.meta)
+    backend.build(batch.meta, size)
+    backend.do_kv_cache_update(batch.key, batch.value, batch.cache, batch.meta)
     assert torch.equal(bits(batch.cache), bits(expected)), "written elsewhere than into the slots, or not all"
-    out = backend.attend(batch.q, batch.cache, batch.meta)
+    out = backend.forward(batch.q, batch.cache, batch.meta)
     assert out.shape == batch.q.shape and out.dtype == case.dtype
     assert torch.equal(bits(batch.cache), bits(expected)), "attention wrote into the cache"
     batch.clean[:, where[0], where[1]] = torch.stack((batch.key[:n], batch.value[:n]))
     clean, q, meta = batch.clean.float(), batch.q[:n].float(), batch.clean_meta
     meta.query_start_loc, meta.seq_lens = meta.query_start_loc[: len(case.past) + 1], meta.seq_lens[: len(case.past)]
-    want, spread = (oracle.attend(q, kv, meta) for kv in (clean, torch.stack((clean[0], clean[1].abs()))))
+    want, spread = (oracle.forward(q, kv, meta) for kv in (clean, torch.stack((clean[0], clean[1].abs()))))
     u = torch.finfo(case.dtype).eps / (1 if interpreted() and case.dtype == torch.bfloat16 else 2)
     assert ((out[:n].float() - want).abs() <= 2.1 * u * spread + 5e-6).all()  # False for NaN
 
@@ -252,7 +252,7 @@ def test_large_batches_on_a_gpu(seed: int) -> None:
     rng = np.random.default_rng(seed)
     query_lens = [1] * int(rng.integers(0, 30)) + [int(n) for n in rng.integers(1, 500, rng.integers(1, 5))]
     past = [int(n) for n in rng.integers(0, 3000, len(query_lens))]
-    real = ours.this_chip().capability
+    real = ours.get_device_properties().capability
     dtype = DTYPES[seed % 3] if real >= (8, 0) else DTYPES[2 * (seed % 2)]
     heads, head_size = [(32, 8), (9, 3), (16, 16)][seed % 3], [128, 64, 80, 256][seed % 4]
     check(Case(query_lens, past, heads, head_size, 16, [None, 700][seed % 2], dtype=dtype, seed=seed))
@@ -269,6 +269,23 @@ def test_split_keys_on_a_gpu(num_seqs: int, dtype: torch.dtype, window: int | No
     assert asked.call_count and all(num_splits(*call.args) > 1 for call in asked.call_args_list)
 
 
+# In models
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the comparison with transformers runs on the CPU")
+def test_layers_with_and_without_windows_equal_transformers() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from teachvllm.model_executor.models.llama import LlamaForCausalLM
+    from teachvllm.model_executor.models.parity import largest_difference
+
+    config = transformers.MinistralConfig(
+        vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, max_position_embeddings=128, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=False,
+    )  # fmt: skip
+    assert largest_difference(LlamaForCausalLM, config, (11,), (TritonBackend,)) < 1e-4
+
+
 # In the engine
 
 
@@ -276,6 +293,8 @@ def test_split_keys_on_a_gpu(num_seqs: int, dtype: torch.dtype, window: int | No
 def test_engine_gives_the_oracles_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Prompts in chunks beside decodes; the Mistral's blocks leave its window of 16 tokens and serve others."
     from transformers import MistralConfig
+
+    from teachvllm import LLM, SamplingParams
 
     window = MistralConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -296,13 +315,13 @@ def test_engine_gives_the_oracles_tokens(name: str, tmp_path: Path, monkeypatch:
 # What it refuses, and how it cuts
 
 
-def test_why_not() -> None:
+def test_what_it_refuses() -> None:
     def reason(device: str = "cuda", dtype: torch.dtype = torch.float16, head_size: int = 64) -> str:
         with pytest.raises(ValueError) as error:
             get_attn_backend("triton", device, dtype, head_size, 16)
         return str(error.value)
 
-    with mock.patch.object(ladder, "interpreted", lambda: False):
+    with mock.patch.object(triton_utils, "interpreted", lambda: False):
         assert "TRITON_INTERPRET=1" in reason("cpu")
         with mock.patch("torch.cuda.get_device_capability", lambda: (7, 0)):
             assert "compute capability 7.0" in reason()
@@ -320,7 +339,7 @@ def test_the_chip_is_asked_through_tritons_driver() -> None:
         mock.patch("torch.cuda.current_device", lambda: 0),
         mock.patch("torch.cuda.get_device_capability", {0: (7, 5)}.__getitem__),
     ):
-        assert ours.this_chip.__wrapped__() == Chip((7, 5), 40, 65536)
+        assert ours.get_device_properties.__wrapped__() == DeviceProperties((7, 5), 40, 65536)
 
 
 def test_tiles_fit() -> None:
@@ -335,7 +354,7 @@ def test_tiles_fit() -> None:
 
 def test_splits_fill_the_chip_and_no_more() -> None:
     for programs, sms, most in itertools.product((1, 3, 8, 100, 5000), (1, 40, 132), (1, 8, 64)):
-        splits = num_splits(programs, Chip((9, 0), sms, 0), most)
+        splits = num_splits(programs, DeviceProperties((9, 0), sms, 0), most)
         assert splits & (splits - 1) == 0 and 1 <= splits <= most
         assert splits == 1 or programs * splits <= 8 * sms
         assert splits == most or 2 * splits * programs > 8 * sms
@@ -370,8 +389,11 @@ def compile_row(
 ) -> list[Any]:
     "The kernels that a step with a decode and a prompt would launch."
     window, soft_cap, max_splits = cut
-    heads, chip = (2 * group, 2), Chip(capability, 40, SHARED_MEMORY[capability])
-    with mock.patch.object(ours, "this_chip", lambda: chip), compiling_for(10 * capability[0] + capability[1]) as made:
+    heads, chip = (2 * group, 2), DeviceProperties(capability, 40, SHARED_MEMORY[capability])
+    with (
+        mock.patch.object(ours, "get_device_properties", lambda: chip),
+        compiling_for(10 * capability[0] + capability[1]) as made,
+    ):
         backend = TritonBackend(heads[0], head_size, heads[1], head_size**-0.5, window, soft_cap)
         backend.max_splits = max_splits
         for num_decodes, num_tokens in ((1, 1), (0, 40)):
@@ -393,8 +415,8 @@ def run_step(
     start = torch.tensor([*range(num_decodes + 1), *[num_decodes + others] * (others > 0)])
     table, slots = torch.zeros(n, 8, dtype=torch.int32), torch.zeros(len(q), dtype=torch.int64)
     meta = AttentionMetadata(start, torch.full((n,), 40), table, slots, num_decodes)
-    backend.write(key, value, cache, meta)
-    backend.attend(q, cache, meta)
+    backend.do_kv_cache_update(key, value, cache, meta)
+    backend.forward(q, cache, meta)
 
 
 def describe(kernel: Any) -> dict[str, Any]:
@@ -408,8 +430,8 @@ def compile_all(part: int) -> Iterator[dict[str, Any]]:
     for row in range(part, len(MATRIX), 2):
         yield {"row": row, "kernels": [describe(kernel) for kernel in compile_row(*MATRIX[row])]}
     if part == 0:
-        chip = Chip((8, 0), 108, SHARED_MEMORY[8, 0])
-        with mock.patch.object(ours, "this_chip", lambda: chip), compiling_for(80) as made:
+        chip = DeviceProperties((8, 0), 108, SHARED_MEMORY[8, 0])
+        with mock.patch.object(ours, "get_device_properties", lambda: chip), compiling_for(80) as made:
             backend = WithoutSplits(8, 64, 2, 0.125)
             for num_decodes in (1, 2, 3, 4, 5):
                 run_step(backend, (8, 2), torch.float16, 16, num_decodes, 40 + num_decodes)

@@ -20,10 +20,11 @@ if __name__ != "__main__" and not torch.cuda.is_available():  # Triton must know
 triton = pytest.importorskip("triton")
 
 from teachvllm.attention import triton_ladder as ladder  # noqa: E402
+from teachvllm.attention import triton_utils  # noqa: E402
 from teachvllm.attention.backend import AttentionMetadata, ReferenceBackend  # noqa: E402
 
 LATE = "Triton was imported before TRITON_INTERPRET was set: set it in conftest.py"
-assert isinstance(triton.language.cdiv, triton.JITFunction) != ladder.interpreted(), LATE
+assert isinstance(triton.language.cdiv, triton.JITFunction) != triton_utils.interpreted(), LATE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -70,10 +71,10 @@ def check(rung: Callable, case: dict[str, Any], **options: Any) -> None:
     q, cache, meta = make_batch(case)
     oracle = ReferenceBackend(q.shape[1], q.shape[2], cache.shape[3], q.shape[2] ** -0.5)
     out, (k, v) = rung(q, cache, meta, oracle.scale, **options), cache.float()
-    size = oracle.attend(q.float(), torch.stack((k, v.abs())), meta)
-    u = torch.finfo(q.dtype).eps / (1 if ladder.interpreted() and q.dtype == torch.bfloat16 else 2)
+    size = oracle.forward(q.float(), torch.stack((k, v.abs())), meta)
+    u = torch.finfo(q.dtype).eps / (1 if triton_utils.interpreted() and q.dtype == torch.bfloat16 else 2)
     assert out.shape == q.shape and out.dtype == q.dtype
-    off = (out.float() - oracle.attend(q.float(), cache.float(), meta)).abs()
+    off = (out.float() - oracle.forward(q.float(), cache.float(), meta)).abs()
     assert (off <= 2.1 * u * size + 1e-5).all(), f"off by {off.max():.1e}"  # a NaN is not below it either
 
 
@@ -211,7 +212,7 @@ def test_reshape_and_cache(
     cache, num_tokens = poisoned((2, 3, block_size, heads, head_size), order, dtype), min(6, 3 * block_size)
     slots = torch.tensor([rng.choice([slot, -1]) for slot in rng.sample(range(3 * block_size), num_tokens)])
     key, value = torch.randn(2, num_tokens, heads + 1, head_size).to(DEVICE, dtype)[:, :, 1:]
-    ladder.reshape_and_cache(key, value, cache, slots.to(DEVICE))
+    triton_utils.reshape_and_cache(key, value, cache, slots.to(DEVICE))
     flat, kept = cache.flatten(1, 2).cpu(), slots >= 0
     assert torch.equal(flat[:, slots[kept]], torch.stack((key, value))[:, kept].cpu())
     untouched = torch.ones(3 * block_size, dtype=torch.bool).index_fill_(0, slots[kept], False)
@@ -230,7 +231,7 @@ def compile_everything() -> Iterator[dict[str, Any]]:
         with ladder.compiling_for(capability) as made:
             for rung in RUNGS.values():
                 rung(q, cache, meta, 0.1, log)
-            ladder.reshape_and_cache(cache[0, 0, :4], cache[1, 0, :4], cache, meta.slot_mapping)
+            triton_utils.reshape_and_cache(cache[0, 0, :4], cache[1, 0, :4], cache, meta.slot_mapping)
         yield from (describe(kernel, capability, dtype) for kernel in made)
     q, cache, meta = make_batch({**PLAIN, "head_size": 256, "seq_lens": [40] * 4, "query_lens": [1] * 4})
     with ladder.compiling_for(75) as made:  # the largest rows on the smallest chip
@@ -246,7 +247,7 @@ def describe(kernel: Any, capability: int, dtype: torch.dtype) -> dict[str, Any]
 
 
 def test_the_interpreter_compiles_nothing() -> None:
-    if not ladder.interpreted():
+    if not triton_utils.interpreted():
         pytest.skip("Triton is not interpreted here")
     with pytest.raises(ValueError, match="TRITON_INTERPRET"), ladder.compiling_for(90):
         pass

@@ -41,7 +41,7 @@ def run(path: Path, flags: list[str], save: bool) -> bool:
 
     os.chdir(path.parent)
     sys.path[0] = str(ROOT)  # was tools/
-    shell = CaptureShell(path)
+    shell = CaptureShell(path, mpl_format="png")  # not "retina", which doubles every figure
     try:
         shell.run_all(nb, exc_stop=True, preproc=skip)
     except BaseException:

@@ -62,13 +62,15 @@ def plan_part(
     stale = torch.nonzero((read_at > position[:, -1:]).flatten()).flatten()
     return Part(tokens, meta.block_table[rows].gather(1, read).flatten(), stale, hidden[:, None])
 
-# %% ../../nbs/21_cpu_attention.ipynb #4ce38490
+# %% ../../nbs/21_cpu_attention.ipynb #456e17f7
 TILE = 128  # new tokens of one sequence that are computed at a time
+
+
 FUSED_UP_TO = 512  # gathered slots up to which one decoding sequence alone is quicker in torch's fused kernel
 
-# %% ../../nbs/21_cpu_attention.ipynb #58a92a49
+# %% ../../nbs/21_cpu_attention.ipynb #67434858
 class TorchSDPABackend(AttentionBackend):
-    """Pages gathered into buckets and tiles that torch multiplies in batches; what to gather is planned once a step.
+    """Pages gathered into buckets and tiles that torch multiplies in batches. Layers of one window share a step's plan.
 
     The query heads that share a KV head are laid along the query axis, so its keys are read once and not repeated.
     Scores are float32, also for bfloat16 keys. vLLM: `v1/attention/backends/cpu_attn.py`.
@@ -81,8 +83,10 @@ class TorchSDPABackend(AttentionBackend):
         "A head's pages are pieces of their own: gathered, they are ready to be multiplied."
         return HEAD_FIRST
 
-    def prepare(self, meta, block_size):
-        "One part a bucket of decodes, one a tile of each other sequence."
+    def build(self, meta, block_size):
+        "One part a bucket of decodes, one a tile of each other sequence. What to gather depends on the window alone."
+        if self.window in meta.plans:
+            return
         n, device, bounds = meta.num_decodes, meta.seq_lens.device, meta.query_start_loc.tolist()
         seen = meta.seq_lens[:n] if self.window is None else meta.seq_lens[:n].clamp(max=self.window)
         jobs = [(rows, rows, meta.seq_lens[rows, None] - 1) for rows in (bucket_by_length(seen) if n else ())]
@@ -90,14 +94,14 @@ class TorchSDPABackend(AttentionBackend):
             for start in range(bounds[i], bounds[i + 1], TILE):
                 tokens = torch.arange(start, min(start + TILE, bounds[i + 1]), device=device)
                 jobs.append((torch.tensor([i], device=device), tokens, tokens[None] + (seq_len - bounds[i + 1])))
-        meta.plan = [plan_part(*job, meta, block_size, self.window) for job in jobs]
+        meta.plans[self.window] = [plan_part(*job, meta, block_size, self.window) for job in jobs]
 
-    def attend(self, q, kv_cache, meta):
+    def forward(self, q, kv_cache, meta):
         "Run the plan: gather each part's pages, and attend."
-        pages, out = kv_cache.permute(HEAD_FIRST), torch.empty_like(q)
+        plan, pages, out = meta.plans[self.window], kv_cache.permute(HEAD_FIRST), torch.empty_like(q)
         page = 2 * self.num_kv_heads * kv_cache.shape[2] * self.head_size  # elements
-        room = kv_cache.new_empty(page * max(len(part.pages) for part in meta.plan))  # for one part after the other
-        for part in meta.plan:
+        room = kv_cache.new_empty(page * max(len(part.pages) for part in plan))  # for one part after the other
+        for part in plan:
             kv = room[: page * len(part.pages)].view(2, self.num_kv_heads, len(part.pages), -1, self.head_size)
             kv = torch.index_select(pages, 2, part.pages, out=kv).view(2, self.num_kv_heads, -1, self.head_size)
             alone = part.tokens.numel() == 1 and kv.shape[2] <= FUSED_UP_TO
@@ -114,7 +118,8 @@ class TorchSDPABackend(AttentionBackend):
         (n, _, m, num_masked), heads = part.hidden.shape, self.num_kv_heads
         group, length = self.num_heads // heads, kv.shape[2] // n
         k, v = kv[0].view(heads * n, length, -1), kv[1].index_fill_(1, part.stale, 0).view(heads * n, length, -1)
-        q = (q.float() * self.scale).view(n, m, heads, group, -1).permute(2, 0, 3, 1, 4).reshape(heads * n, group * m, -1)
+        q = (q.float() * self.scale).view(n, m, heads, group, -1).permute(2, 0, 3, 1, 4)
+        q = q.reshape(heads * n, group * m, -1)
         scores = torch.bmm(q, k.float().transpose(1, 2))  # a bfloat16 product would round them to 8 bits
         if self.soft_cap is not None:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['key_range', 'load_rows', 'attend_tile', 'store_rows', 'unified_attention', 'Tiles', 'launch_attention',
-           'choose_tiles', 'Chip', 'this_chip', 'num_splits', 'attend_gathered', 'TritonBackend']
+           'choose_tiles', 'DeviceProperties', 'get_device_properties', 'num_splits', 'attend_gathered',
+           'TritonBackend']
 
-# %% ../../nbs/23_triton_attention.ipynb #06cf98d2
+# %% ../../nbs/23_triton_attention.ipynb #e645986c
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 
 from .backend import AttentionBackend, AttentionMetadata, visible
-from teachvllm.attention.triton_ladder import (
+from teachvllm.attention.triton_utils import (
     LOG2_E,
     dot,
     find_sequence,
@@ -59,7 +60,7 @@ def load_rows(cache, slots, dims, key, end, CHECK: tl.constexpr, HEAD_SIZE: tl.c
         return tl.load(rows, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
     return tl.load(rows)
 
-# %% ../../nbs/23_triton_attention.ipynb #4ff94773
+# %% ../../nbs/23_triton_attention.ipynb #53c2f8b0
 @triton.jit
 def attend_tile(
     acc, largest, total, q, k_cache, v_cache, table, start, end, position, dims, scale, soft_cap,
@@ -75,7 +76,7 @@ def attend_tile(
     key = start + tl.arange(0, TILE)
     block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
     slots = block * page_stride + key % BLOCK_SIZE * slot_stride
-    k = load_rows(k_cache, slots, dims, key, end, CHECK, HEAD_SIZE, HEAD_PADDED)
+    k = load_rows(k_cache, slots, dims, key, end, CHECK=CHECK, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED)
     scores = dot(q, tl.trans(k)) * scale
     if SOFT_CAP:
         scores = soft_cap * (2 * tl.sigmoid(2 * scores / soft_cap) - 1)
@@ -89,7 +90,7 @@ def attend_tile(
     if CHECK:
         base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
     weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(largest - base)
-    v = load_rows(v_cache, slots, dims, key, end, CHECK, HEAD_SIZE, HEAD_PADDED)
+    v = load_rows(v_cache, slots, dims, key, end, CHECK=CHECK, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED)
     acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
     return acc, new, total * shrink + tl.sum(weights, 1)
 
@@ -110,7 +111,7 @@ def store_rows(
         tl.store(stats + part * 2, largest, mask=live)
         tl.store(stats + part * 2 + 1, total, mask=live)
 
-# %% ../../nbs/23_triton_attention.ipynb #87e411cd
+# %% ../../nbs/23_triton_attention.ipynb #807ff81e
 @triton.jit(do_not_specialize=["block_table", "query_start_loc", "seq_lens", "num_seqs", "table_row_stride"])
 def unified_attention(
     out, partial, stats, q, k_cache, v_cache, block_table, query_start_loc, seq_lens, num_seqs, scale, soft_cap,
@@ -144,27 +145,27 @@ def unified_attention(
     low, full, end = key_range(
         first, query_len.to(tl.int32), seq_len.to(tl.int32), split, BLOCK_Q, TILE, NUM_SPLITS, WINDOW)  # fmt: skip
     for start in range(low, full, TILE):
-        acc, largest, total = attend_tile(
-            acc, largest, total, q_rows, k_cache, v_cache, table, start, end, position, dims, scale, soft_cap,
-            page_stride, slot_stride, False, TILE, BLOCK_SIZE, WINDOW, SOFT_CAP, HEAD_SIZE, HEAD_PADDED)  # fmt: skip
+        acc, largest, total = attend_tile(acc, largest, total, q_rows, k_cache, v_cache, table, start, end, position,
+            dims, scale, soft_cap, page_stride, slot_stride, CHECK=False, TILE=TILE, BLOCK_SIZE=BLOCK_SIZE,
+            WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED)  # fmt: skip
     for start in range(full, end, TILE):
-        acc, largest, total = attend_tile(
-            acc, largest, total, q_rows, k_cache, v_cache, table, start, end, position, dims, scale, soft_cap,
-            page_stride, slot_stride, True, TILE, BLOCK_SIZE, WINDOW, SOFT_CAP, HEAD_SIZE, HEAD_PADDED)  # fmt: skip
+        acc, largest, total = attend_tile(acc, largest, total, q_rows, k_cache, v_cache, table, start, end, position,
+            dims, scale, soft_cap, page_stride, slot_stride, CHECK=True, TILE=TILE, BLOCK_SIZE=BLOCK_SIZE,
+            WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED)  # fmt: skip
     rows = (begin + token) * (tl.num_programs(1) * GROUP) + head
     store_rows(out, partial, stats, rows, dims, live, acc, largest, total, split, NUM_SPLITS, HEAD_SIZE, HEAD_PADDED)
 
-# %% ../../nbs/23_triton_attention.ipynb #db24586f
+# %% ../../nbs/23_triton_attention.ipynb #941067ec
 @dataclass(frozen=True)
 class Tiles:
-    "How a launch is cut: query rows per program, keys per step of its loop, and what of the chip it gets."
+    "How a launch is cut: query rows per program, keys per step of its loop, and what of the GPU it gets."
 
     block_m: int
     tile: int
     num_warps: int
     num_stages: int  # of Triton's pipeline
 
-# %% ../../nbs/23_triton_attention.ipynb #2ac8cc90
+# %% ../../nbs/23_triton_attention.ipynb #5e3aba30
 def launch_attention(
     q: torch.Tensor,  # [num_tokens of the whole batch, num_heads, head_size]; a view will do
     kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
@@ -187,16 +188,17 @@ def launch_attention(
     grid = (num_seqs if decode else num_tokens // block_q + num_seqs, num_heads // group, splits)
     unified_attention[grid](
         out, partial, stats, q, k, v, block_table, query_start_loc, seq_lens, num_seqs,
-        scale * LOG2_E, (soft_cap or 0.0) * LOG2_E,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(2), k.stride(1), block_table.stride(0),
-        num_heads // k.shape[2], group, block_q, tiles.block_m, tiles.tile, splits, decode,
-        k.shape[1], window or 0, soft_cap is not None, head_size, head_padded,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        scale=scale * LOG2_E, soft_cap=(soft_cap or 0.0) * LOG2_E,
+        q_token_stride=q.stride(0), q_head_stride=q.stride(1), page_stride=k.stride(0), head_stride=k.stride(2),
+        slot_stride=k.stride(1), table_row_stride=block_table.stride(0),
+        HEADS_PER_KV=num_heads // k.shape[2], GROUP=group, BLOCK_Q=block_q, BLOCK_M=tiles.block_m, TILE=tiles.tile,
+        NUM_SPLITS=splits, DECODE=decode, BLOCK_SIZE=k.shape[1], WINDOW=window or 0, SOFT_CAP=soft_cap is not None,
+        HEAD_SIZE=head_size, HEAD_PADDED=head_padded, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if splits > 1:
         merge_splits[(num_tokens * num_heads,)](out, partial, stats, head_size, head_padded, splits)
 
-# %% ../../nbs/23_triton_attention.ipynb #2ee1f05a
+# %% ../../nbs/23_triton_attention.ipynb #1224f9ed
 def choose_tiles(
     decode: bool, capability: tuple[int, int], shared_memory: int, itemsize: int, head_padded: int, group: int
 ) -> Tiles:
@@ -210,35 +212,37 @@ def choose_tiles(
     block_m = max(triton.next_power_of_2(group), block_m)
     tile = max(16, min(64, (2048 if not tensor_cores else 4096 if decode else 8192) // head_padded))
     row = head_padded * itemsize
-    ahead = (shared_memory - 2048 - block_m * row) // (2 * tile * row)  # tiles of keys and of values that fit beside the queries
+    ahead = (shared_memory - 2048 - block_m * row) // (2 * tile * row)  # tiles of keys and values beside the queries
     warps = 8 if block_m >= (128 if tensor_cores else 64) else 4
     return Tiles(block_m, tile, warps, 1 if not modern else 5 if tensor_cores and ahead >= 3 else 3)
 
-# %% ../../nbs/23_triton_attention.ipynb #e03d4c45
+# %% ../../nbs/23_triton_attention.ipynb #8bcaf295
 @dataclass(frozen=True)
-class Chip:
+class DeviceProperties:
     "What the kernels must know of a GPU."
 
     capability: tuple[int, int]
     num_sms: int  # streaming multiprocessors: each runs one program at least
     shared_memory: int  # bytes, the most that one program can have
 
+
 @cache
-def this_chip() -> Chip:
+def get_device_properties() -> DeviceProperties:
     "The GPU of this process; the interpreter is one that can do everything, but only one program at a time."
     if interpreted():
-        return Chip((9, 0), 1, 227 * 1024)
+        return DeviceProperties((9, 0), 1, 227 * 1024)
     device = torch.cuda.current_device()
     gpu = triton.runtime.driver.active.utils.get_device_properties(device)
-    return Chip(torch.cuda.get_device_capability(device), gpu["multiprocessor_count"], gpu["max_shared_mem"])
+    capability = torch.cuda.get_device_capability(device)
+    return DeviceProperties(capability, gpu["multiprocessor_count"], gpu["max_shared_mem"])
 
-# %% ../../nbs/23_triton_attention.ipynb #e6df72c3
-def num_splits(num_programs: int, chip: Chip, most: int) -> int:
-    """Splits of each sequence's keys, so that `num_programs` programs without splits become enough for the chip.
+# %% ../../nbs/23_triton_attention.ipynb #8a435eea
+def num_splits(num_programs: int, device: DeviceProperties, most: int) -> int:
+    """Splits of each sequence's keys, so that `num_programs` programs without splits become enough for the GPU.
 
     A power of two, and `most` if more are wanted.
     """
-    wanted = max(1, 8 * chip.num_sms // num_programs)
+    wanted = max(1, 8 * device.num_sms // num_programs)
     return min(most, 1 << (wanted.bit_length() - 1))
 
 # %% ../../nbs/23_triton_attention.ipynb #278972cf
@@ -258,7 +262,7 @@ def attend_gathered(
     mask = None if whole else visible(query_len, length, window, q.device)
     return scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale)[0].transpose(0, 1)
 
-# %% ../../nbs/23_triton_attention.ipynb #2b796888
+# %% ../../nbs/23_triton_attention.ipynb #65c91834
 class TritonBackend(AttentionBackend):
     """This chapter's kernels. Decodes go through splits of their keys, everything else through large tiles.
 
@@ -272,12 +276,12 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, *sizes, **more):
         super().__init__(*sizes, **more)
-        self.chip, self.head_padded = this_chip(), max(16, triton.next_power_of_2(self.head_size))
+        self.device, self.head_padded = get_device_properties(), max(16, triton.next_power_of_2(self.head_size))
         self.group = self.num_heads // self.num_kv_heads if self.pack_heads else 1
-        self.tensor_cores = self.chip.capability >= (8, 0)  # that Triton's `tl.dot` uses
+        self.tensor_cores = self.device.capability >= (8, 0)  # that Triton's `tl.dot` uses
 
     @classmethod
-    def why_not(cls, device, dtype, head_size, block_size):
+    def validate_configuration(cls, device, dtype, head_size, block_size):
         "It needs a GPU of compute capability 7.5 or more, or a CPU with TRITON_INTERPRET=1."
         if reason := no_triton(device):
             return reason
@@ -290,11 +294,11 @@ class TritonBackend(AttentionBackend):
         "In memory a page of one KV head is one piece: what a program reads of it lies together."
         return (0, 1, 3, 2, 4)
 
-    def write(self, key, value, kv_cache, meta):
+    def do_kv_cache_update(self, key, value, kv_cache, meta):
         "One program a token; a slot of -1 is written nowhere."
         reshape_and_cache(key, value, kv_cache, meta.slot_mapping)
 
-    def attend(self, q, kv_cache, meta):
+    def forward(self, q, kv_cache, meta):
         "Decodes and the rest are launched apart: the same kernel, cut differently. Rows of padding hold anything."
         n, rest, out = meta.num_decodes, len(q) - meta.num_decodes, torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n:
@@ -308,9 +312,9 @@ class TritonBackend(AttentionBackend):
         return out
 
     def _launch(self, q, kv_cache, meta: AttentionMetadata, out, seqs: slice, num_tokens: int, decode: bool) -> None:
-        chip, group = self.chip, self.group
-        tiles = choose_tiles(decode, chip.capability, chip.shared_memory, q.element_size(), self.head_padded, group)
-        splits = num_splits(num_tokens * self.num_heads // group, chip, self.max_splits) if decode else 1
+        device, group = self.device, self.group
+        tiles = choose_tiles(decode, device.capability, device.shared_memory, q.element_size(), self.head_padded, group)
+        splits = num_splits(num_tokens * self.num_heads // group, device, self.max_splits) if decode else 1
         launch_attention(
             q, kv_cache, out, meta.block_table[seqs], meta.query_start_loc[seqs.start :], meta.seq_lens[seqs],
             num_tokens, tiles, scale=self.scale, window=self.window, soft_cap=self.soft_cap,

@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = ['Hypothesis', 'BeamSearch']
 
-# %% ../../nbs/14_beam_search.ipynb #8a381df4
+# %% ../../nbs/14_beam_search.ipynb #9408cfcb
 from dataclasses import dataclass
 
+from .scheduler import Scheduler
+from ..messages import EngineCoreOutput
 from ..sampling_params import BeamSearchParams
-from ..sequence import Sequence, SequenceStatus
+from ..sequence import Sequence, SequenceGroup, SequenceStatus
 
 # %% ../../nbs/14_beam_search.ipynb #84d4afbc
 @dataclass
@@ -21,9 +23,9 @@ class Hypothesis:
     score: float  # the log-probability over the number of tokens to the power of `length_penalty`
     status: SequenceStatus
 
-# %% ../../nbs/14_beam_search.ipynb #ac08bb62
+# %% ../../nbs/14_beam_search.ipynb #a23b9a43
 class BeamSearch:
-    """One request's search: `extend` takes each beam's likeliest next tokens and says which beams go on.
+    """The fork rule of one request's search: `choose` takes each beam's likeliest next tokens and says which beams go on.
 
     The rules are those of transformers with `early_stopping=False`: of all continuations the best few are looked at; one
     that ends is kept as a hypothesis if it is among the `beam_width` best; the best `beam_width` of the others go on.
@@ -40,10 +42,10 @@ class BeamSearch:
         "What a continuation of `num_tokens` tokens is worth: higher is better."
         return cumulative_logprob / max(1, num_tokens) ** self.params.length_penalty
 
-    def extend(self, beams: list[Sequence], tops: list[list[tuple[int, float]]]) -> list[tuple[int, int, float]]:
+    def choose(self, beams: list[Sequence], tops: list[list[tuple[int, float]]]) -> list[tuple[int, int, float]]:
         """One step: `tops[i]` are the likeliest tokens after `beams[i]` with their log-probabilities.
 
-        Returns who goes on: (which beam, with which token, the log-probability up to there); nobody if it is over.
+        Returns the beams that go on: (index in `beams`, its next token, the log-probability up to there); none if it is over.
         """
         joined = [
             (beam.cumulative_logprob + logprob, i, token_id)
@@ -73,3 +75,37 @@ class BeamSearch:
             return True
         greedy = self.width == 1  # then the first end is the end
         return not greedy and self.score(best_logprob, num_tokens) > self.hypotheses[-1].score
+
+    def extend(self, scheduler: Scheduler, group: SequenceGroup, tokens: list[tuple[Sequence, int, float, list]]) -> None:
+        "A step's tokens: a beam that goes on once stays itself, one that goes on twice is forked, the others are dropped."
+        beams = [seq for seq, *_ in tokens]
+        chosen = self.choose(beams, [top for *_, top in tokens])
+        chosen = chosen[: group.get_max_num_running_seqs()]  # the width, less beams that the scheduler ended
+        if not chosen:
+            scheduler.finish_group(group, SequenceStatus.FINISHED_STOPPED, self.outputs(group))
+            return
+        for i, beam in enumerate(beams):
+            mine = [(token_id, logprob) for j, token_id, logprob in chosen if j == i]
+            if not mine:
+                scheduler.drop_seq(group, beam)
+                continue
+            heirs = [beam, *(scheduler.fork_seq(group, beam) for _ in mine[1:])]
+            for heir, (token_id, logprob) in zip(heirs, mine, strict=True):
+                scheduler.set_token(heir, token_id)
+                heir.cumulative_logprob = logprob
+
+    def seq_ended(self, scheduler: Scheduler, group: SequenceGroup, seq: Sequence) -> None:
+        "The scheduler ended a beam because the pool is full: what it has is a hypothesis."
+        self.keep(seq.output_token_ids, seq.cumulative_logprob, seq.status)
+        if group.is_finished():
+            scheduler.finish_group(group, seq.status, self.outputs(group))
+
+    def outputs(self, group: SequenceGroup) -> list[EngineCoreOutput]:
+        "What the search found, the best first."
+        return [
+            EngineCoreOutput(
+                group.request_id, i, h.token_ids, h.status.value, None, h.cumulative_logprob,
+                i == len(self.hypotheses) - 1, group.num_cached_tokens, group.first_scheduled_time, group.num_preemptions,
+            )
+            for i, h in enumerate(self.hypotheses)
+        ]  # fmt: skip

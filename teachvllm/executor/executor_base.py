@@ -5,28 +5,32 @@
 # %% auto #0
 __all__ = ['ExecutorBase', 'UniProcExecutor', 'get_executor_class']
 
-# %% ../../nbs/50_executor.ipynb #1c6e3408
+# %% ../../nbs/50_executor.ipynb #cd82349a
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import RLock
 from typing import Any
 
 from ..config import NotSupportedYet, VllmConfig, require, resolve_class
-from ..core.request_queues import SchedulerOutput
-from ..model_executor.sampler import SamplerOutput
+from ..core.scheduler import SchedulerOutput
+from ..model_executor.sampler import ModelRunnerOutput
+from ..worker.memory_profiling import release_memory
 from ..worker.worker import WorkerWrapperBase
 
-# %% ../../nbs/50_executor.ipynb #a4f3cc09
+# %% ../../nbs/50_executor.ipynb #b5384443
 class ExecutorBase(ABC):
     """Starts the workers, asks all of them, and sends each step's orders. vLLM: `executor/executor_base.py`.
 
-    A subclass says where workers live (`_init_executor`, `collective_rpc`, `shutdown`); the story told with those calls
-    is the same for all.
+    A subclass says where workers live (`_init_executor`, `collective_rpc`, `shutdown`); the order of the calls is the
+    same for all.
     """
 
     def __init__(self, vllm_config: VllmConfig):
-        self.config, self.lock = vllm_config, RLock()  # for workers that take one call at a time, from whichever thread
+        self.config, self.lock = vllm_config, RLock()  # for workers that take one call at a time, from any thread
+        self.in_flight: deque[Callable[[], ModelRunnerOutput]] = deque()  # for each step sent, what gets its result
         self._init_executor()
         for method in ("init_device", "load_model"):
             self.collective_rpc(method)
@@ -54,31 +58,55 @@ class ExecutorBase(ABC):
         self.collective_rpc("initialize_cache", args=(num_gpu_blocks, num_cpu_blocks))
         self.collective_rpc("compile_or_warm_up_model")
 
-    def execute_model(self, out: SchedulerOutput) -> SamplerOutput:
-        "Run one step everywhere; every worker samples the same tokens, so the first answer counts."
-        return self.collective_rpc("execute_model", args=(out,))[0]
+    def submit(self, out: SchedulerOutput) -> None:
+        """Send one step's orders. Steps are carried out in the order in which they are sent; `collect` gets their
+        results, and raises what a step raised.
 
-    def execute_model_async(self, out: SchedulerOutput) -> Future[SamplerOutput]:
-        """The same as an answer to be had later. Steps are carried out in the order in which they are sent.
-
-        Here the call returns when the worker does: on a GPU that is when the step's kernels are queued, not when they ran.
+        The call returns when the workers' does: on a GPU that is when the step's kernels are queued, not when they ran.
         """
-        answer: Future[SamplerOutput] = Future()
         try:
-            answer.set_result(self.execute_model(out))
+            self.collective_rpc("submit", args=(out,))
+            self.in_flight.append(lambda: self.collective_rpc("collect")[0])  # all workers sample the same tokens
         except Exception as error:
-            answer.set_exception(error)
-        return answer
+            failed: Future[ModelRunnerOutput] = Future()
+            failed.set_exception(error)
+            self.in_flight.append(failed.result)
+
+    def collect(self) -> ModelRunnerOutput:
+        "Wait for the oldest step that was sent and not collected: its result. After Ctrl-C it is still in flight."
+        try:
+            result = self.in_flight[0]()
+        except Exception:
+            self.in_flight.popleft()
+            raise
+        self.in_flight.popleft()
+        return result
+
+    def execute_model(self, out: SchedulerOutput) -> ModelRunnerOutput:
+        "Run one step everywhere, while no other is in flight."
+        self.submit(out)
+        return self.collect()
+
+    def drain(self) -> None:
+        "Wait for the steps in flight, and drop their results and errors."
+        while self.in_flight:
+            with suppress(Exception):
+                self.collect()
+
+    def reset(self) -> None:
+        "Let every worker forget all sequences, after a step that failed."
+        self.drain()
+        self.collective_rpc("reset")
 
     @abstractmethod
     def shutdown(self) -> None:
         "Let the workers go. May be called twice."
 
-# %% ../../nbs/50_executor.ipynb #c6b9ab7e
+# %% ../../nbs/50_executor.ipynb #d5efdf2f
 class UniProcExecutor(ExecutorBase):
     """One worker, in this process: a call is a plain call. vLLM: `executor/uniproc_executor.py`.
 
-    A GPU works while Python goes on; a CPU does not. There, with `async_scheduling`, the worker has a thread of its own.
+    A GPU works while Python goes on; a CPU does not. There, with `async_scheduling`, the worker has its own thread.
     """
 
     thread: ThreadPoolExecutor | None = None
@@ -99,15 +127,21 @@ class UniProcExecutor(ExecutorBase):
                 raise ValueError("the engine is closed")
             return [self.driver_worker.execute_method(method, *args, **(kwargs or {}))]
 
-    def execute_model_async(self, out: SchedulerOutput) -> Future[SamplerOutput]:
+    def submit(self, out: SchedulerOutput) -> None:
         "As every executor; where the worker has a thread, the call returns at once."
-        return self.thread.submit(self.execute_model, out) if self.thread else super().execute_model_async(out)
+        if self.thread is None:
+            super().submit(out)
+        else:
+            step = self.thread.submit(lambda: self.collective_rpc("execute_model", args=(out,))[0])
+            self.in_flight.append(step.result)
 
     def shutdown(self) -> None:
-        "Drop the worker, and with it model and cache."
+        "Drop the worker, and with it model and cache: their memory is free at once."
         if self.thread:
             self.thread.shutdown()
+        self.in_flight.clear()
         self.driver_worker = None
+        release_memory()
 
 # %% ../../nbs/50_executor.ipynb #9989a0f8
 def get_executor_class(vllm_config: VllmConfig) -> type[ExecutorBase]:

@@ -31,19 +31,21 @@ def first_passing(weights, target, index):
     last = tl.max(tl.where(weights > 0, index, 0), 0)
     return tl.minimum(tl.min(tl.where(passed, index, 2147483647), 0), last)
 
-# %% ../../nbs/32a_fused_sampler.ipynb #0d3b81a0
+# %% ../../nbs/32a_fused_sampler.ipynb #318a1d15
 @triton.jit
 def sample_kernel(
     ids, logits, temperature, uniform, vocab_size, row_stride, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr
 ):  # fmt: skip
-    "Grid (rows). First the row's blocks, each as largest logit and total weight; then the token in the chosen block."
+    "Grid (rows). First each block's largest logit and total weight; then the token in the chosen block, or -1."
     row, block = tl.program_id(0), tl.arange(0, NUM_BLOCKS)
     logits += row.to(tl.int64) * row_stride
     heat = tl.load(temperature + row)
     scale = 1.4426950408889634 / tl.where(heat > 0, heat, 1.0)
     largest, total = tl.full([NUM_BLOCKS], float("-inf"), tl.float32), tl.zeros([NUM_BLOCKS], tl.float32)
+    is_nan = tl.zeros([BLOCK], tl.int32)
     for i in tl.range(0, tl.cdiv(vocab_size, BLOCK), num_stages=3):
         _, x = load_block(logits, i, vocab_size, BLOCK)
+        is_nan |= (x != x).to(tl.int32)
         top = tl.max(x, 0)
         largest = tl.where(block == i, top, largest)
         total = tl.where(block == i, tl.sum(weigh(x, top, scale), 0), total)
@@ -58,9 +60,10 @@ def sample_kernel(
         found = first_passing(weigh(x, best, scale), target, index)
     else:
         found = tl.min(tl.where(x == best, index, vocab_size - 1), 0)
+    found = tl.where(tl.max(is_nan, 0) > 0, -1, found)
     tl.store(ids + row, found.to(tl.int64))
 
-# %% ../../nbs/32a_fused_sampler.ipynb #1a02d8a1
+# %% ../../nbs/32a_fused_sampler.ipynb #50db9ea2
 BLOCK = 4096  # logits a program reads at a time; two more such blocks are on their way, in 32 KiB of shared memory
 
 
@@ -68,7 +71,7 @@ def sample_rows(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.
     """A token for each row: the likeliest at temperature 0 (of equals the first), else `inverse_cdf` at `uniform`.
 
     `logits` [rows, vocab_size] float32, float16 or bfloat16, each row in one piece; `temperature` and `uniform` [rows]
-    float32; returns int64 [rows]. A row with a NaN gets some index that exists.
+    float32; returns int64 [rows]. A row with a NaN gets -1.
     """
     (num_rows, vocab_size), block = logits.shape, min(BLOCK, triton.next_power_of_2(logits.shape[1]))
     assert logits.stride(1) == 1 and temperature.shape == uniform.shape == (num_rows,)

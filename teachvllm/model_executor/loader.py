@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['GGUF_NAMES', 'weight_files', 'safetensors_weights', 'bin_weights', 'dummy_weights', 'hf_name', 'unpermute',
-           'gguf_tensor', 'gguf_weights', 'convert_gguf', 'find_weights', 'default_tensors', 'make_backend',
+           'gguf_tensor', 'gguf_weights', 'convert_gguf', 'find_weights', 'default_tensors', 'make_context',
            'get_model']
 
-# %% ../../nbs/34_loader.ipynb #81a3e29e
+# %% ../../nbs/34_loader.ipynb #1770f379
 import json
 import logging
 import math
@@ -22,11 +22,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..attention.backend import AttentionBackend, get_attn_backend
-from ..config import ModelConfig, VllmConfig, cache_folder, load_hf_config, read_gguf_header, require
+from ..attention.backend import get_attn_backend
+from ..config import VllmConfig, require
 from ..inputs import get_tokenizer
-from .layers import Linear, VocabParallelEmbedding, WeightsError, load_weights
+from .layers import LinearBase, ModelContext, WeightsError, load_weights
 from .models.registry import architectures_of, get_model_class
+from ..transformers_utils import cache_folder, load_hf_config, read_gguf_header
 
 # %% ../../nbs/34_loader.ipynb #2244cb1c
 logger = logging.getLogger("teachvllm")
@@ -70,31 +71,22 @@ def bin_weights(files: list[Path]) -> Weights:
         yield from state.items()
         del state  # before the next file is read
 
-# %% ../../nbs/34_loader.ipynb #5d15297b
+# %% ../../nbs/34_loader.ipynb #6c0a569c
 def dummy_weights(model: nn.Module, seed: int = 0) -> None:
     "Fill `model` with small random numbers: wrong text, honest speed. vLLM: `DummyModelLoader`."
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
-        parameter.data.copy_(
-            torch.empty_like(parameter, dtype=torch.float32).uniform_(-1e-2, 1e-2, generator=generator)
-        )
+        values = torch.empty_like(parameter, dtype=torch.float32).uniform_(-1e-2, 1e-2, generator=generator)
+        parameter.data.copy_(values)
 
-# %% ../../nbs/34_loader.ipynb #a7efa1de
+# %% ../../nbs/34_loader.ipynb #09cb796a
 GGUF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
 
 
 def hf_name(name: str) -> str:
@@ -192,28 +184,30 @@ def default_tensors(dtype: torch.dtype, device: str) -> Iterator[None]:
     finally:
         torch.set_default_dtype(before)
 
-# %% ../../nbs/34_loader.ipynb #725b5600
-def make_backend(config: ModelConfig, device: str, block_size: int = 16) -> AttentionBackend:
-    "The attention backend object for a model: one, shared by its layers."
-    dtype = getattr(torch, config.dtype)
-    cls = get_attn_backend(config.attention_backend, device, dtype, config.head_size, block_size)
-    sizes = (config.num_attention_heads, config.head_size, config.num_kv_heads)
-    return cls(*sizes, scale=config.head_size**-0.5, window=config.sliding_window)
+# %% ../../nbs/34_loader.ipynb #83f7bbc6
+def make_context(config: VllmConfig) -> ModelContext:
+    "What the model's layers must know of the engine: the attention backend asked for or the best, block size, dtype."
+    model, block_size = config.model_config, config.cache_config.block_size
+    dtype = getattr(torch, model.dtype)
+    asked, device = model.attention_backend, config.device_config.device
+    return ModelContext(get_attn_backend(asked, device, dtype, model.head_size, block_size), block_size, dtype)
 
 
-def get_model(config: VllmConfig, backend: AttentionBackend) -> nn.Module:
-    "Build the model on its device, fill every parameter, and lay it out for speed. vLLM: `model_loader/`."
-    model_config, device = config.model_config, config.device_config.device
+def get_model(config: VllmConfig, context: ModelContext, device: str | None = None) -> nn.Module:
+    """Build the model on `device` (by default the configuration's), fill its parameters, lay them out for speed.
+
+    vLLM: `model_loader/`.
+    """
+    model_config, device = config.model_config, device or config.device_config.device
     model_class = get_model_class(model_config.hf_config)
-    with default_tensors(getattr(torch, model_config.dtype), device):
-        model = model_class(model_config.hf_config, backend)
+    with default_tensors(context.dtype, device):
+        model = model_class(model_config.hf_config, context)
     if config.load_config.load_format == "dummy":
         dummy_weights(model, model_config.seed)
     else:
         weights = find_weights(model_config.path, config.load_config.load_format)
         load_weights(model, tqdm(weights, desc="Loading weights", delay=2, unit=" tensors"))
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, VocabParallelEmbedding)}
     for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack(keep_weight=id(module.weight) in embeddings)
+        if isinstance(module, LinearBase):
+            module.linear_method.process_weights_after_loading(module)
     return model.eval()

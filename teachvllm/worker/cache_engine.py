@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['allocate_zeroed', 'copy_blocks', 'CacheEngine']
 
-# %% ../../nbs/40_cache_engine.ipynb #44cd6155
+# %% ../../nbs/40_cache_engine.ipynb #d21f14ca
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
-from ..attention.backend import AttentionBackend
-from ..config import CacheConfig, ModelConfig
+from ..attention.backend import AttentionBackend, KVCacheSpec
 
 # %% ../../nbs/40_cache_engine.ipynb #0b5fe9f5
 def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -22,54 +23,51 @@ def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
-# %% ../../nbs/40_cache_engine.ipynb #7446e65e
+# %% ../../nbs/40_cache_engine.ipynb #8164e1a7
 def copy_blocks(source: list[torch.Tensor], target: list[torch.Tensor], blocks: list[tuple[int, int]]) -> None:
     "In every layer, copy whole blocks: one gather and one scatter a layer, however many blocks."
     if blocks:
-        pin = source[0].is_cuda or target[0].is_cuda  # then nobody waits while the ids travel
+        pin = source[0].is_cuda or target[0].is_cuda  # then the host does not wait while the ids travel
         from_ids, to_ids = torch.tensor(list(zip(*blocks, strict=True)), pin_memory=pin)
         from_ids = from_ids.to(source[0].device, non_blocking=True)
         to_ids = to_ids.to(target[0].device, non_blocking=True)
         for a, b in zip(source, target, strict=True):
             b[:, to_ids] = a[:, from_ids].to(b.device)
 
-# %% ../../nbs/40_cache_engine.ipynb #ea3f7297
+# %% ../../nbs/40_cache_engine.ipynb #2e3705fd
 class CacheEngine:
-    """Owns the KV cache: allocates it, copies blocks, and lets go of it when it is dropped.
+    """Owns the KV cache: allocates it, copies blocks, and frees it when it is dropped.
 
-    The block manager says which blocks; the attention backend says how one looks. vLLM: `worker/cache_engine.py`.
+    The block manager decides which blocks; each layer's `KVCacheSpec` says what it keeps of a token, and the attention
+    backend how that lies in memory. vLLM: `worker/cache_engine.py`.
     """
 
     def __init__(
         self,
-        cache_config: CacheConfig,
-        model_config: ModelConfig,
-        backend: AttentionBackend,
+        specs: list[KVCacheSpec],  # one a layer, in the order in which the layers run
+        block_size: int,
+        backend_cls: type[AttentionBackend],
         device: str,
         num_gpu_blocks: int,
         num_cpu_blocks: int = 0,
     ):
-        self.shape = (cache_config.block_size, model_config.num_kv_heads, model_config.head_size)
-        self.num_layers = model_config.num_layers
-        self.dtype = getattr(torch, model_config.dtype)
-        self.backend = backend
-        self.gpu_cache = self._allocate_kv_cache(num_gpu_blocks, device)
-        self.cpu_cache = self._allocate_kv_cache(num_cpu_blocks, "cpu")
+        self.specs, self.block_size, self.backend_cls = specs, block_size, backend_cls
+        self.gpu_cache = [self._allocate_kv_cache(spec, num_gpu_blocks, device) for spec in specs]
+        self.cpu_cache = [self._allocate_kv_cache(spec, num_cpu_blocks, "cpu") for spec in specs]
 
     @staticmethod
-    def get_cache_block_size(cache_config: CacheConfig, model_config: ModelConfig) -> int:
+    def get_cache_block_size(specs: Iterable[KVCacheSpec], block_size: int) -> int:
         "Bytes of one block over all layers: keys and values of `block_size` tokens."
-        elements = cache_config.block_size * model_config.num_kv_heads * model_config.head_size
-        return model_config.num_layers * 2 * elements * getattr(torch, model_config.dtype).itemsize
+        return sum(spec.page_bytes(block_size) for spec in specs)
 
-    def _allocate_kv_cache(self, num_blocks: int, device: str) -> list[torch.Tensor]:
-        "One tensor a layer, in the backend's memory order, seen in its generic shape."
-        shape = self.backend.get_kv_cache_shape(num_blocks, *self.shape)
-        order = self.backend.get_kv_cache_stride_order()
+    def _allocate_kv_cache(self, spec: KVCacheSpec, num_blocks: int, device: str) -> torch.Tensor:
+        "One layer's tensor, in the backend's memory order, seen in its generic shape."
+        sizes = (num_blocks, self.block_size, spec.num_kv_heads, spec.head_size)
+        shape = self.backend_cls.get_kv_cache_shape(*sizes)
+        order = self.backend_cls.get_kv_cache_stride_order()
         stored = tuple(shape[axis] for axis in order)
         back = [order.index(axis) for axis in range(len(shape))]
-        layers = (allocate_zeroed(stored, self.dtype, device) for _ in range(self.num_layers))
-        return [layer.permute(back) for layer in layers]
+        return allocate_zeroed(stored, getattr(torch, spec.dtype), device).permute(back)
 
     def swap_in(self, blocks: list[tuple[int, int]]) -> None:
         "Copy blocks from the CPU's pool to the GPU's: pairs (CPU block, GPU block)."

@@ -5,81 +5,82 @@
 # %% auto #0
 __all__ = ['POSITION_OFFSET', 'OPTAttention', 'OPTDecoderLayer', 'OPTDecoder', 'OPTModel', 'OPTForCausalLM']
 
-# %% ../../../nbs/33b_opt.ipynb #6da7e295
+# %% ../../../nbs/33b_opt.ipynb #3fa54d24
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from ...attention.backend import AttentionBackend, AttentionMetadata
-from ...config import require
+from ...attention.backend import AttentionMetadata
 from teachvllm.model_executor.layers import (
     Attention,
     ColumnParallelLinear,
-    LayerNorm,
+    ModelContext,
     ParallelLMHead,
     QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    get_act_fn,
 )
 
-# %% ../../../nbs/33b_opt.ipynb #37ee8660
+# %% ../../../nbs/33b_opt.ipynb #52f4d011
 class OPTAttention(nn.Module):
     "Multi-head attention with biases; positions were added to the embeddings before."
 
-    def __init__(self, config: Any, backend: AttentionBackend):
+    def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        hidden, heads, bias = config.hidden_size, backend.num_heads, config.enable_bias
-        self.qkv_proj = QKVParallelLinear(hidden, backend.head_size, heads, heads, bias)
-        self.out_proj = RowParallelLinear(hidden, hidden, bias)
-        self.attn = Attention(backend)
+        hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.enable_bias
+        self.head_size = hidden // heads
+        self.qkv_proj = QKVParallelLinear(hidden, self.head_size, heads, heads, context, bias)
+        self.out_proj = RowParallelLinear(hidden, hidden, context, bias)
+        self.attn = Attention(heads, self.head_size, heads, self.head_size**-0.5, context)
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
-        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.attn.backend.head_size)).chunk(3, dim=1)
+        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
         return self.out_proj(self.attn(q, k, v, kv_cache, meta))
 
 
 class OPTDecoderLayer(nn.Module):
-    "Attention, then two matrices with a ReLU between; the norm comes before (or, in the 350M model, after)."
+    "Attention, then two matrices with an activation between; the norm comes before (or, in the 350M model, after)."
 
-    def __init__(self, config: Any, backend: AttentionBackend):
+    def __init__(self, config: Any, context: ModelContext):
         super().__init__()
         self.norm_first = config.do_layer_norm_before
-        self.self_attn = OPTAttention(config, backend)
+        self.self_attn = OPTAttention(config, context)
         affine = config.layer_norm_elementwise_affine
-        self.self_attn_layer_norm = LayerNorm(config.hidden_size, elementwise_affine=affine)
-        self.fc1 = ColumnParallelLinear(config.hidden_size, config.ffn_dim, config.enable_bias)
-        self.fc2 = RowParallelLinear(config.ffn_dim, config.hidden_size, config.enable_bias)
-        self.final_layer_norm = LayerNorm(config.hidden_size, elementwise_affine=affine)
+        self.self_attn_layer_norm = nn.LayerNorm(config.hidden_size, elementwise_affine=affine)
+        self.fc1 = ColumnParallelLinear(config.hidden_size, config.ffn_dim, context, config.enable_bias)
+        self.fc2 = RowParallelLinear(config.ffn_dim, config.hidden_size, context, config.enable_bias)
+        self.final_layer_norm = nn.LayerNorm(config.hidden_size, elementwise_affine=affine)
+        self.act = get_act_fn(config.activation_function)
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         if self.norm_first:
             x = x + self.self_attn(self.self_attn_layer_norm(x), kv_cache, meta)
-            return x + self.fc2(F.relu(self.fc1(self.final_layer_norm(x))))
+            return x + self.fc2(self.act(self.fc1(self.final_layer_norm(x))))
         x = self.self_attn_layer_norm(x + self.self_attn(x, kv_cache, meta))
-        return self.final_layer_norm(x + self.fc2(F.relu(self.fc1(x))))
+        return self.final_layer_norm(x + self.fc2(self.act(self.fc1(x))))
 
-# %% ../../../nbs/33b_opt.ipynb #341a79d5
+# %% ../../../nbs/33b_opt.ipynb #4ffab2e4
 POSITION_OFFSET = 2  # OPT was trained with its first position at row 2 of the table
 
 
 class OPTDecoder(nn.Module):
     "Token and position embeddings, layers, final norm. Some sizes embed into a narrower space and project."
 
-    def __init__(self, config: Any, backend: AttentionBackend):
+    def __init__(self, config: Any, context: ModelContext):
         super().__init__()
         hidden, narrow = config.hidden_size, config.word_embed_proj_dim
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, narrow)
         self.embed_positions = VocabParallelEmbedding(config.max_position_embeddings + POSITION_OFFSET, hidden)
-        self.project_in = ColumnParallelLinear(narrow, hidden) if narrow != hidden else None
-        self.project_out = ColumnParallelLinear(hidden, narrow) if narrow != hidden else None
-        self.layers = nn.ModuleList(OPTDecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
+        self.project_in = ColumnParallelLinear(narrow, hidden, context) if narrow != hidden else None
+        self.project_out = ColumnParallelLinear(hidden, narrow, context) if narrow != hidden else None
+        self.layers = nn.ModuleList(OPTDecoderLayer(config, context) for _ in range(config.num_hidden_layers))
         has_norm = config.do_layer_norm_before and not config._remove_final_layer_norm
         affine = config.layer_norm_elementwise_affine
-        self.final_layer_norm = LayerNorm(hidden, elementwise_affine=affine) if has_norm else None
+        self.final_layer_norm = nn.LayerNorm(hidden, elementwise_affine=affine) if has_norm else None
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata
@@ -93,25 +94,29 @@ class OPTDecoder(nn.Module):
         x = x if self.final_layer_norm is None else self.final_layer_norm(x)
         return x if self.project_out is None else self.project_out(x)
 
-# %% ../../../nbs/33b_opt.ipynb #755709ed
+# %% ../../../nbs/33b_opt.ipynb #de29f47f
 class OPTModel(nn.Module):
     "The decoder, one level down, as the checkpoint's names have it."
 
-    def __init__(self, config: Any, backend: AttentionBackend):
+    def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        self.decoder = OPTDecoder(config, backend)
+        self.decoder = OPTDecoder(config, context)
 
 
 class OPTForCausalLM(nn.Module):
     "OPT (Zhang et al. 2022), the first model of the PagedAttention paper. vLLM: `models/opt.py`."
 
-    def __init__(self, config: Any, backend: AttentionBackend):
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    config_fields = frozenset(
+        "vocab_size hidden_size ffn_dim num_hidden_layers num_attention_heads max_position_embeddings "
+        "do_layer_norm_before _remove_final_layer_norm word_embed_proj_dim activation_function enable_bias "
+        "layer_norm_elementwise_affine tie_word_embeddings".split()
+    )
+
+    def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        require(
-            config.activation_function == "relu", f"activation_function={config.activation_function!r}: OPT's is relu"
-        )
-        self.model = OPTModel(config, backend)
-        self.lm_head = ParallelLMHead(config.word_embed_proj_dim, config.vocab_size)
+        self.model = OPTModel(config, context)
+        self.lm_head = ParallelLMHead(config.word_embed_proj_dim, config.vocab_size, context)
         if config.tie_word_embeddings:
             self.lm_head.tie_weights(self.model.decoder.embed_tokens)
 

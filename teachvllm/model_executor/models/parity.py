@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['flat_batch', 'Paged', 'paged_logits', 'random_sequences', 'tiny_model', 'largest_difference']
 
-# %% ../../../nbs/33_models.ipynb #47b2838e
+# %% ../../../nbs/33_models.ipynb #dd168b9a
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from ...attention.backend import AttentionBackend, AttentionMetadata, ReferenceBackend
 from ...attention.cpu import TorchSDPABackend
 from ...config import require
-from ..layers import load_weights
+from ..layers import Attention, ModelContext, attention_layers, load_weights
 
 # %% ../../../nbs/33_models.ipynb #b5aba9a0
 def flat_batch(
@@ -35,44 +35,48 @@ def flat_batch(
     )
     return torch.cat([torch.arange(start, end) for _, start, end in parts]), meta
 
-# %% ../../../nbs/33_models.ipynb #f095943d
+# %% ../../../nbs/33_models.ipynb #039c90fe
 class Paged:
     """A model with the weights of a transformers model, run on pages with nothing else of the engine.
 
-    `model_class` is called with the configuration and a backend object, as the engine does. A sequence's blocks are in
+    `model_class` is called with the configuration and a `ModelContext`, as the engine does. A sequence's blocks are in
     random order, and every slot that was not written holds NaN. On the CPU.
     """
 
     def __init__(
         self,
-        model_class: Callable[[Any, AttentionBackend], nn.Module],
+        model_class: Callable[[Any, ModelContext], nn.Module],
         hf_model: Any,
         backend_class: type[AttentionBackend] = TorchSDPABackend,
         block_size: int = 4,
     ):
-        config, self.block_size, self.dtype = hf_model.config, block_size, hf_model.dtype
-        self.num_layers, heads = config.num_hidden_layers, config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.backend = backend_class(heads, head_size, kv_heads, scale=head_size**-0.5)
-        self.model: Any = model_class(config, self.backend).to(self.dtype)
+        self.block_size, self.dtype = block_size, hf_model.dtype
+        context = ModelContext(backend_class, block_size, self.dtype)
+        self.model: Any = model_class(hf_model.config, context).to(self.dtype)
+        self.layers = list(attention_layers(self.model).values())
         load_weights(self.model, hf_model.state_dict().items())
 
     def start(self, sequences: list[list[int]]) -> None:
         "Begin with these token ids: a poisoned cache, and blocks for every sequence, shuffled."
-        self.sequences, backend = sequences, self.backend
+        self.sequences = sequences
         widest = max(-(-len(ids) // self.block_size) for ids in sequences)
         order = torch.randperm(len(sequences) * widest, generator=torch.Generator().manual_seed(0))
         self.tables = order.view(len(sequences), widest)
-        shape = backend.get_kv_cache_shape(len(order), self.block_size, backend.num_kv_heads, backend.head_size)
-        caches = [torch.empty_permuted(shape, backend.get_kv_cache_stride_order()) for _ in range(self.num_layers)]
-        self.caches = [cache.to(self.dtype).fill_(torch.nan) for cache in caches]
+        self.caches = [self.poisoned_cache(layer, len(order)) for layer in self.layers]
+
+    def poisoned_cache(self, layer: Attention, num_blocks: int) -> torch.Tensor:
+        "A cache for one layer, in its backend's memory order, with NaN in every slot."
+        spec, backend = layer.kv_cache_spec, layer.backend
+        shape = backend.get_kv_cache_shape(num_blocks, self.block_size, spec.num_kv_heads, spec.head_size)
+        cache = torch.empty_permuted(shape, backend.get_kv_cache_stride_order(), dtype=self.dtype)
+        return cache.fill_(torch.nan)
 
     @torch.inference_mode()
     def step(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
         "Compute `parts` as `flat_batch` takes them; the logits of each, float32 [num_tokens, vocab_size]."
         positions, meta = flat_batch(parts, self.tables, self.block_size)
-        self.backend.prepare(meta, self.block_size)
+        for layer in self.layers:
+            layer.backend.build(meta, self.block_size)
         ids = torch.tensor([token for i, start, end in parts for token in self.sequences[i][start:end]])
         hidden = self.model(ids, positions, self.caches, meta)
         return list(self.model.compute_logits(hidden).split(meta.query_start_loc.diff().tolist()))
@@ -107,10 +111,10 @@ def tiny_model(hf_config: Any, seed: int = 0) -> Any:
             parameter.data += 0.1 * torch.randn_like(parameter)
     return hf_model
 
-# %% ../../../nbs/33_models.ipynb #a4d2a9e8
+# %% ../../../nbs/33_models.ipynb #ee32f28c
 @torch.inference_mode()
 def largest_difference(
-    model_class: Callable[[Any, AttentionBackend], nn.Module],  # called as model_class(hf_config, backend)
+    model_class: Callable[[Any, ModelContext], nn.Module],  # called as model_class(hf_config, context)
     hf_config: Any,  # of a small model, for at least 30 tokens
     chunks: tuple[int, ...] = (64, 5, 1),  # tokens of a sequence in a step: whole prompts, pieces, single tokens
     backends: tuple[type[AttentionBackend], ...] = (TorchSDPABackend, ReferenceBackend),

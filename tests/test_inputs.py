@@ -1,0 +1,172 @@
+"""Prompts and parameters on their way in: what is refused and in which words, what a chat becomes, where EOS comes from."""
+
+import json
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from teachvllm import EngineArgs, SamplingParams
+from teachvllm.config import NotSupportedYet
+from teachvllm.inputs import (
+    InputProcessor,
+    apply_chat_template,
+    get_default_sampling_params,
+    get_eos_token_ids,
+    get_tokenizer,
+)
+from teachvllm.sampling_params import BeamSearchParams, RequestOutputKind
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    "Configuration and tokenizer of the default model."
+    config = EngineArgs(max_model_len=1024).create_engine_config().model_config
+    return config, get_tokenizer(config.tokenizer)
+
+
+def model_config(folder: Path, generation: dict | None = None, **config):
+    "A folder without weights, and the configuration of a model in it."
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return EngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True).create_engine_config().model_config
+
+
+# Words that people search for
+
+
+def test_refusals_have_the_phrases_that_vllm_has(smollm) -> None:
+    process = InputProcessor(*smollm)
+    for prompt, phrase in (
+        ("", "prompt cannot be empty"),
+        ([], "prompt cannot be empty"),
+        ([1] * 1024, "longer than the maximum model length of 1024"),
+        ([10**6], "out of vocabulary"),
+        ([-1], "out of vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=phrase):
+            process(prompt, SamplingParams())
+
+
+def test_a_far_too_long_prompt_is_refused_by_its_beginning(smollm) -> None:
+    "All of it would take about twenty seconds: the tokenizer sees some characters for each token that would fit."
+    config, tokenizer = smollm
+    seen = []
+
+    def counting(text: str, **options):
+        seen.append(len(text))
+        return tokenizer(text, **options)
+
+    process = InputProcessor(config, counting)
+    with pytest.raises(ValueError, match="maximum model length of 1024"):
+        process("word " * 3_000_000, SamplingParams())
+    assert sum(seen) <= 32 * 1024
+    assert len(process("word " * 20_000, SamplingParams(truncate_prompt_tokens=8))[1]) == 8
+    assert seen[-1] == 100_000, "of a text that is truncated the end counts: all of it is tokenized"
+    text = " " * 40_000 + "a"  # runs of spaces are few tokens: not refused by their characters
+    assert len(process(text, SamplingParams())[1]) < 1024
+
+
+# Parameters
+
+
+def test_params_survive_msgpack() -> None:
+    params = SamplingParams(
+        n=2, best_of=3, temperature=0.5, top_k=7, seed=3, stop="x", stop_token_ids=(5, 6), max_tokens=None, min_tokens=2,
+        output_kind=RequestOutputKind.FINAL_ONLY, truncate_prompt_tokens=9,
+    )  # fmt: skip
+    assert msgspec.msgpack.Decoder(SamplingParams).decode(msgspec.msgpack.encode(params)) == params
+    beam = BeamSearchParams(beam_width=3, max_tokens=7, length_penalty=0.5)
+    assert msgspec.msgpack.Decoder(BeamSearchParams).decode(msgspec.msgpack.encode(beam)) == beam
+
+
+def test_greedy_sampling_has_one_answer() -> None:
+    for options in ({"n": 2}, {"best_of": 2}, {"n": 2, "best_of": 2}):
+        with pytest.raises(ValueError, match="n must be 1 when using greedy sampling, got 2"):
+            SamplingParams(temperature=0, **options)
+    with pytest.raises(ValueError, match="best_of must be greater than or equal to n, got n=3 and best_of=2"):
+        SamplingParams(n=3, best_of=2)
+    with pytest.raises(ValueError, match="must be greater than or equal to 0"):
+        SamplingParams(min_tokens=-1)
+
+
+def test_what_is_not_there_is_refused_by_name() -> None:
+    for name, value in {
+        "guided_decoding": object(), "structured_outputs": {"json": {}}, "logprobs": 3, "bad_words": ["a"],
+        "repetition_penalty": 1.1, "logit_bias": {3: 1.0},
+    }.items():  # fmt: skip
+        with pytest.raises(NotSupportedYet, match=f"`{name}="):
+            SamplingParams(**{name: value})
+    with pytest.raises(NotSupportedYet, match="GuidedDecodingParams"):
+        from teachvllm.sampling_params import GuidedDecodingParams  # noqa: F401
+    neutral = SamplingParams(structured_outputs=None, guided_decoding=None, bad_words=[], logit_bias={}, logprobs=None)
+    assert neutral.temperature == 1 and not hasattr(neutral, "structured_outputs")
+
+
+def test_a_recommendation_that_is_not_there_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    "Qwen2.5 recommends a repetition penalty: `generate()` without parameters must work."
+    config = model_config(tmp_path, {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05})
+    with caplog.at_level(logging.WARNING, "teachvllm"):
+        params = get_default_sampling_params(config)
+        get_default_sampling_params(config)
+    assert (params.temperature, params.top_k, params.repetition_penalty) == (0.7, 20, 1.0)
+    assert [record.message.count("repetition_penalty=1.05") > 0 for record in caplog.records] == [True], "said once"
+
+
+# EOS
+
+
+def test_eos_is_what_the_files_say_not_transformers_default(tmp_path: Path) -> None:
+    config = model_config(tmp_path)
+    assert config.hf_config.eos_token_id == 2, "transformers' default for a Llama"
+    assert get_eos_token_ids(config) == frozenset()
+    config = model_config(tmp_path, {"eos_token_id": [5, 6]}, eos_token_id=7)
+    assert get_eos_token_ids(config) == {5, 6, 7}
+
+
+def test_eos_of_a_gguf_file_is_its_headers(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    from teachvllm.transformers_utils import load_hf_config
+
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    for name, value in (("context_length", 64), ("block_count", 1), ("feed_forward_length", 16), ("embedding_length", 16)):
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_uint32("llama.attention.head_count", 2)
+    writer.add_uint32("llama.vocab_size", 32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = load_hf_config(tmp_path / "a.gguf")
+    assert config.eos_token_id is None
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] is None
+
+
+# Chat
+
+
+def test_a_message_in_openais_parts_is_its_text(smollm) -> None:
+    tokenizer = smollm[1]
+    parts = [{"type": "text", "text": "What is the capital of France?"}, {"type": "text", "text": "In one word."}]
+    plain = [{"role": "user", "content": "What is the capital of France?\nIn one word."}]
+    assert apply_chat_template(tokenizer, [{"role": "user", "content": parts}]) == apply_chat_template(tokenizer, plain)
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(NotSupportedYet, match="'image_url'"):
+        apply_chat_template(tokenizer, picture)
+
+
+def test_tools_that_the_template_ignores_are_refused(smollm) -> None:
+    messages, tools = [{"role": "user", "content": "Hi"}], [{"type": "function", "function": {"name": "now"}}]
+    with pytest.raises(ValueError, match="tools= has no effect"):
+        apply_chat_template(smollm[1], messages, tools=tools)
+    knows = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}"
+    assert smollm[1].decode(apply_chat_template(smollm[1], messages, knows, tools=tools)) == "nowHi"
+    assert apply_chat_template(smollm[1], messages, tools=[]) == apply_chat_template(smollm[1], messages)
