@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['as_prompts', 'as_params', 'ProgressBar', 'run_requests', 'LLM']
 
-# %% ../nbs/61_llm.ipynb #a1bf1888
+# %% ../nbs/61_llm.ipynb #b06848c9
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from numbers import Integral
+from threading import Lock
 from typing import Any
 
 from tqdm import tqdm
@@ -102,7 +103,7 @@ def not_yet(method: str) -> Callable:
 
     return refuse
 
-# %% ../nbs/61_llm.ipynb #1c3cd571
+# %% ../nbs/61_llm.ipynb #7ec7f2a6
 class LLM:
     """A model, ready to answer: `LLM()` loads SmolLM2-135M-Instruct, `LLM("folder, .gguf or Hugging Face id")` another.
 
@@ -112,7 +113,7 @@ class LLM:
 
     def __init__(self, model: str = DEFAULT_MODEL, **kwargs: Any):
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **kwargs))
-        self._request_counter = count()
+        self._request_counter, self._running = count(), Lock()
 
     def generate(
         self,
@@ -138,7 +139,14 @@ class LLM:
             self.get_default_sampling_params() if sampling_params is None else sampling_params, len(many)
         )
         ids = [str(next(self._request_counter)) for _ in many]
-        return run_requests(self.llm_engine, dict(zip(ids, zip(many, params))), use_tqdm, priority)
+        return self._run(dict(zip(ids, zip(many, params))), use_tqdm, priority)
+
+    def _run(self, requests: dict[str, Any], use_tqdm: bool, priority: Sequence[int] | None = None) -> list[RequestOutput]:
+        require(self._running.acquire(blocking=False), "another thread is in generate: one call at a time")
+        try:
+            return run_requests(self.llm_engine, requests, use_tqdm, priority)
+        finally:
+            self._running.release()
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
@@ -151,7 +159,7 @@ class LLM:
         require(ok, f"params={params!r:.80} must be BeamSearchParams")
         many = as_prompts(prompts)
         ids = [str(next(self._request_counter)) for _ in many]
-        outputs = run_requests(self.llm_engine, {i: (prompt, params) for i, prompt in zip(ids, many)}, use_tqdm)
+        outputs = self._run({i: (prompt, params) for i, prompt in zip(ids, many)}, use_tqdm)
         return [BeamSearchOutput(**vars(output)) for output in outputs]
 
     def get_default_sampling_params(self) -> SamplingParams:

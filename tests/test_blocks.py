@@ -94,7 +94,10 @@ class SimulatedWorker:
 
     def __init__(self, config: VllmConfig, num_cpu_blocks: int):
         self.config, self.num_cpu_blocks = config, num_cpu_blocks
-        self.block_size, self.num_gpu_blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks_override
+        self.block_size, self.num_gpu_blocks = (
+            config.cache_config.block_size,
+            config.cache_config.num_gpu_blocks_override,
+        )
         self.window = config.model_config.sliding_window or 10**9
         self.scheduler: Any = None
         self.before: list[Callable[[], None]] = []  # called once, between schedule and execute
@@ -198,7 +201,9 @@ class SimulatedWorker:
         states, size = read_text(row.token_ids), self.block_size
         for position in range(max(0, row.computed - num_queries - self.window + 1), row.computed):
             block_id = row.table[position // size]
-            assert block_id != NULL_BLOCK and pool[block_id][position % size] == states[position], f"wrong at {position}"
+            assert block_id != NULL_BLOCK and pool[block_id][position % size] == states[position], (
+                f"wrong at {position}"
+            )
 
     def sample(self, seq_ids: Iterable[int]) -> ModelRunnerOutput:
         "A token, or several first ones, for each sequence whose tokens are all computed."
@@ -477,7 +482,9 @@ class Simulation:
         assert set(manager.block_tables) == here and set(manager.cpu_block_tables) == there
         assert all(s.status is SequenceStatus.WAITING for g in scheduler.waiting for s in g.unfinished)
         groups = self.groups()
-        assert all(len(g.unfinished) <= g.get_max_num_running_seqs() for g in groups), "more sequences than were admitted"
+        assert all(len(g.unfinished) <= g.get_max_num_running_seqs() for g in groups), (
+            "more sequences than were admitted"
+        )
 
     def finish(self) -> None:
         "Run to the end: each request that was not aborted is answered, and nothing is left behind."
@@ -1068,7 +1075,10 @@ def test_the_tail_of_a_prefix_is_evicted_first() -> None:
 
 def test_what_is_not_computed_yet_is_not_found() -> None:
     "Forks that are computed again share blocks which the first of them has still to fill: also after a swap."
-    manager, group = BlockSpaceManager(2, 12, 12, enable_caching=True), SequenceGroup("a", Sequence(0, [1] * 9), SamplingParams())
+    manager, group = (
+        BlockSpaceManager(2, 12, 12, enable_caching=True),
+        SequenceGroup("a", Sequence(0, [1] * 9), SamplingParams()),
+    )
     parent = group.first_seq
     group.fork(parent, 1)
     manager.allocate(group)
@@ -1213,7 +1223,9 @@ def test_a_step_torn_at_any_line_ends_the_requests_that_ran(policy: str, num_ste
         torn += 1
         processor = simulation.engine.output_processor
         lost = set(simulation.open()) - set(processor.request_states) - processor.get_pending_request_ids()
-        assert not lost & set(simulation.scheduler.groups), "the core goes on with a request of which the front knows nothing"
+        assert not lost & set(simulation.scheduler.groups), (
+            "the core goes on with a request of which the front knows nothing"
+        )
         simulation.gone |= lost
         finish_torn(simulation)
         if waiting and policy == "fcfs":
@@ -1227,13 +1239,21 @@ def test_a_call_torn_at_any_line_leaves_a_usable_engine(torn: str, num_steps: in
     "At worst the requests that run end with an error."
     for line in range(1, 400, 3):
         simulation = Simulation(num_gpu_blocks=12, max_num_seqs=5)
-        for prompt, params in (([0] * 9, with_tokens(6, n=3)), ([1] * 6, with_tokens(5)), ([2] * 5, with_tokens(4, n=2))):
+        for prompt, params in (
+            ([0] * 9, with_tokens(6, n=3)),
+            ([1] * 6, with_tokens(5)),
+            ([2] * 5, with_tokens(4, n=2)),
+        ):
             simulation.add(prompt, params)
         for _ in range(num_steps):
             simulation.step()
         del simulation.scheduler.schedule
         engine, simulation.may_fail = simulation.engine, set("012")
-        call = partial(engine.abort_request, "0") if torn == "abort" else partial(engine.add_request, "3", [1], with_tokens(1))
+        call = (
+            partial(engine.abort_request, "0")
+            if torn == "abort"
+            else partial(engine.add_request, "3", [1], with_tokens(1))
+        )
         if not interrupt_after(line, call):
             assert line > 10
             return

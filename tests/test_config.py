@@ -62,8 +62,13 @@ def test_every_argument_of_vllm_is_known() -> None:
     config = EngineArgs(**DEFAULTS_OF_VLLM).create_engine_config()
     assert config.parallel_config.worker_cls == "teachvllm.worker.worker.Worker"
     for name in NOT_YET:
-        if name not in ("disable_cascade_attn", "multi_step_stream_outputs", "disable_async_output_proc",
-                        "disable_mm_preprocessor_cache", "disable_chunked_mm_input"):  # no value of these asks for anything
+        if name not in (
+            "disable_cascade_attn",
+            "multi_step_stream_outputs",
+            "disable_async_output_proc",
+            "disable_mm_preprocessor_cache",
+            "disable_chunked_mm_input",
+        ):  # no value of these asks for anything
             with pytest.raises(NotSupportedYet, match=f"`{name}='something'` is not in teachvllm yet: "):
                 EngineArgs(**{name: "something"})
     EngineArgs(task="generate", hf_overrides={}, limit_mm_per_prompt={}, model_impl="vllm", runner="generate")
@@ -78,7 +83,9 @@ def test_cheap_checks_come_before_the_model() -> None:
 
 
 def test_a_t5_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]})
+    )
     with pytest.raises(NotSupportedYet, match="encoder with a decoder"):
         EngineArgs(str(tmp_path), load_format="dummy").create_engine_config()
 

@@ -136,7 +136,12 @@ def test_eos_of_a_gguf_file_is_its_headers(tmp_path: Path) -> None:
     from teachvllm.transformers_utils import load_hf_config
 
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    for name, value in (("context_length", 64), ("block_count", 1), ("feed_forward_length", 16), ("embedding_length", 16)):
+    for name, value in (
+        ("context_length", 64),
+        ("block_count", 1),
+        ("feed_forward_length", 16),
+        ("embedding_length", 16),
+    ):
         writer.add_uint32(f"llama.{name}", value)
     writer.add_uint32("llama.attention.head_count", 2)
     writer.add_uint32("llama.vocab_size", 32)

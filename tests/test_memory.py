@@ -295,7 +295,11 @@ def test_two_hundred_random_requests_and_aborts(folder: str) -> None:
                 prompt = [rng.randrange(3) + 3] * rng.choice([0, 8, 16]) + end
                 kind = rng.randrange(3)
                 sampling = replace(
-                    GREEDY, n=rng.choice([1, 3]) if kind else 1, temperature=kind, seed=kind, max_tokens=rng.randint(1, 20)
+                    GREEDY,
+                    n=rng.choice([1, 3]) if kind else 1,
+                    temperature=kind,
+                    seed=kind,
+                    max_tokens=rng.randint(1, 20),
                 )
                 engine.add_request(name, prompt, BeamSearchParams(3, 8) if kind == 2 else sampling)
                 open_ids.add(name)
@@ -568,7 +572,11 @@ def test_a_failed_step_ends_what_it_ran_and_nothing_else(
 @pytest.mark.parametrize("swap_space, mode", [(SWAP, "recompute"), (SWAP, "swap"), (0, None)])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_window_request_longer_than_the_pool_is_computed_again(
-    models: dict[str, tuple[str, Any]], swap_space: float, mode: str | None, fails: bool, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, tuple[str, Any]],
+    swap_space: float,
+    mode: str | None,
+    fails: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     "Chunk by chunk, in few blocks, when it was preempted, or when another request's step failed meanwhile."
     folder, model = models["mistral"]

@@ -130,7 +130,11 @@ def test_outputs_arrive_as_they_were_sent() -> None:
 
 def test_a_recording_crosses(folder: str) -> None:  # noqa: F811
     "Swaps, copies and forks are in it."
-    requests = [test_memory.several(3, max_tokens=30), BeamSearchParams(3, 20, True), test_memory.several(2, max_tokens=30)]
+    requests = [
+        test_memory.several(3, max_tokens=30),
+        BeamSearchParams(3, 20, True),
+        test_memory.several(2, max_tokens=30),
+    ]
     with test_memory.tiny(folder, 20, preemption_mode="swap") as llm, llm.record() as trace:
         for i, params in enumerate(requests):
             llm.llm_engine.add_request(str(i), [5 + i] * 9, params)

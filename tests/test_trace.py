@@ -9,11 +9,23 @@ from teachvllm.trace import StepTrace, Trace
 
 
 def step(number: int, tables: dict[str, list[int]], **fields) -> StepTrace:
-    numbers = {"start": 0.0, "schedule_seconds": 0.1, "execute_seconds": 0.2, "process_seconds": 0.1, "num_free_blocks": 0}
+    numbers = {
+        "start": 0.0,
+        "schedule_seconds": 0.1,
+        "execute_seconds": 0.2,
+        "process_seconds": 0.1,
+        "num_free_blocks": 0,
+    }
     lists = {name: fields.pop(name, []) for name in ("waiting", "running", "swapped", "preempted", "finished")}
     computed = {name: 4 * len(table) for name, table in tables.items()}
     return StepTrace(
-        step=number, num_scheduled_tokens={}, num_computed_tokens=computed, block_tables=tables, **numbers, **lists, **fields
+        step=number,
+        num_scheduled_tokens={},
+        num_computed_tokens=computed,
+        block_tables=tables,
+        **numbers,
+        **lists,
+        **fields,
     )
 
 

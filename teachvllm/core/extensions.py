@@ -59,7 +59,7 @@ class ParallelSampling:
         "The pool is too small even for its prompt: it ends without output."
         scheduler.report(group, seq, [])
 
-# %% ../../nbs/13_scheduler_extensions.ipynb #88959a75
+# %% ../../nbs/13_scheduler_extensions.ipynb #a378284b
 class LookAhead:
     """Decides whether a step can be scheduled while the one before it runs, its tokens not known yet.
 
@@ -83,7 +83,7 @@ class LookAhead:
         request has to be preempted.
         """
         scheduler, manager = self.scheduler, self.scheduler.block_manager
-        first, num_live, has_work = scheduler.waiting.peek() or scheduler.swapped.peek(), 0, False
+        first, num_live, has_work = scheduler.next_group(), 0, False
         for group in scheduler.running:
             num_live += len(group.unfinished)
             for seq in group.unfinished:

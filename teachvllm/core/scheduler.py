@@ -266,7 +266,7 @@ class Scheduler:
 
     # Requests are admitted
 
-    def _next(self) -> SequenceGroup | None:
+    def next_group(self) -> SequenceGroup | None:
         "The first request by the policy, of those that wait and those that are swapped out."
         heads = [group for group in (self.waiting.peek(), self.swapped.peek()) if group]
         return min(heads, key=self.policy.key, default=None)
@@ -279,7 +279,7 @@ class Scheduler:
         self, out: SchedulerOutput, budget: SchedulingBudget, before: SequenceGroup | None = None
     ) -> None:
         "Admit requests while tokens, sequences and blocks last; with `before`, those that come before it by the policy."
-        while budget.num_tokens > 0 and budget.num_seqs > 0 and (group := self._next()):
+        while budget.num_tokens > 0 and budget.num_seqs > 0 and (group := self.next_group()):
             if before is not None and self.policy.key(group) >= self.policy.key(before):
                 return
             status = self._can_admit(group)
@@ -380,7 +380,7 @@ class Scheduler:
 
     def _preempt_lower_priority(self, out: SchedulerOutput) -> None:
         "Where the policy allows it, preempt the last running requests for one that waits, if that makes it fit."
-        group, key = self._next(), self.policy.key
+        group, key = self.next_group(), self.policy.key
         if group is None or not self.running or not self.policy.may_preempt(group, self.running.last()):
             return
         lower = [g for g in self.running if key(group) < key(g) and self.policy.may_preempt(group, g)]

@@ -151,7 +151,7 @@ class StepRecorder:
                 trace.finished.append(name)
                 trace.token_ids[name] = list(seq.token_ids)
 
-# %% ../../nbs/52_engine_core.ipynb #6a3d286a
+# %% ../../nbs/52_engine_core.ipynb #b8e430a5
 class EngineCore:
     """A scheduler, and an executor that carries its steps out. Requests go in and tokens come out, as messages.
 
@@ -167,11 +167,11 @@ class EngineCore:
             windows = [spec.window for spec in specs]
             self.block_bytes = sum(spec.page_bytes(config.cache_config.block_size) for spec in specs)
             num_blocks = self._initialize_kv_caches()
+            window = max(windows) if windows and None not in windows else None
+            self.scheduler: Scheduler = make_scheduler(config, *num_blocks, window)
         except BaseException:
             self.executor.shutdown()
             raise
-        window = max(windows) if windows and None not in windows else None
-        self.scheduler: Scheduler = make_scheduler(config, *num_blocks, window)
         self.look_ahead = LookAhead(self.scheduler) if config.scheduler_config.async_scheduling else None
         self.stat_logger = StatLogger() if log_stats else None
         self.recorder: StepRecorder | None = None

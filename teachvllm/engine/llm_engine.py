@@ -39,7 +39,7 @@ def init_logger() -> None:
     if logger.level == logging.NOTSET:
         logger.setLevel(os.environ.get("TEACHVLLM_LOGGING_LEVEL", "INFO").upper())
 
-# %% ../../nbs/60_llm_engine.ipynb #f35c02ea
+# %% ../../nbs/60_llm_engine.ipynb #d6cabe54
 class LLMEngine:
     """Takes requests, runs steps, gives outputs. It has an input processor, an output processor, and a client of the core.
 
@@ -77,14 +77,15 @@ class LLMEngine:
 
         With `scheduling_policy="priority"` the requests with the smallest `priority` run first.
         """
+        require(not self.closed, "the engine is closed")
+        ok = isinstance(priority, int) and -(2**63) <= priority < 2**63
+        require(ok, f"priority={priority!r} must be an int of 64 bits: the smaller, the sooner")
+        fcfs = self.config.scheduler_config.policy == "fcfs"
+        require(not (fcfs and priority), f'priority={priority}, but scheduling_policy is "fcfs": make it "priority"')
+        request, text = self._make_request(request_id, prompt, params, priority)  # tokenizing does not hold up a step
         with self._lock:
             require(not self.closed, "the engine is closed")
             require(request_id not in self.output_processor.request_states, f"request_id={request_id!r} is in use")
-            ok = isinstance(priority, int) and -(2**63) <= priority < 2**63
-            require(ok, f"priority={priority!r} must be an int of 64 bits: the smaller, the sooner")
-            fcfs = self.config.scheduler_config.policy == "fcfs"
-            require(not (fcfs and priority), f'priority={priority}, but scheduling_policy is "fcfs": make it "priority"')
-            request, text = self._make_request(request_id, prompt, params, priority)
             self.output_processor.add_request(request, text)
             try:
                 self.engine_core.add_request(request)
@@ -131,6 +132,8 @@ class LLMEngine:
                 raise
             if self.trace and arrived.trace:
                 for request_id, index in aborts:  # stop strings, of which the core knows nothing
+                    if request_id not in states:
+                        continue
                     name, state = f"{request_id}.{index}" if index else request_id, states[request_id]
                     arrived.trace.finished.append(name)
                     arrived.trace.token_ids[name] = state.request.prompt_token_ids + state.seqs[index or 0].token_ids

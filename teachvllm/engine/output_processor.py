@@ -90,7 +90,7 @@ class SequenceState:
         "What was made last is given out."
         self._emitted, self.end_emitted = self._pending, self.finish_reason is not None
 
-# %% ../../nbs/59_output_processor.ipynb #440df7e1
+# %% ../../nbs/59_output_processor.ipynb #8d637e31
 class RequestState:
     "What the front knows of a request: its sequences by index, and when things happened. vLLM V1: `RequestState`."
 
@@ -128,6 +128,8 @@ class RequestState:
         "End the request with an error."
         self.seqs = self.seqs or {0: self._new_seq()}
         for seq in self.seqs.values():
+            if seq.detokenizer:
+                seq.detokenizer.truncate(len(seq.detokenizer.text))  # what could not be decoded is dropped
             if seq.finish_reason is None:
                 seq.finish_reason, seq.stop_reason = "error", message
         self.finished, self.metrics.finished_time = True, time.monotonic()
@@ -144,7 +146,7 @@ class RequestState:
             metrics=self.metrics, num_cached_tokens=self.num_cached_tokens,
         )  # fmt: skip
 
-# %% ../../nbs/59_output_processor.ipynb #07c00132
+# %% ../../nbs/59_output_processor.ipynb #fffeb1b2
 class OutputProcessor:
     "The requests of an engine as their users see them. vLLM V1: `v1/engine/output_processor.py`."
 
@@ -199,7 +201,16 @@ class OutputProcessor:
                 if state:
                     self.fail_requests([one.request_id], f"interrupted: {type(error).__name__}: {error}")
                 raise
-        outputs = [state.make_output() for state in self._pending.values()]
+        outputs = []
+        for request_id, state in self._pending.items():
+            try:
+                outputs.append(state.make_output())
+            except Exception as error:  # its text cannot be decoded: the other requests go on
+                for seq in state.seqs.values():
+                    seq.finish_reason = None
+                state.fail(f"{type(error).__name__}: {error}")
+                aborts.append((request_id, None))
+                outputs.append(state.make_output())
         for state in self._pending.values():
             for seq in state.seqs.values():
                 seq.mark_emitted()

@@ -174,8 +174,10 @@ class Worker:
         return self.collect()
 
     def reset(self) -> None:
-        "Forget all sequences and results, after a step that failed."
+        "Forget all sequences and results, after a step that failed. Raises if the device is beyond help."
         self.in_flight.clear()
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
         self.model_runner.reset()
 
 # %% ../../nbs/44_worker.ipynb #8057877e
