@@ -59,7 +59,7 @@ class ParallelSampling:
         "The pool is too small even for its prompt: it ends without output."
         scheduler.report(group, seq, [])
 
-# %% ../../nbs/13_scheduler_extensions.ipynb #a378284b
+# %% ../../nbs/13_scheduler_extensions.ipynb #86e5b5f0
 class LookAhead:
     """Decides whether a step can be scheduled while the one before it runs, its tokens not known yet.
 
@@ -74,7 +74,7 @@ class LookAhead:
         for seq_id in out.num_scheduled_tokens:
             if seq_id in self.scheduler.seqs:
                 seq = self.scheduler.seqs[seq_id][1]
-                seq.num_output_placeholders += seq.num_new_tokens == 0
+                seq.num_output_placeholders += seq.num_new_tokens == 0  # it computes all its tokens, so it samples one
 
     def can_run_ahead(self) -> bool:
         """Whether the next step would be decided now as it would be when the tokens are known.
