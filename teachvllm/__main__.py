@@ -90,7 +90,7 @@ def conversation_ids(llm: Any, messages: list[dict[str, str]]) -> list[int]:
         ids = apply_chat_template(llm.get_tokenizer(), messages)
     return ids
 
-
+# %% ../nbs/98_command_line.ipynb #3f5c5739
 def run_chat(parsed: argparse.Namespace) -> None:
     """`teachvllm chat`: a conversation, the answers printed as they come.
 
@@ -195,7 +195,7 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
         "CUDA graphs": next((f"no ({why})" for why, is_so in against_graphs.items() if is_so), "yes"),
     }
 
-
+# %% ../nbs/98_command_line.ipynb #e53c23cc
 def engine_facts(args: EngineArgs) -> dict[str, Any]:
     "What an engine of these arguments would do on this machine, by name; no weights are read."
     import torch
