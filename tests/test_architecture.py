@@ -172,8 +172,8 @@ assert "torch" not in sys.modules
 class OneAtATime(Scheduler):
     "A reader's answer to an exercise: no request is admitted while another one runs."
 
-    def _can_admit(self, group: SequenceGroup, num_freed: int = 0) -> AllocStatus:
-        return AllocStatus.LATER if self.running else super()._can_admit(group, num_freed)
+    def _can_admit(self, group: SequenceGroup, *freed: Any) -> AllocStatus:
+        return AllocStatus.LATER if self.running else super()._can_admit(group, *freed)
 
 
 class SmallSteps(Scheduler):
@@ -252,7 +252,7 @@ THE_WAY = """
      Scheduler.update_from_output
    OutputProcessor.process_outputs
 """
-ASIDE = {"has_unfinished_requests", "get_pending_request_ids", "make_seq"}  # looks at a part, or gets an id from it
+ASIDE = {"has_unfinished_requests", "make_seq"}  # looks at a part, or gets an id from it
 
 
 class Walk:

@@ -29,6 +29,7 @@ from test_blocks import (
     SimulatedExecutor,
     SimulatedWorker,
     Simulation,
+    Torn,
     finish_torn,
     interrupt_after,
     load,
@@ -190,8 +191,8 @@ def test_any_order_of_calls() -> None:
     test_blocks.run(AheadMachine, 60)
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 5, 6])
-def test_a_step_torn_at_any_line(num_steps: int) -> None:
+@pytest.mark.parametrize("num_steps, error", [(1, Torn), (3, None), (3, Torn), (5, Torn), (6, None), (6, Torn)])
+def test_a_step_torn_at_any_line(num_steps: int, error: type | None) -> None:
     "With a step in flight or without, in a pool that is full or not: what ran ends, with its answer or with an error."
     torn = in_flight = 0
     for line in range(1, 4000, 17):
@@ -205,7 +206,7 @@ def test_a_step_torn_at_any_line(num_steps: int) -> None:
         del simulation.scheduler.schedule, simulation.scheduler.recover
         simulation.may_fail = set(simulation.open())
         in_flight += len(simulation.core.in_flight)
-        if not interrupt_after(line, simulation.engine.step):
+        if not interrupt_after(line, simulation.engine.step, error):
             break
         torn += 1
         finish_torn(simulation)
@@ -318,7 +319,7 @@ def check_nothing_left(llm: LLM) -> None:
     manager.check_integrity()
     assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
     assert manager.cpu_allocator.get_num_free_blocks() == manager.num_cpu_blocks
-    assert not engine.has_unfinished_requests() and not engine.output_processor.get_pending_request_ids()
+    assert not engine.has_unfinished_requests()
     assert not core.scheduler.seqs and not core.scheduler.has_unfinished_requests() and not core.in_flight
     assert not state.slot_of and sorted(state.free_slots) == list(range(state.num_slots))
 
@@ -565,7 +566,7 @@ def test_every_step_fails_now_and_then(folder: str, expected: Answers) -> None:
             return maybe
 
         for owner, name in (
-            (runner, "forward"), (engine.output_processor, "process_outputs"), (core.executor, "submit"),
+            (runner, "forward"), (core.executor, "submit"),
             (core.scheduler, "schedule"), (core.scheduler, "update_from_output"), (core.look_ahead, "can_run_ahead"),
         ):  # fmt: skip
             setattr(owner, name, now_and_then(getattr(owner, name)))
@@ -619,7 +620,7 @@ def test_ctrl_c_while_the_host_waits(folder: str, expected: Answers, step: int) 
 
 @pytest.mark.parametrize("where", ["recover", "reset", "drain"])
 def test_ctrl_c_twice(folder: str, expected: Answers, where: str) -> None:
-    "A step fails, and the recovery is interrupted too: then the next step begins with it."
+    "A step fails, and Ctrl-C comes in the recovery: it is held until that is over."
     with tiny(folder, 24) as llm:
         core, runner = core_of(llm), runner_of(llm)
         owner: Any = {"recover": core.scheduler, "reset": runner, "drain": core.executor}[where]
@@ -627,14 +628,14 @@ def test_ctrl_c_twice(folder: str, expected: Answers, where: str) -> None:
 
         def interrupted(*args: Any) -> None:
             if next(interrupts) == 0:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
             call(*args)
 
         setattr(owner, where, interrupted)
         runner.forward = lambda *args: forward(*args) if next(calls) != 9 else 1 / 0
         answers = answer(llm, make_requests(), (ZeroDivisionError, KeyboardInterrupt))
-        failed = check_but_for_errors(answers, expected, make_requests(), "interrupted")
-        assert 0 < len(failed) < len(expected) and next(interrupts) > 1
+        failed = check_but_for_errors(answers, expected, make_requests(), "ZeroDivisionError")
+        assert 0 < len(failed) < len(expected) and next(interrupts) > 0
         assert answer(llm, make_requests()) == expected
 
 

@@ -18,7 +18,7 @@ import torch
 from helpers import VOCAB, make_tiny, random_prompts
 
 from teachvllm import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from teachvllm.engine.core import EngineDeadError
+from teachvllm.executor.executor_base import EngineDeadError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -65,7 +65,7 @@ def all_blocks_free(llm: LLM) -> bool:
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 8}, "max_num_batched_tokens"),
         ({"load_format": "floppy"}, "load_format"),
         ({"generation_config": "mine"}, "generation_config"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"swap_space": 1e6}, "swap_space"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend"),

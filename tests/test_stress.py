@@ -1,6 +1,7 @@
 """Random requests, aborts and failures on pools that are too small: the same tokens as alone, and nothing is left behind."""
 
 import random
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_an_output_that_could_not_be_given_is_given_next_time(alone: LLM, monkey
         output = make_output(state)
         failures.append(len(failures) % 2 == 0)
         if failures[-1]:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)  # Ctrl-C
         return output
 
     monkeypatch.setattr(RequestState, "make_output", failing)

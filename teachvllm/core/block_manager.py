@@ -9,7 +9,7 @@ __all__ = ['NULL_BLOCK', 'num_blocks_for', 'hash_block_tokens', 'AllocStatus', '
 import enum
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from hashlib import sha256
 
 from .block_allocator import BlockAllocator
@@ -60,7 +60,6 @@ class BlockSpaceManager:
     ):
         self.block_size, self.num_gpu_blocks, self.num_cpu_blocks = block_size, num_gpu_blocks, num_cpu_blocks
         self.watermark_blocks, self.window, self.enable_caching = int(watermark * num_gpu_blocks), window, enable_caching
-        self.num_evictions_before_reset = 0
         self.observer: Callable[[str, int, int], None] | None = None
         self.gpu_allocator, self.cpu_allocator = BlockAllocator(num_gpu_blocks), BlockAllocator(num_cpu_blocks)
         self.block_tables: dict[int, list[int]] = {}  # seq_id -> ids of its blocks on the GPU, in the order of its tokens
@@ -77,9 +76,13 @@ class BlockSpaceManager:
         return list(self.block_tables.get(seq.seq_id, ()))
 
     def num_required_blocks(self, num_tokens: int) -> int:
-        "Blocks that a sequence of `num_tokens` tokens must have at once: with a window, those that its last token looks at."
+        "Blocks that a sequence of `num_tokens` tokens must have at once: with a window, at most those that one token looks at."
         num_blocks = num_blocks_for(num_tokens, self.block_size)
-        return num_blocks if self.window is None else min(num_blocks, num_blocks_for(self.window, self.block_size) + 1)
+        return num_blocks if self.window is None else min(num_blocks, num_blocks_for(self.window - 1, self.block_size) + 1)
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        "Blocks behind the window of the next token."
+        return 0 if self.window is None else max(0, num_computed_tokens - self.window + 1) // self.block_size
 
     # The prefix cache
 
@@ -90,10 +93,10 @@ class BlockSpaceManager:
             hashes.append(hash_block_tokens(hashes[-1] if hashes else b"", seq.token_ids[end - size : end]))
         return hashes[: num_tokens // size]
 
-    def get_computed_blocks(self, seq: Sequence, keep_skipped: bool = False) -> list[int]:
+    def get_computed_blocks(self, seq: Sequence) -> list[int]:
         """The longest run of cached blocks that `seq` begins with; those behind the window as `NULL_BLOCK`.
 
-        The last token is never in one: it must be computed. With `keep_skipped` also the blocks behind the window are listed.
+        The last token is never in one: it must be computed.
         """
         found: list[int] = []
         if self.enable_caching:
@@ -102,12 +105,8 @@ class BlockSpaceManager:
                 if block_id is None:
                     break
                 found.append(block_id)
-        num_skipped = 0 if keep_skipped else self._num_skipped_blocks(len(found) * self.block_size)
+        num_skipped = self.num_skipped_blocks(len(found) * self.block_size)
         return [NULL_BLOCK] * num_skipped + found[num_skipped:]
-
-    def _num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        "Blocks behind the window of the next token."
-        return 0 if self.window is None else max(0, num_computed_tokens - self.window + 1) // self.block_size
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         "Let the full blocks of `seq` be found by other requests: those whose tokens are known, and computed or about to be."
@@ -126,30 +125,23 @@ class BlockSpaceManager:
 
     # Admission
 
-    def num_needed_blocks(self, group: SequenceGroup) -> tuple[int, int]:
-        "Blocks for all tokens of the group, what its sequences share counted once, and how many of them are free now."
-        if len(group.unfinished) == 1:
-            seq = group.unfinished[0]
-            found, total = self.get_computed_blocks(seq), self.num_required_blocks(seq.get_len())
-            in_use = sum(block_id != NULL_BLOCK and self.gpu_allocator.ref_count(block_id) > 0 for block_id in found)
-            return total, total - in_use
-        total = needed = 0
-        seen: set[bytes] = set()
-        for seq in group.unfinished:
-            hashes, found = self.get_block_hashes(seq, seq.get_len() - 1), self.get_computed_blocks(seq, keep_skipped=True)
-            own = num_blocks_for(seq.get_len(), self.block_size) - len(hashes)
-            total, needed = total + own, needed + own
-            for i, block_hash in enumerate(hashes):
-                if block_hash not in seen:
-                    seen.add(block_hash)
-                    total += 1
-                    needed += i >= len(found) or self.gpu_allocator.ref_count(found[i]) == 0
-        return total, needed
+    def num_needed_blocks(self, group: SequenceGroup, freed: Set[int] = frozenset()) -> tuple[int, int]:
+        """Blocks that the group must have, what its sequences share counted once; and how many of them it must take.
 
-    def can_allocate(self, group: SequenceGroup, headroom: int = 0, num_freed: int = 0) -> AllocStatus:
-        "Whether the group's blocks would fit with `headroom` blocks (or the watermark) left, if `num_freed` became free."
-        total, needed = self.num_needed_blocks(group)
-        return self._status(total, needed - num_freed, headroom)
+        Those that are in use already, by requests that keep them, it need not take; the blocks `freed` are about to be free.
+        """
+        seqs, total = group.unfinished, self.num_required_blocks(group.unfinished[0].get_len())
+        if len(seqs) > 1:  # they share full blocks only: the last block of each is its own
+            num_skipped, num_tokens = self.num_skipped_blocks(seqs[0].get_len() - 1), seqs[0].get_len() - 1
+            shared = {block_hash for seq in seqs for block_hash in self.get_block_hashes(seq, num_tokens)[num_skipped:]}
+            total = len(shared) + len(seqs)
+        found = {block_id for seq in seqs for block_id in self._find_blocks(group, seq)} - {NULL_BLOCK}
+        return total, total - sum(self.gpu_allocator.ref_count(i) > 0 for i in found - freed)
+
+    def can_allocate(self, group: SequenceGroup, headroom: int = 0, freed: Set[int] = frozenset()) -> AllocStatus:
+        "Whether the group's blocks would fit with `headroom` blocks (or the watermark) left, if the blocks `freed` became free."
+        total, needed = self.num_needed_blocks(group, freed)
+        return self._status(total, needed - len(freed), headroom)
 
     def _status(self, total: int, needed: int, headroom: int) -> AllocStatus:
         if total > self.num_gpu_blocks:
@@ -162,25 +154,50 @@ class BlockSpaceManager:
     def allocate(self, group: SequenceGroup) -> None:
         """Block tables for the group's sequences. What is found in cached blocks counts as computed (`seq.num_computed_tokens`).
 
-        Without a window a sequence gets the blocks of all its tokens now; with one, `allocate_slots` brings them chunk by
-        chunk. Sequences of one group share the full blocks of what they have in common: the first of them computes it.
+        Without a window a sequence gets the blocks of all its tokens now, and sequences of one group share the full blocks of
+        what they have in common: the first of them computes it. With a window, `allocate_slots` brings them chunk by chunk,
+        and `take_over_blocks` shares them.
         """
         placed: dict[bytes, int] = {}  # hash -> block of this group
         for seq in group.unfinished:
             assert seq.seq_id not in self.block_tables, f"sequence {seq.seq_id} has blocks already"
             self._report_for(seq)
-            found = self.get_computed_blocks(seq, keep_skipped=len(group.unfinished) > 1)  # what one skips, another may need
-            if len(group.unfinished) > 1:
-                hashes = self.get_block_hashes(seq, seq.get_len() - 1)
-                while len(found) < len(hashes) and hashes[len(found)] in placed:
-                    found.append(placed[hashes[len(found)]])
+            hashes = self.get_block_hashes(seq, seq.get_len() - 1) if len(group.unfinished) > 1 else []
+            found = self._find_blocks(group, seq)
+            while len(found) < len(hashes) and hashes[len(found)] in placed:
+                found.append(placed[hashes[len(found)]])
             self.block_tables[seq.seq_id] = found
             self._touch(found)
             seq.num_computed_tokens, seq.num_cached_blocks = len(found) * self.block_size, len(found)
-            if self.window is None or len(group.unfinished) > 1:
+            if self.window is None:
                 self.allocate_slots(seq, seq.get_len() - seq.num_computed_tokens)
-            if len(group.unfinished) > 1:
                 placed.update(zip(hashes, self.block_tables[seq.seq_id]))
+
+    def _find_blocks(self, group: SequenceGroup, seq: Sequence) -> list[int]:
+        "The cached blocks that `seq` begins with. Several sequences with a window begin at one place: with none."
+        return self.get_computed_blocks(seq) if self.window is None or len(group.unfinished) == 1 else []
+
+    def find_leader(self, group: SequenceGroup, seq: Sequence) -> Sequence | None:
+        "The sequence of the group, before `seq`, whose next full block is that of `seq` as well: it computes it for both."
+        end = (len(self.block_tables[seq.seq_id]) + 1) * self.block_size
+        if seq.num_computed_tokens + self.block_size == end < seq.get_len():
+            for other in group.unfinished[: group.unfinished.index(seq)]:
+                if self.get_block_hashes(other, end)[-1] == self.get_block_hashes(seq, end)[-1]:
+                    return other
+        return None
+
+    def take_over_blocks(self, group: SequenceGroup, seq: Sequence) -> int:
+        """`seq` shares the blocks that sequences of the group before it have computed of what they have in common: how many?
+
+        With a window. They must go side by side: a sequence that is far ahead has freed what those behind it would need.
+        """
+        table, num_blocks = self.block_tables[seq.seq_id], len(self.block_tables[seq.seq_id])
+        self._report_for(seq)
+        while (leader := self.find_leader(group, seq)) and leader.num_computed_tokens >= (len(table) + 1) * self.block_size:
+            table.append(self.block_tables[leader.seq_id][len(table)])
+            self._touch(table[-1:])
+            seq.num_computed_tokens += self.block_size
+        return len(table) - num_blocks
 
     def _touch(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
@@ -211,7 +228,7 @@ class BlockSpaceManager:
         for seq in group.unfinished:
             table, index = self.block_tables[seq.seq_id], seq.num_computed_tokens // self.block_size
             if index == len(table):
-                new += 1
+                new += self.find_leader(group, seq) is None
             elif seq.num_new_tokens <= 1 and self.gpu_allocator.ref_count(table[index]) > 1:  # a prefill copies nothing
                 shared.append(table[index])
         for block_id, n in Counter(shared).items():  # the last sequence that writes to a block only these share needs no copy
@@ -243,7 +260,7 @@ class BlockSpaceManager:
         if self.window is not None:
             self._report_for(seq)
             table = self.block_tables[seq.seq_id]
-            for index in range(self._num_skipped_blocks(seq.num_computed_tokens) - 1, -1, -1):
+            for index in range(self.num_skipped_blocks(seq.num_computed_tokens) - 1, -1, -1):
                 if table[index] == NULL_BLOCK:
                     return
                 self.gpu_allocator.free(table[index])
@@ -265,40 +282,35 @@ class BlockSpaceManager:
 
     def reset(self) -> None:
         "Forget all tables and all contents: after a failed step neither can be trusted."
-        observer, self.num_evictions_before_reset = self.observer, self.num_evictions
+        before = self.gpu_allocator
         self.gpu_allocator, self.cpu_allocator = BlockAllocator(self.num_gpu_blocks), BlockAllocator(self.num_cpu_blocks)
+        self.gpu_allocator.num_evictions, self.gpu_allocator.observer = before.num_evictions, before.observer
         self.block_tables, self.cpu_block_tables = {}, {}
-        self.set_observer(observer)
 
     # Swapping
 
-    def num_freed_blocks(self, groups: list[SequenceGroup]) -> int:
-        "How many blocks would become free if the blocks of these groups were taken back."
+    def get_freed_blocks(self, groups: list[SequenceGroup]) -> set[int]:
+        "The blocks that would become free if those of these groups were taken back."
         tables = [self.block_tables.get(seq.seq_id, ()) for group in groups for seq in group.unfinished]
         held = Counter(block_id for table in tables for block_id in table if block_id != NULL_BLOCK)
-        return sum(self.gpu_allocator.ref_count(block_id) == n for block_id, n in held.items())
+        return {block_id for block_id, n in held.items() if self.gpu_allocator.ref_count(block_id) == n}
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
         "Whether the CPU has free blocks for the group's."
-        return len(self._blocks_of(group, self.block_tables)) <= self.cpu_allocator.get_num_free_blocks()
+        return self._num_blocks(group, self.block_tables) <= self.cpu_allocator.get_num_free_blocks()
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         "Move the group to the CPU's blocks: pairs (GPU block, CPU block) for the worker to copy."
-        pairs = self._move(group, self.block_tables, self.gpu_allocator, self.cpu_block_tables, self.cpu_allocator)
-        for block_id, _ in pairs:
-            self._report("swap_out", block_id)
-        return pairs
+        return self._move(group, "swap_out")
 
-    def can_swap_in(self, group: SequenceGroup, headroom: int = 0, num_freed: int = 0) -> AllocStatus:
+    def can_swap_in(self, group: SequenceGroup, headroom: int = 0, freed: Set[int] = frozenset()) -> AllocStatus:
         "Whether the group could come back and each of its sequences write one token, with `headroom` blocks left."
-        total = len(self._blocks_of(group, self.cpu_block_tables))
-        return self._status(total, total + len(group.unfinished) - num_freed, headroom)
+        total = self._num_blocks(group, self.cpu_block_tables)
+        return self._status(total, total + len(group.unfinished) - len(freed), headroom)
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
         "Move the group back to the GPU's blocks: pairs (CPU block, GPU block) for the worker to copy."
-        pairs = self._move(group, self.cpu_block_tables, self.cpu_allocator, self.block_tables, self.gpu_allocator)
-        for _, block_id in pairs:
-            self._report("swap_in", block_id)
+        pairs = self._move(group, "swap_in")
         for seq in group.unfinished:
             seq.num_cached_blocks = 0  # its blocks are others now
         for seq in group.unfinished:
@@ -307,16 +319,13 @@ class BlockSpaceManager:
                 break
         return pairs
 
-    def _blocks_of(self, group: SequenceGroup, tables: dict[int, list[int]]) -> list[int]:
-        "The group's blocks, each once, in the order of its sequences and tokens."
-        blocks = (block_id for seq in group.unfinished for block_id in tables[seq.seq_id] if block_id != NULL_BLOCK)
-        return list(dict.fromkeys(blocks))
+    def _num_blocks(self, group: SequenceGroup, tables: dict[int, list[int]]) -> int:
+        return len({block_id for seq in group.unfinished for block_id in tables[seq.seq_id]} - {NULL_BLOCK})
 
-    def _move(
-        self, group: SequenceGroup, source: dict[int, list[int]], source_allocator: BlockAllocator,
-        target: dict[int, list[int]], target_allocator: BlockAllocator,
-    ) -> list[tuple[int, int]]:  # fmt: skip
+    def _move(self, group: SequenceGroup, kind: str) -> list[tuple[int, int]]:
         "Move the group's tables to the other device; blocks that its sequences share stay shared."
+        gpu, cpu = (self.block_tables, self.gpu_allocator), (self.cpu_block_tables, self.cpu_allocator)
+        (source, source_allocator), (target, target_allocator) = (gpu, cpu) if kind == "swap_out" else (cpu, gpu)
         moved: dict[int, int] = {}
         for seq in group.unfinished:
             self._report_for(seq)
@@ -328,14 +337,11 @@ class BlockSpaceManager:
                     moved[block_id] = target_allocator.allocate()
             target[seq.seq_id] = [moved.get(block_id, NULL_BLOCK) for block_id in table]
             self._free_blocks(table, source_allocator)
+        for pair in moved.items():
+            self._report(kind, pair[kind == "swap_in"])
         return list(moved.items())
 
     # Observers and tests
-
-    @property
-    def num_evictions(self) -> int:
-        "Cached blocks that lost their content, since the beginning."
-        return self.num_evictions_before_reset + self.gpu_allocator.num_evictions
 
     def set_observer(self, observer: Callable[[str, int, int], None] | None) -> None:
         "Report every change of a GPU block as (kind, block id, seq_id) from now on; None: no more."

@@ -95,9 +95,9 @@ class LookAhead:
         free = manager.get_num_free_gpu_blocks()
         return free >= num_live or sum(map(manager.num_missing_blocks, scheduler.running)) <= free
 
-# %% ../../nbs/13_scheduler_extensions.ipynb #0819d1ac
+# %% ../../nbs/13_scheduler_extensions.ipynb #5d26fd97
 def make_scheduler(
-    config: VllmConfig, num_gpu_blocks: int, num_cpu_blocks: int = 0, window: int | None = None
+    config: VllmConfig, num_gpu_blocks: int, num_cpu_blocks: int = 0, window: int | None = None, virtual_engine: int = 0
 ) -> Any:
     "The scheduler that `scheduler_cls` names, over a block manager for these pools; with CPU blocks it can swap."
     cache, scheduler = config.cache_config, config.scheduler_config
@@ -105,4 +105,5 @@ def make_scheduler(
         cache.block_size, num_gpu_blocks, num_cpu_blocks, window=window, enable_caching=cache.enable_prefix_caching
     )
     swapping = Swapping(manager, scheduler.preemption_mode) if num_cpu_blocks else None
-    return resolve_class(scheduler.scheduler_cls)(scheduler, manager, swapping)
+    stages = config.parallel_config.pipeline_parallel_size
+    return resolve_class(scheduler.scheduler_cls)(scheduler, manager, swapping, virtual_engine, stages)

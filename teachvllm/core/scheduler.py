@@ -7,7 +7,7 @@ __all__ = ['SchedulingBudget', 'NewSequenceData', 'ForkedSequenceData', 'Schedul
 
 # %% ../../nbs/12_scheduler.ipynb #4142331f
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
@@ -58,7 +58,7 @@ class ForkedSequenceData:
     parent_seq_id: int
     seed: int
 
-# %% ../../nbs/12_scheduler.ipynb #2a5a746a
+# %% ../../nbs/12_scheduler.ipynb #16c45aec
 @dataclass
 class SchedulerOutput:
     """One step's orders to the workers: what changed since the last step, nothing that they know already.
@@ -78,6 +78,7 @@ class SchedulerOutput:
     copied_block_ids: dict[int, tuple[int, int]] = field(default_factory=dict)  # seq_id -> (index, the copy's id)
     num_scheduled_tokens: dict[int, int] = field(default_factory=dict)  # seq_id -> tokens to compute, in batch order
     preempted_request_ids: list[str] = field(default_factory=list)
+    virtual_engine: int = 0  # in a pipeline, the batch that this is: each has a scheduler, and a cache in every worker
     timed: bool = False  # measure when the device begins and ends the step
 
     @property
@@ -93,6 +94,16 @@ class SampledTokens(Protocol):
     sampled_token_ids: list[int]
     logprobs: dict[int, tuple[float, list[tuple[int, float]]]]
 
+# %% ../../nbs/12_scheduler.ipynb #f0a4c71e
+class ForkRule(Protocol):
+    "How a request of several sequences goes on: see `SequenceGroup.fork_rule`."
+
+    def extend(self, scheduler: "Scheduler", group: SequenceGroup, tokens: list[tuple[Sequence, int, float, list]]) -> None:
+        "A step's tokens of the group: (sequence, token id, log-probability, likeliest tokens)."
+
+    def seq_ended(self, scheduler: "Scheduler", group: SequenceGroup, seq: Sequence) -> None:
+        "The scheduler ended `seq` because the pool is full."
+
 # %% ../../nbs/12_scheduler.ipynb #a2d2c387
 def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
     "The status that `seq` ends with after its newest token, or None: it goes on. Sets `seq.stop_reason`."
@@ -104,7 +115,7 @@ def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
         return SequenceStatus.FINISHED_LENGTH_CAPPED
     return None
 
-# %% ../../nbs/12_scheduler.ipynb #c7e9df5e
+# %% ../../nbs/12_scheduler.ipynb #1f35ac98
 class Scheduler:
     """Continuous batching with chunked prefill, over paged blocks.
 
@@ -120,16 +131,23 @@ class Scheduler:
     chunked prefill, and of V1.
     """
 
-    def __init__(self, config: SchedulerConfig, block_manager: BlockSpaceManager, swapping: Any = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        block_manager: BlockSpaceManager,
+        swapping: Any = None,
+        virtual_engine: int = 0,  # of a pipeline of
+        num_virtual_engines: int = 1,  # so many stages
+    ):
         self.config, self.block_manager, self.swapping = config, block_manager, swapping
+        self.virtual_engine, self.num_virtual_engines = virtual_engine, num_virtual_engines
         self.policy = make_policy(config.policy)
         self.waiting, self.running, self.swapped = (RequestQueue(self.policy) for _ in range(3))
-        self.groups: dict[str, SequenceGroup] = {}  # by request_id, from arrival to the end
+        self.groups: dict[str, SequenceGroup] = {}  # by request_id, from arrival until the end is reported
         self.seqs: dict[int, tuple[SequenceGroup, Sequence]] = {}  # by seq_id, from arrival to the end
-        self._seq_ids, self._arrivals = count(), count()
-        self._finished_seq_ids: list[int] = []  # what the next step tells the workers: sequences to forget,
-        self._forked_seqs: list[ForkedSequenceData] = []  # forks,
-        self._new_token_ids: dict[int, int] = {}  # and tokens that they did not sample
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)  # each gets a token in every step
+        self._seq_ids, self._arrivals = count(virtual_engine, num_virtual_engines), count()
+        self._next = SchedulerOutput(virtual_engine=virtual_engine)  # what the next step tells the workers, as far as known
         self.outputs: list[EngineCoreOutput] = []  # that `update_from_output` returns
         self.peak_gpu_blocks_used = self.num_preemptions = self.num_cow_copies = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
@@ -152,24 +170,21 @@ class Scheduler:
     def check_fits(self, group: SequenceGroup) -> None:
         "Raise `ValueError` if the request can never run."
         manager, num_seqs, num_tokens = self.block_manager, group.num_seqs, group.first_seq.get_len()
-        pool, size, most = manager.num_gpu_blocks, manager.block_size, self._max_num_seqs()
+        pool, size = manager.num_gpu_blocks, manager.block_size
         require(
-            num_seqs <= most,
-            f"{num_seqs} sequences (n, best_of or beam_width) are more than the {most} that may run at once: raise "
+            num_seqs <= self.max_num_seqs,
+            f"{num_seqs} sequences (n, best_of or beam_width) are more than the {self.max_num_seqs} that may run at once: raise "
             "max_num_seqs and max_num_batched_tokens",
         )
-        needed = manager.num_required_blocks(num_tokens)
-        knobs = "raise gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override, or shorten the prompt"
-        require(needed <= pool, f"prompt of {num_tokens} tokens needs {needed} blocks of {size}, the pool has {pool}: {knobs}")
-        forks = num_tokens // size + num_seqs if num_seqs > 1 and group.sampling_params.max_tokens != 1 else 0
+        needed, what = manager.num_required_blocks(num_tokens), f"prompt of {num_tokens} tokens"
+        if num_seqs > 1 and group.sampling_params.max_tokens != 1:  # they share its full blocks, and each has one more
+            needed = num_tokens // size - manager.num_skipped_blocks(num_tokens) + num_seqs
+            what += f", shared by {num_seqs} sequences (n, best_of or beam_width),"
         require(
-            forks <= pool,
-            f"a prompt of {num_tokens} tokens and {num_seqs} sequences (n, best_of or beam_width) need {forks} blocks of "
-            f"{size}, though they share the prompt's; the pool has {pool}: {knobs}, or ask for fewer",
+            needed <= pool,
+            f"{what} needs {needed} blocks of {size}, the pool has {pool}: raise gpu_memory_utilization, kv_cache_memory_bytes "
+            "or num_gpu_blocks_override, or shorten the prompt",
         )
-
-    def _max_num_seqs(self) -> int:
-        return min(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # each gets a token in every step
 
     def has_unfinished_requests(self) -> bool:
         "Whether there is anything left to compute or to report."
@@ -179,48 +194,54 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         "Decide the next step and take the blocks for it. Its tokens count as computed from now on."
-        out, budget = SchedulerOutput(), SchedulingBudget(self.config.max_num_batched_tokens)
+        out, budget, manager = self._next, SchedulingBudget(self.config.max_num_batched_tokens), self.block_manager
         self._preempt_lower_priority(out)
         num_preempted = len(out.preempted_request_ids)
         prefills = self._schedule_running(out, budget)
-        out_of_blocks = len(out.preempted_request_ids) > num_preempted
-        if not out_of_blocks and (self.waiting or self.swapped):  # else this step admits none
+        if len(out.preempted_request_ids) == num_preempted and (self.waiting or self.swapped):  # else none is admitted
             budget.num_seqs = self._num_free_seqs(self.running)
         for group in prefills:
             self._schedule_waiting(out, budget, before=group)
             self._schedule_prefill(group, out, budget)
         self._schedule_waiting(out, budget)
-        used = self.block_manager.num_gpu_blocks - self.block_manager.get_num_free_gpu_blocks()
-        self.peak_gpu_blocks_used = max(self.peak_gpu_blocks_used, used)
-        if self.block_manager.window is not None:
-            for seq_id in out.num_scheduled_tokens:
-                self.block_manager.remove_skipped_blocks(self.seqs[seq_id][1])
-        out.finished_seq_ids, self._finished_seq_ids = self._finished_seq_ids, []
-        out.forked_seqs, self._forked_seqs = self._forked_seqs, []
-        out.new_token_ids, self._new_token_ids = self._new_token_ids, {}
+        self.peak_gpu_blocks_used = max(self.peak_gpu_blocks_used, manager.num_gpu_blocks - manager.get_num_free_gpu_blocks())
+        if manager.window is not None:
+            for group in self.running:
+                for seq in group.unfinished:
+                    manager.remove_skipped_blocks(seq)
+        self._next = SchedulerOutput(virtual_engine=self.virtual_engine)
         return out
 
     def _schedule_running(self, out: SchedulerOutput, budget: SchedulingBudget) -> list[SequenceGroup]:
         "A token for each sequence that decodes, in the order of the policy. Returns the groups with more to compute first."
-        prefills, i, running = [], 0, self.running
-        free = self.block_manager.get_num_free_gpu_blocks()
+        prefills, i, running, manager = [], 0, self.running, self.block_manager
+        free, num_promised = manager.get_num_free_gpu_blocks(), 0  # promised to `prefills`
         while i < len(running):
             group = running[i]
             free -= len(group.unfinished)  # at most: a sequence needs a block for every `block_size` tokens only
             if free < 0:
-                if not self._preempt_until_fits(group, out):
+                if not self._preempt_until_fits(group, num_promised, out):
                     continue  # the group was preempted, or has ended
-                free = self.block_manager.get_num_free_gpu_blocks() - len(group.unfinished)
+                free = manager.get_num_free_gpu_blocks() - num_promised - len(group.unfinished)
             i += 1
             if any(seq.num_new_tokens > 1 for seq in group.unfinished):
                 prefills.append(group)
-                continue
-            for seq in group.unfinished:
-                if not (seq.num_output_placeholders and seq.is_full):
-                    if len(group.unfinished) > 1:
-                        self._copy_on_write(seq, out)
-                    self._schedule_tokens(seq, budget.take(1), out)
+                num_promised += manager.num_missing_blocks(group)
+            else:
+                self._schedule_decode(group, out, budget)
         return prefills
+
+    def _schedule_decode(self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget) -> None:
+        "A token for each sequence; one that writes to a block that others share gets a copy first."
+        for seq in group.unfinished:
+            if seq.num_output_placeholders and seq.is_full:
+                continue
+            if len(group.unfinished) > 1 and (copied := self.block_manager.copy_on_write(seq)):
+                index, source, target = copied
+                out.blocks_to_copy.append((source, target))
+                out.copied_block_ids[seq.seq_id] = (index, target)
+                self.num_cow_copies += 1
+            self._schedule_tokens(seq, budget.take(1), out)
 
     def _schedule_prefill(self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget) -> None:
         """The tokens that the group's sequences lack, as many as the budget allows, one sequence after the other.
@@ -228,18 +249,37 @@ class Scheduler:
         So each computes what the sequences after it share. Several decode in lockstep: each stops before its last token
         until all are there.
         """
+        if self.block_manager.window is not None:
+            self._schedule_chunk(group, out, budget)
+            return
         held_back = len(group.unfinished) > 1
         for seq in group.unfinished:
-            wanted = seq.num_new_tokens - held_back
-            if self.block_manager.window is not None and not held_back:
-                headroom = sum(len(other.unfinished) for other in self.running) - 1
-                if group is self.running[0]:  # it makes progress whatever the others need
-                    headroom = min(headroom, max(0, self.block_manager.get_num_free_gpu_blocks() - 1))
-                if wanted > (most := self.block_manager.max_new_tokens(seq, headroom)):
-                    wanted, budget.num_seqs = most, 0  # blocks are short: none is admitted behind it
-            self._schedule_tokens(seq, budget.take(max(0, wanted)), out)
+            self._schedule_tokens(seq, budget.take(max(0, seq.num_new_tokens - held_back)), out)
             if seq.num_new_tokens > held_back:
                 return
+
+    def _schedule_chunk(self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget) -> None:
+        """With a window: tokens for which there are blocks, too. Several sequences go side by side, up to the same place.
+
+        So they never hold more than when they wrote these tokens: once what they have in common, and only what the window sees.
+        """
+        manager, seqs, size = self.block_manager, group.unfinished, self.block_manager.block_size
+        headroom = sum(len(other.unfinished) for other in self.running) - len(seqs)  # a block for each other sequence
+        if group is self.running[0]:  # it makes progress whatever the others need
+            headroom = min(headroom, max(0, manager.get_num_free_gpu_blocks() - len(seqs)))
+        spare = max(0, manager.get_num_free_gpu_blocks() - headroom) // len(seqs)
+        begin = min(seq.num_computed_tokens for seq in seqs if manager.find_leader(group, seq) is None)
+        last = seqs[0].get_len() - (len(seqs) > 1)
+        end = min(last, begin + min(-begin % size + spare * size or size, budget.num_tokens // len(seqs)))
+        for seq in seqs:
+            if manager.take_over_blocks(group, seq):  # the workers hear of it as of a new one
+                out.finished_seq_ids.append(seq.seq_id)
+                self._announce(group, seq, out)
+            if manager.find_leader(group, seq) is None:
+                wanted = min(end - seq.num_computed_tokens, manager.max_new_tokens(seq, headroom))
+                self._schedule_tokens(seq, budget.take(max(0, wanted)), out)
+        if any(seq.num_computed_tokens < last for seq in seqs):
+            budget.num_seqs = 0  # blocks are short: none is admitted behind it
 
     def _schedule_tokens(self, seq: Sequence, num_tokens: int, out: SchedulerOutput) -> None:
         "The step computes the next `num_tokens` tokens of `seq`."
@@ -256,14 +296,6 @@ class Scheduler:
         if after // size != before // size:
             manager.cache_full_blocks(seq)  # a request admitted in this very step may read them
 
-    def _copy_on_write(self, seq: Sequence, out: SchedulerOutput) -> None:
-        copied = self.block_manager.copy_on_write(seq)
-        if copied:
-            index, source, target = copied
-            out.blocks_to_copy.append((source, target))
-            out.copied_block_ids[seq.seq_id] = (index, target)
-            self.num_cow_copies += 1
-
     # Requests are admitted
 
     def next_group(self) -> SequenceGroup | None:
@@ -273,7 +305,7 @@ class Scheduler:
 
     def _num_free_seqs(self, running: Iterable[SequenceGroup]) -> int:
         "How many more sequences may run beside `running`, each with all the sequences that it will have."
-        return self._max_num_seqs() - sum(group.get_max_num_running_seqs() for group in running)
+        return self.max_num_seqs - sum(group.get_max_num_running_seqs() for group in running)
 
     def _schedule_waiting(
         self, out: SchedulerOutput, budget: SchedulingBudget, before: SequenceGroup | None = None
@@ -284,7 +316,7 @@ class Scheduler:
                 return
             status = self._can_admit(group)
             if status is AllocStatus.NEVER:  # it was preempted when it had outgrown the pool
-                self._finish_seq(group, group.unfinished[-1], SequenceStatus.FINISHED_LENGTH_CAPPED)
+                self._finish_last_seq(group)
                 continue
             num_seqs = group.get_max_num_running_seqs()
             if num_seqs > budget.num_seqs or status is AllocStatus.LATER or not self._has_tokens(group, out, budget):
@@ -292,15 +324,15 @@ class Scheduler:
             budget.num_seqs -= num_seqs
             self._admit(group, out, budget)
 
-    def _can_admit(self, group: SequenceGroup, num_freed: int = 0) -> AllocStatus:
-        """Whether the group's blocks are there, or would be if `num_freed` became free.
+    def _can_admit(self, group: SequenceGroup, freed: Set[int] = frozenset()) -> AllocStatus:
+        """Whether the group's blocks are there, or would be if the blocks `freed` became free.
 
         One that was preempted leaves a block to each running sequence: else it would soon be preempted again.
         """
         headroom = sum(len(other.unfinished) for other in self.running) if group.num_preemptions else 0
         swapped = group.status is SequenceStatus.SWAPPED
         can = self.block_manager.can_swap_in if swapped else self.block_manager.can_allocate
-        return can(group, headroom, num_freed)
+        return can(group, headroom, freed)
 
     def _has_tokens(self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget) -> bool:
         "Whether this step can compute what it must of the group, if not all."
@@ -328,34 +360,39 @@ class Scheduler:
                 self.prefix_cache_queries += group.first_seq.get_len()
                 self.prefix_cache_hits += group.num_cached_tokens
         for seq in group.unfinished:
-            out.new_seqs.append(
-                NewSequenceData(
-                    seq.seq_id, list(seq.token_ids), seq.num_prompt_tokens, seq.num_computed_tokens,
-                    self.block_manager.get_block_table(seq), group.sampling_params, sorted(group.stop_token_ids), seq.seed,
-                    group.num_samples, group.num_logprobs,
-                )
-            )  # fmt: skip
+            self._announce(group, seq, out)
         fits = self.block_manager.num_missing_blocks(group) <= self.block_manager.get_num_free_gpu_blocks()
         if any(seq.num_new_tokens > 1 for seq in group.unfinished):
-            self._schedule_prefill(group, out, budget)
+            if self.block_manager.window is None or len(group.unfinished) == 1:
+                self._schedule_prefill(group, out, budget)
+            else:  # in this step it is new, in the next ones sequences may be announced again: see `_schedule_chunk`
+                budget.num_seqs = 0
         elif fits and len(group.unfinished) <= budget.num_tokens:  # else all of them decode in the next step
-            for seq in group.unfinished:
-                self._copy_on_write(seq, out)
-                self._schedule_tokens(seq, budget.take(1), out)
+            self._schedule_decode(group, out, budget)
+
+    def _announce(self, group: SequenceGroup, seq: Sequence, out: SchedulerOutput) -> None:
+        "Tell the workers all of `seq`: they do not know it, or have forgotten it."
+        out.new_seqs.append(
+            NewSequenceData(
+                seq.seq_id, list(seq.token_ids), seq.num_prompt_tokens, seq.num_computed_tokens,
+                self.block_manager.get_block_table(seq), group.sampling_params, sorted(group.stop_token_ids), seq.seed,
+                group.num_samples, group.num_logprobs,
+            )
+        )  # fmt: skip
 
     # Requests are preempted
 
-    def _preempt_until_fits(self, group: SequenceGroup, out: SchedulerOutput) -> bool:
+    def _preempt_until_fits(self, group: SequenceGroup, num_promised: int, out: SchedulerOutput) -> bool:
         "Preempt the last request until each sequence of `group` can write a token; False if that was `group` itself."
         manager = self.block_manager
-        while group.unfinished and manager.num_missing_blocks(group) > manager.get_num_free_gpu_blocks():
+        while group.unfinished and manager.num_missing_blocks(group) > manager.get_num_free_gpu_blocks() - num_promised:
             if self.running.last() is not group:
                 self._preempt(self.running.last(), out)
             elif len(self.running) > 1:
                 self._preempt(group, out)
                 return False
             else:  # alone, and the pool is full: there is nothing to wait for
-                self._finish_seq(group, group.unfinished[-1], SequenceStatus.FINISHED_LENGTH_CAPPED)
+                self._finish_last_seq(group)
         return bool(group.unfinished)
 
     def _preempt(self, group: SequenceGroup, out: SchedulerOutput) -> None:
@@ -364,16 +401,12 @@ class Scheduler:
         group.num_preemptions += 1
         self.num_preemptions += 1
         out.preempted_request_ids.append(group.request_id)
-        self._finished_seq_ids += [seq.seq_id for seq in group.unfinished]
+        out.finished_seq_ids += [seq.seq_id for seq in group.unfinished]
         if self.swapping and self.swapping.swap_out(group, out):
             group.set_status(SequenceStatus.SWAPPED)
             self.swapped.add(group)
-        else:
-            self._requeue(group)
-
-    def _requeue(self, group: SequenceGroup) -> None:
-        "Back to `waiting`, to be computed again."
-        for seq in group.unfinished:
+            return
+        for seq in group.unfinished:  # to be computed again
             self.block_manager.free(seq)
             seq.reset_for_recompute()
         self.waiting.add(group)
@@ -385,19 +418,17 @@ class Scheduler:
             return
         lower = [g for g in self.running if key(group) < key(g) and self.policy.may_preempt(group, g)]
         others = [g for g in self.running if g not in lower]
-        num_seqs, num_freed = group.get_max_num_running_seqs(), self.block_manager.num_freed_blocks(lower)
-        if others and (self._num_free_seqs(others) < num_seqs or self._can_admit(group, num_freed) is not AllocStatus.OK):
+        num_seqs, freed = group.get_max_num_running_seqs(), self.block_manager.get_freed_blocks(lower)
+        if others and (self._num_free_seqs(others) < num_seqs or self._can_admit(group, freed) is not AllocStatus.OK):
             return  # not even if all of `lower` went
-        while lower:
-            if self._num_free_seqs(self.running) >= num_seqs and self._can_admit(group) is not AllocStatus.LATER:
-                return
+        while lower and (self._num_free_seqs(self.running) < num_seqs or self._can_admit(group) is AllocStatus.LATER):
             self._preempt(lower.pop(), out)
 
     # A step's tokens arrive
 
     def update_from_output(self, sampled: SampledTokens) -> list[EngineCoreOutput]:
         "Give each sequence the token that a step sampled for it, and end what is complete; returns what the front must know."
-        forking: dict[str, list[tuple[Sequence, int, float, list]]] = {}
+        forking: dict[SequenceGroup, list[tuple[Sequence, int, float, list]]] = {}
         for i, (seq_id, token_id) in enumerate(zip(sampled.seq_ids, sampled.sampled_token_ids, strict=True)):
             if seq_id not in self.seqs:  # it was aborted, or ended, while the step was under way
                 continue
@@ -409,10 +440,9 @@ class Scheduler:
             if group.fork_rule is None:
                 self.append_token(group, seq, token_id, logprob)
             else:
-                forking.setdefault(group.request_id, []).append((seq, token_id, logprob, top))
-        for request_id, tokens in forking.items():
-            if request_id in self.groups:
-                group = self.groups[request_id]
+                forking.setdefault(group, []).append((seq, token_id, logprob, top))
+        for group, tokens in forking.items():
+            if not group.is_finished():
                 group.fork_rule.extend(self, group, tokens)
         outputs, self.outputs = self.outputs, []
         return outputs
@@ -421,11 +451,9 @@ class Scheduler:
         "A new token for `seq`, which may end with it: reported."
         self.set_token(seq, token_id, sampled)
         seq.cumulative_logprob += logprob
-        status = check_stop(group, seq)
-        if status:
-            self._finish_seq(group, seq, status, [token_id])
-        else:
-            self.report(group, seq, [token_id])
+        if status := check_stop(group, seq):
+            self._release(group, seq, status)
+        self.report(group, seq, [token_id])
 
     def set_token(self, seq: Sequence, token_id: int, sampled: bool = False) -> None:
         "The next token of `seq`; without `sampled` the workers are told of it."
@@ -433,15 +461,15 @@ class Scheduler:
         if seq.num_output_placeholders:  # a step that looked ahead may have computed it already, and filled a block
             seq.num_output_placeholders -= 1
             self.block_manager.cache_full_blocks(seq)
-        if not sampled:
-            self._new_token_ids[seq.seq_id] = token_id
+        if not sampled or self.num_virtual_engines > 1:  # of a pipeline only the last stage has sampled it
+            self._next.new_token_ids[seq.seq_id] = token_id
 
     def fork_seq(self, group: SequenceGroup, parent: Sequence) -> Sequence:
         "A new sequence of the group that shares all of `parent`'s blocks."
         child = group.fork(parent, next(self._seq_ids))
         self.seqs[child.seq_id] = (group, child)
         self.block_manager.fork(parent, child)
-        self._forked_seqs.append(ForkedSequenceData(child.seq_id, parent.seq_id, child.seed))
+        self._next.forked_seqs.append(ForkedSequenceData(child.seq_id, parent.seq_id, child.seed))
         return child
 
     def report(self, group: SequenceGroup, seq: Sequence, new_token_ids: list[int]) -> None:
@@ -456,18 +484,25 @@ class Scheduler:
         if first or status.finished:
             output.num_cached_tokens, output.first_scheduled_time = group.num_cached_tokens, group.first_scheduled_time
             output.num_preemptions = group.num_preemptions
-        self.outputs.append(output)
+        self._tell(group, [output])
+
+    def _tell(self, group: SequenceGroup, outputs: list[EngineCoreOutput]) -> None:
+        "What the front hears of a group; nothing more after its end."
+        self.outputs += outputs
+        if group.is_finished():
+            del self.groups[group.request_id]
 
     # A sequence or a request ends
 
-    def _finish_seq(
-        self, group: SequenceGroup, seq: Sequence, status: SequenceStatus, new_token_ids: Iterable[int] = ()
-    ) -> None:
-        self._release(group, seq, status)
-        if group.fork_rule is None or status is SequenceStatus.FINISHED_ERROR:
-            self.report(group, seq, list(new_token_ids))
-        else:  # the pool is full
-            group.fork_rule.seq_ended(self, group, seq)
+    def _finish_last_seq(self, group: SequenceGroup) -> None:
+        "The pool is too small for the group: its last sequence ends."
+        seq = group.unfinished[-1]
+        rule: ForkRule | None = group.fork_rule
+        self._release(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        if rule is None:
+            self.report(group, seq, [])
+        else:
+            rule.seq_ended(self, group, seq)
 
     def _release(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
         "`seq` ends: its blocks are free at once; with its last sequence a group leaves its queue."
@@ -476,11 +511,10 @@ class Scheduler:
         group.finish(seq, status)
         if group.is_finished():
             queue.remove(group)
-            del self.groups[group.request_id]
 
     def _forget(self, seq: Sequence) -> None:
         if seq.seq_id in self.block_manager.block_tables:  # the workers know exactly the sequences that have GPU blocks
-            self._finished_seq_ids.append(seq.seq_id)
+            self._next.finished_seq_ids.append(seq.seq_id)
         self.block_manager.free(seq)
         del self.seqs[seq.seq_id]
 
@@ -493,13 +527,14 @@ class Scheduler:
         "End all sequences of the group and report `outputs` for them."
         for seq in list(group.unfinished):
             self._release(group, seq, status)
-        self.outputs += outputs
+        self._tell(group, outputs)
 
     def finish_with_error(self, group: SequenceGroup, message: str) -> None:
         "End all sequences of the group; each reports what went wrong."
         for seq in list(group.unfinished):
             seq.stop_reason = message
-            self._finish_seq(group, seq, SequenceStatus.FINISHED_ERROR)
+            self._release(group, seq, SequenceStatus.FINISHED_ERROR)
+            self.report(group, seq, [])
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         "End a request, or one of its sequences, without a report; False if there is none."
@@ -507,6 +542,8 @@ class Scheduler:
         seqs = [seq for seq in group.unfinished if index in (None, seq.index)] if group else []
         for seq in seqs:
             self._release(group, seq, SequenceStatus.FINISHED_ABORTED)  # type: ignore[arg-type]
+        if group and group.is_finished():
+            del self.groups[request_id]
         if index is None:  # news that was not fetched, of a failed step say, must not reach a later request of the same id
             self.outputs = [news for news in self.outputs if news.request_id != request_id]
         return bool(seqs)
@@ -521,7 +558,11 @@ class Scheduler:
         for queue in (self.waiting, self.running, self.swapped):
             queue.clear()
         self.block_manager.reset()
-        self._finished_seq_ids, self._forked_seqs, self._new_token_ids = [], [], {}  # the workers forget all sequences
+        self._next = SchedulerOutput(virtual_engine=self.virtual_engine)  # the workers forget all sequences
+        told = {news.request_id for news in self.outputs if news.request_finished}
+        for group in [group for group in self.groups.values() if group.is_finished()]:  # just ending: was that reported?
+            end = EngineCoreOutput(group.request_id, group.seqs[-1].index, [], "error", message, request_finished=True)
+            self._tell(group, [] if group.request_id in told else [end])
         self.seqs = {seq.seq_id: (group, seq) for group in self.groups.values() for seq in group.unfinished}
         for group in list(self.groups.values()):
             ran = any(seq.status not in (SequenceStatus.WAITING, SequenceStatus.SWAPPED) for seq in group.unfinished)
@@ -530,9 +571,6 @@ class Scheduler:
             self.waiting.add(group)
             if ran:
                 self.finish_with_error(group, message)
-            if group.request_id in self.groups and group.is_finished():  # it failed while it was ending
-                self.waiting.remove(group)
-                del self.groups[group.request_id]
 
     def reset_prefix_cache(self) -> bool:
         "Find nothing again that was computed before now. False, and nothing is forgotten, while requests hold blocks."
@@ -548,5 +586,5 @@ class Scheduler:
             len(self.waiting), len(self.running), len(self.swapped), manager.num_gpu_blocks, manager.num_cpu_blocks,
             manager.num_gpu_blocks - manager.get_num_free_gpu_blocks(), self.peak_gpu_blocks_used, self.num_preemptions,
             self.swapping.num_blocks_out if self.swapping else 0, self.swapping.num_blocks_in if self.swapping else 0,
-            self.num_cow_copies, manager.num_evictions, self.prefix_cache_queries, self.prefix_cache_hits,
+            self.num_cow_copies, manager.gpu_allocator.num_evictions, self.prefix_cache_queries, self.prefix_cache_hits,
         )  # fmt: skip

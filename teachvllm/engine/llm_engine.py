@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['init_logger', 'LLMEngine']
 
-# %% ../../nbs/60_llm_engine.ipynb #3e4141ae
+# %% ../../nbs/60_llm_engine.ipynb #9a1dbb72
 import logging
 import os
 import random
@@ -19,10 +19,11 @@ from ..arg_utils import EngineArgs
 from ..config import VllmConfig, require
 from .core import InprocClient
 from .output_processor import OutputProcessor
-from ..executor.executor_base import ExecutorBase, get_executor_class
+from ..executor.executor_base import ExecutorBase, HoldInterrupts, get_executor_class
 from ..inputs import InputProcessor, Prompt, get_eos_token_ids, get_tokenizer
-from ..messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from ..messages import EngineCoreRequest
 from ..outputs import RequestOutput
+from ..plugins import load_general_plugins
 from ..sampling_params import BeamSearchParams, SamplingParams
 from ..trace import StepTrace, Trace
 
@@ -39,7 +40,7 @@ def init_logger() -> None:
     if logger.level == logging.NOTSET:
         logger.setLevel(os.environ.get("TEACHVLLM_LOGGING_LEVEL", "INFO").upper())
 
-# %% ../../nbs/60_llm_engine.ipynb #d6cabe54
+# %% ../../nbs/60_llm_engine.ipynb #30d0209b
 class LLMEngine:
     """Takes requests, runs steps, gives outputs. It has an input processor, an output processor, and a client of the core.
 
@@ -61,12 +62,14 @@ class LLMEngine:
         self.input_processor, self.output_processor = InputProcessor(model, self.tokenizer), OutputProcessor(self.tokenizer)
         self.eos_token_ids = get_eos_token_ids(model, self.tokenizer)
         self.trace: Trace | None = None
+        self._outputs: list[RequestOutput] = []  # made, and not given out yet
         self._random = random.Random(model.seed)  # gives a seed to each request that brings none
         self.engine_core = client_class(vllm_config, executor_class, log_stats)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
         "An engine from flat arguments."
+        load_general_plugins()
         config = engine_args.create_engine_config()
         return cls(config, get_executor_class(config), log_stats=not engine_args.disable_log_stats)
 
@@ -83,14 +86,14 @@ class LLMEngine:
         fcfs = self.config.scheduler_config.policy == "fcfs"
         require(not (fcfs and priority), f'priority={priority}, but scheduling_policy is "fcfs": make it "priority"')
         request, text = self._make_request(request_id, prompt, params, priority)  # tokenizing does not hold up a step
-        with self._lock:
+        with self._lock, HoldInterrupts():
             require(not self.closed, "the engine is closed")
             require(request_id not in self.output_processor.request_states, f"request_id={request_id!r} is in use")
             self.output_processor.add_request(request, text)
             try:
                 self.engine_core.add_request(request)
-            except BaseException:
-                self.abort_request(request_id)
+            except Exception:  # refused
+                self.output_processor.abort_requests([request_id])
                 raise
 
     def _make_request(
@@ -106,9 +109,10 @@ class LLMEngine:
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         "End requests wherever they are, with no output; ids that are unknown or finished are passed over."
-        with self._lock:
+        with self._lock, HoldInterrupts():
             request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
             self.output_processor.abort_requests(request_ids)
+            self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
             self.engine_core.abort_requests([(request_id, None) for request_id in request_ids])
 
     def step(self) -> list[RequestOutput]:
@@ -119,50 +123,30 @@ class LLMEngine:
         """
         with self._lock:
             require(not self.closed, "the engine is closed")
-            if self.output_processor.get_pending_request_ids():  # the last call was interrupted
-                return self._process([])[0]
-            states = dict(self.output_processor.request_states) if self.trace else {}
-            arrived = EngineCoreOutputs()
-            try:
-                arrived = self.engine_core.get_output()
-                begin = time.perf_counter()
-                outputs, aborts = self._process(arrived.outputs)
-            except BaseException as error:
-                self._fail_lost_requests(error, arrived.outputs)
-                raise
-            if self.trace and arrived.trace:
-                for request_id, index in aborts:  # stop strings, of which the core knows nothing
-                    if request_id not in states:
-                        continue
+            with HoldInterrupts():  # at the end of this block at the latest it raises: then the next call gives these outputs
+                self._outputs = self._outputs or self._step()
+            outputs, self._outputs = self._outputs, []
+            return outputs
+
+    def _step(self) -> list[RequestOutput]:
+        states = dict(self.output_processor.request_states) if self.trace else {}
+        arrived = self.engine_core.get_output()
+        begin = time.perf_counter()
+        outputs, aborts = self.output_processor.process_outputs(arrived.outputs)
+        if aborts:
+            self.engine_core.abort_requests(aborts)
+        if self.trace and arrived.trace:
+            for request_id, index in aborts:  # stop strings, of which the core knows nothing
+                if request_id in states:
                     name, state = f"{request_id}.{index}" if index else request_id, states[request_id]
                     arrived.trace.finished.append(name)
                     arrived.trace.token_ids[name] = state.request.prompt_token_ids + state.seqs[index or 0].token_ids
-                self._record(self.trace, arrived.trace, time.perf_counter() - begin)
-            return outputs
-
-    def _process(self, news: list[EngineCoreOutput]) -> tuple[list[RequestOutput], list[tuple[str, int | None]]]:
-        outputs, aborts = self.output_processor.process_outputs(news)
-        if aborts:
-            self.engine_core.abort_requests(aborts)
-        return outputs, aborts
-
-    def _fail_lost_requests(self, error: BaseException, arrived: list[EngineCoreOutput]) -> None:
-        """End the requests whose news went down with the step: it was not taken, or the core does not know them any more.
-
-        The core ends those that failed here.
-        """
-        processor = self.output_processor
-        known = set(self.engine_core.call_utility("get_request_ids"))
-        if processor.taken is not arrived:
-            known -= {news.request_id for news in arrived}
-        known |= processor.get_pending_request_ids()
-        lost = [i for i, state in processor.request_states.items() if i not in known and not state.finished]
-        processor.fail_requests(lost, f"{type(error).__name__}: {error}")
-        self.engine_core.abort_requests([(i, None) for i, state in processor.request_states.items() if state.finished])
+            self._record(self.trace, arrived.trace, time.perf_counter() - begin)
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         "Whether `step` has anything to do."
-        return bool(self.output_processor.request_states)
+        return bool(self.output_processor.request_states or self._outputs)
 
     def get_num_unfinished_requests(self) -> int:
         "Requests that wait or run."
@@ -211,7 +195,7 @@ class LLMEngine:
 
     def close(self) -> None:
         "End all requests and free everything: weights, cache, workers. May be called twice."
-        with self._lock:
+        with self._lock, HoldInterrupts():
             self.abort_request(list(self.output_processor.request_states))
             self.stop_trace()
             self.closed = True

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['stop_string_at', 'SequenceState', 'RequestState', 'OutputProcessor']
 
-# %% ../../nbs/59_output_processor.ipynb #83a99a89
+# %% ../../nbs/59_output_processor.ipynb #7c6b589a
 import time
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,7 +24,7 @@ def stop_string_at(text: str, stops: list[str], num_new: int) -> tuple[int, str]
     found = [(text.find(stop, max(0, len(text) - num_new - len(stop) + 1)), stop) for stop in stops]
     return min(((at, stop) for at, stop in found if at >= 0), default=None)
 
-# %% ../../nbs/59_output_processor.ipynb #67c828c5
+# %% ../../nbs/59_output_processor.ipynb #1088e566
 class SequenceState:
     "What the front knows of one sequence: its output's tokens and text, why it ended, and how much of it was given out."
 
@@ -38,13 +37,13 @@ class SequenceState:
         self.detokenizer = None
         if tokenizer is not None and params.detokenize:
             self.detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._emitted = self._pending = (0, 0)  # characters and tokens: given out, and in the output that was made last
-        self.end_emitted = False  # whether an output that was given out said why it ended
+        self._emitted = (0, 0)  # characters and tokens that were given out
+        self.end_emitted = False  # whether an output said why it ended
 
     def add(self, news: EngineCoreOutput) -> bool:
         "Take the core's news of the sequence; True if a stop string ends it, of which the core does not know."
-        if self.finish_reason is not None:  # it ended by a stop string, and the core was not told, or was ahead
-            return news.finish_reason is None
+        if self.finish_reason is not None:  # it ended here, and the core was ahead
+            return False
         self.token_ids += news.new_token_ids
         self.cumulative_logprob = news.cumulative_logprob
         stopped = news.finish_reason == "stop"
@@ -79,18 +78,14 @@ class SequenceState:
     def make_completion(self, index: int, delta: bool) -> CompletionOutput:
         "The whole output, or with `delta` what is new since the last that was given out."
         text = self.text()
-        self._pending = len(text), len(self.token_ids)
         chars, tokens = self._emitted if delta else (0, 0)
+        self._emitted, self.end_emitted = (len(text), len(self.token_ids)), self.finish_reason is not None
         return CompletionOutput(
             index, text[chars:], self.token_ids[tokens:], self.cumulative_logprob,
             finish_reason=self.finish_reason, stop_reason=self.stop_reason,
         )  # fmt: skip
 
-    def mark_emitted(self) -> None:
-        "What was made last is given out."
-        self._emitted, self.end_emitted = self._pending, self.finish_reason is not None
-
-# %% ../../nbs/59_output_processor.ipynb #8d637e31
+# %% ../../nbs/59_output_processor.ipynb #62b5982e
 class RequestState:
     "What the front knows of a request: its sequences by index, and when things happened. vLLM V1: `RequestState`."
 
@@ -106,8 +101,8 @@ class RequestState:
 
     def add(self, news: EngineCoreOutput) -> bool:
         "Take the core's news of one sequence; True if a stop string ends it, of which the core does not know."
-        if self.finished:  # it failed here, and the core was not told yet
-            return news.finish_reason is None
+        if self.finished:  # it failed here, with other news of the same step
+            return False
         now, metrics = time.monotonic(), self.metrics
         if news.index not in self.seqs:
             self.seqs[news.index] = self._new_seq()
@@ -125,12 +120,12 @@ class RequestState:
         return must_abort
 
     def fail(self, message: str) -> None:
-        "End the request with an error."
+        "End the request with an error; what could not be decoded is dropped."
         self.seqs = self.seqs or {0: self._new_seq()}
         for seq in self.seqs.values():
             if seq.detokenizer:
-                seq.detokenizer.truncate(len(seq.detokenizer.text))  # what could not be decoded is dropped
-            if seq.finish_reason is None:
+                seq.detokenizer.truncate(len(seq.detokenizer.text))
+            if not seq.end_emitted:
                 seq.finish_reason, seq.stop_reason = "error", message
         self.finished, self.metrics.finished_time = True, time.monotonic()
 
@@ -140,22 +135,21 @@ class RequestState:
         seqs, delta = list(self.seqs.values()), params.output_kind is RequestOutputKind.DELTA
         if params.num_seqs > params.n:  # best_of: the likeliest n, the best first
             seqs = sorted(seqs, key=lambda seq: -(seq.cumulative_logprob or 0.0))[: params.n]
+        for seq in seqs:
+            seq.text()  # if one cannot be decoded, nothing is given out
         completions = [seq.make_completion(i, delta) for i, seq in enumerate(seqs) if not (delta and seq.end_emitted)]
         return RequestOutput(
             self.request.request_id, self.prompt, self.request.prompt_token_ids, completions, self.finished,
             metrics=self.metrics, num_cached_tokens=self.num_cached_tokens,
         )  # fmt: skip
 
-# %% ../../nbs/59_output_processor.ipynb #fffeb1b2
+# %% ../../nbs/59_output_processor.ipynb #b4fd9b78
 class OutputProcessor:
     "The requests of an engine as their users see them. vLLM V1: `v1/engine/output_processor.py`."
 
     def __init__(self, tokenizer: Any = None):
         self.tokenizer = tokenizer
         self.request_states: dict[str, RequestState] = {}
-        self.taken: Iterable[EngineCoreOutput] = ()  # the news that came last; what became of it is in the states and the inbox
-        self._inbox: deque[EngineCoreOutput] = deque()  # what came and was not processed yet
-        self._pending: dict[str, RequestState] = {}  # requests with news that was not given out yet
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None) -> None:
         "A request is about to be sent to the core."
@@ -165,56 +159,33 @@ class OutputProcessor:
         "Forget requests; unknown ids are passed over."
         for request_id in request_ids:
             self.request_states.pop(request_id, None)
-            self._pending.pop(request_id, None)
-
-    def fail_requests(self, request_ids: Iterable[str], message: str) -> None:
-        "End requests with an error, which the next outputs say."
-        for request_id in request_ids:
-            self._pending[request_id] = self.request_states[request_id]
-            self.request_states[request_id].fail(message)
-
-    def get_pending_request_ids(self) -> set[str]:
-        "Requests with news that was not given out, because processing was interrupted."
-        return {one.request_id for one in self._inbox} | set(self._pending)
 
     def process_outputs(self, news: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[tuple[str, int | None]]]:
-        """A step's news: what the users get, and the sequences (request id, index) that the core must end.
-
-        If it is interrupted, the next call goes on: nothing is lost or given out twice. Only the request in the midst of whose
-        own news that happened ends with an error.
-        """
-        self._inbox.extend(news)
-        self.taken = news
+        "A step's news: what the users get, and the sequences (request id, index; None: all of them) that the core must end."
         aborts: list[tuple[str, int | None]] = []
-        while self._inbox:
-            one = self._inbox[0]
+        changed: dict[str, RequestState] = {}
+        for one in news:
             state = self.request_states.get(one.request_id)
-            try:
-                if state.add(one) if state else not one.finish_reason:  # no state: aborted, but the core did not hear of it
+            if state is None:
+                if not one.finish_reason:  # it was aborted, and the core did not hear of it yet
                     aborts.append((one.request_id, one.index))
-                if state and (state.finished or not state.final_only):
-                    self._pending[one.request_id] = state
-                self._inbox.popleft()
-            except BaseException as error:
-                if self._inbox and self._inbox[0] is one:
-                    self._inbox.popleft()
-                if state:
-                    self.fail_requests([one.request_id], f"interrupted: {type(error).__name__}: {error}")
-                raise
+                continue
+            try:
+                if state.add(one):
+                    aborts.append((one.request_id, one.index))
+            except Exception as error:  # its text cannot be decoded: the other requests go on
+                state.fail(f"{type(error).__name__}: {error}")
+                aborts.append((one.request_id, None))
+            if state.finished or not state.final_only:
+                changed[one.request_id] = state
         outputs = []
-        for request_id, state in self._pending.items():
+        for request_id, state in changed.items():
             try:
                 outputs.append(state.make_output())
-            except Exception as error:  # its text cannot be decoded: the other requests go on
-                for seq in state.seqs.values():
-                    seq.finish_reason = None
+            except Exception as error:
                 state.fail(f"{type(error).__name__}: {error}")
                 aborts.append((request_id, None))
                 outputs.append(state.make_output())
-        for state in self._pending.values():
-            for seq in state.seqs.values():
-                seq.mark_emitted()
             if state.finished:
-                self.request_states.pop(state.request.request_id, None)
-        self._pending = {}
+                del self.request_states[request_id]
         return outputs, aborts

@@ -1,0 +1,107 @@
+"""What the scheduler decides, on the simulated worker of `test_blocks`: windows and forks, priorities, a full pool."""
+
+import random
+
+import pytest
+from test_blocks import Simulation, load, random_options, with_tokens
+
+from teachvllm.core.block_manager import AllocStatus, BlockSpaceManager
+from teachvllm.sampling_params import BeamSearchParams, SamplingParams
+from teachvllm.sequence import Sequence, SequenceGroup
+
+# A window, and requests of several sequences that are computed again
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("budget", [6, 16, 64])
+@pytest.mark.parametrize("num_cpu_blocks, mode", [(0, None), (1, None), (40, "recompute")])
+@pytest.mark.parametrize("num_prompt, num_blocks", [(9, 9), (60, 9), (60, 12), (3, 40)])
+def test_several_sequences_with_a_window_do_not_end_early(
+    num_prompt: int, num_blocks: int, mode: str | None, num_cpu_blocks: int, budget: int, caching: bool
+) -> None:
+    "Of each the pool holds only what its window sees: preempted, they are computed again to their last token."
+    simulation = Simulation(
+        window=8, num_gpu_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, preemption_mode=mode, policy="priority",
+        max_model_len=128, max_num_batched_tokens=budget, caching=caching,
+    )  # fmt: skip
+    prompt = [i % 5 for i in range(num_prompt)]
+    samples = simulation.add(prompt, with_tokens(30, n=3), 2)
+    beams = simulation.add([*prompt, 1], BeamSearchParams(3, 30, True), 2)
+    assert samples and beams
+    for i in range(120):
+        simulation.step()
+        if i % 12 == 11:
+            simulation.add([3] * 20, with_tokens(4), 1)
+    simulation.finish()
+    assert num_blocks > 12 or {samples, beams} & set(simulation.preempted), "nothing was tested"
+    assert [len(tokens) for tokens in simulation.told[samples]] == [30] * 3
+    assert [len(tokens) for tokens in simulation.told[beams]] == [30] * 3
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_requests_with_a_window_and_no_place_to_swap(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    options = random_options(rng) | {"window": rng.choice([1, 2, 3, 5, 8, 11]), "num_cpu_blocks": 0}
+    load(Simulation(**options), rng, 20)
+
+
+def test_a_prompt_is_refused_only_if_its_window_does_not_fit() -> None:
+    "Two answers to a prompt that is five times the pool; a window that ends with a block needs no block more."
+    assert Simulation(window=8, num_gpu_blocks=4, max_model_len=128).add([1] * 80, with_tokens(5, n=2))
+    assert not Simulation(window=8, num_gpu_blocks=3, max_model_len=128).add([1] * 80, with_tokens(5, n=2))
+    simulation = Simulation(window=5, num_gpu_blocks=2, max_model_len=128)
+    name = simulation.add([1] * 80, with_tokens(5))
+    simulation.finish()
+    assert len(simulation.told[name][0]) == 5
+
+
+# Priorities
+
+
+def test_none_is_preempted_in_vain_for_a_request_that_shares_its_blocks() -> None:
+    "Blocks that both have are free when the lower one is gone, or in use while it is there: not both at once."
+    simulation = Simulation(policy="priority", max_num_batched_tokens=64, preemption_mode="recompute")  # 12 blocks
+    simulation.add([1] * 4, with_tokens(4), 0)  # two blocks
+    simulation.step()
+    lower = simulation.add([2] * 16, with_tokens(4), 2)  # five
+    simulation.step()
+    higher = simulation.add([2] * 16 + [3] * 26, with_tokens(1), 1)  # eleven, of which it shares four
+    simulation.step()
+    assert higher in {group.request_id for group in simulation.scheduler.waiting} and lower not in simulation.preempted
+    simulation.finish()
+
+
+def test_blocks_about_to_be_freed_are_not_in_use() -> None:
+    manager = BlockSpaceManager(4, 8, enable_caching=True)
+    groups = [SequenceGroup(str(i), Sequence(i, [0] * n), SamplingParams()) for i, n in enumerate((4, 17, 20))]
+    for group in groups[:2]:
+        manager.allocate(group)
+        group.first_seq.num_computed_tokens = group.first_seq.get_len()
+        manager.cache_full_blocks(group.first_seq)
+    freed = manager.get_freed_blocks(groups[1:2])
+    assert len(freed) == 4 and manager.get_freed_blocks(groups[:2]) == {0, *freed}  # block 0 is in both
+    assert manager.num_needed_blocks(groups[2]) == (5, 1) and manager.num_needed_blocks(groups[2], freed) == (5, 4)
+    assert manager.can_allocate(groups[2], headroom=4, freed=freed) is AllocStatus.LATER
+
+
+# A full pool
+
+
+def test_blocks_promised_to_a_prompt_are_not_taken_behind_it() -> None:
+    "With a window a prompt gets its blocks chunk by chunk: the first request gets one in every step."
+    simulation = Simulation(
+        window=48, num_gpu_blocks=21, num_cpu_blocks=0, policy="priority", max_num_batched_tokens=6, max_model_len=100,
+        caching=False,
+    )  # fmt: skip
+    for i, length in enumerate((6, 1, 4)):
+        simulation.add([i] * length, with_tokens(30), 1)
+    for _ in range(7):
+        simulation.step()
+    name = simulation.add([5] * 40, with_tokens(2), 0)
+    seq = simulation.scheduler.groups[name].first_seq
+    while name not in simulation.reasons:
+        before = seq.num_computed_tokens
+        simulation.step()
+        assert seq.num_computed_tokens > before or name in simulation.reasons, "the first request waits for a block"
+    assert simulation.preempted
+    simulation.finish()
