@@ -41,7 +41,7 @@ def arg(default: Any, help: str, **more: Any) -> Any:
     "A field of `EngineArgs`: its default, and the sentence that `--help` prints."
     return field(default=default, metadata={"help": help, **more})
 
-# %% ../nbs/01b_arg_utils.ipynb #745848b7
+# %% ../nbs/01b_arg_utils.ipynb #acd6e122
 _NOT_YET_BY_REASON: dict[str, dict[str, Any]] = {  # why -> argument: the value, or values, that ask for nothing
     "models generate text, and nothing else": {
         "task": ("auto", "generate"), "runner": ("auto", "generate"), "convert": ("auto", "none"),
@@ -61,9 +61,9 @@ _NOT_YET_BY_REASON: dict[str, dict[str, Any]] = {  # why -> argument: the value,
         "tokenizer_mode": "auto", "tokenizer_revision": None, "tokenizer_pool_size": 0, "tokenizer_pool_type": "ray",
         "tokenizer_pool_extra_config": None,
     },
-    "there is one worker": {
+    "an engine's workers share one model, all of it": {
         "data_parallel_size": 1, "enable_expert_parallel": False, "max_parallel_loading_workers": None,
-        "disable_custom_all_reduce": False, "ray_workers_use_nsight": False, "worker_extension_cls": "",
+        "disable_custom_all_reduce": (False, True), "ray_workers_use_nsight": False,
         "kv_transfer_config": None,
     },
     "models with a sliding window use it": {"disable_sliding_window": False},
@@ -102,7 +102,7 @@ _NOT_YET_BY_REASON: dict[str, dict[str, Any]] = {  # why -> argument: the value,
 }  # fmt: skip
 NOT_YET = {name: (value, why) for why, names in _NOT_YET_BY_REASON.items() for name, value in names.items()}
 
-# %% ../nbs/01b_arg_utils.ipynb #ac78d32e
+# %% ../nbs/01b_arg_utils.ipynb #da2f8edd
 @check_names
 @dataclass
 class EngineArgs(ShowAsTable):
@@ -136,12 +136,13 @@ class EngineArgs(ShowAsTable):
     preemption_mode: str | None = arg(None, "recompute or swap; default: swap requests that have several sequences")
     load_format: str = arg("auto", f"one of {', '.join(LOAD_FORMATS)}")
     generation_config: str = arg("auto", "auto: the model's own sampling defaults and EOS ids; vllm: ignore its file")
-    distributed_executor_backend: Any = arg(None, "uni, or an executor class", cli=str)
-    tensor_parallel_size: int = arg(1, "GPUs that share each layer (only 1 yet)")
-    pipeline_parallel_size: int = arg(1, "GPUs that take a part of the layers each (only 1 yet)")
+    distributed_executor_backend: Any = arg(None, "uni, mp, or an executor class; default: mp for several workers", cli=str)
+    tensor_parallel_size: int = arg(1, "workers that share each layer, with a GPU each (or on one CPU)")
+    pipeline_parallel_size: int = arg(1, "stages, each with a part of the layers and tensor_parallel_size workers")
     attention_backend: Any = arg(None, "name, qualified name or class; default: the best supported", cli=str)
     scheduler_cls: Any = arg("teachvllm.core.scheduler.Scheduler", "qualified name or class of the scheduler", cli=str)
     worker_cls: Any = arg("teachvllm.worker.worker.Worker", "qualified name or class of the worker", cli=str)
+    worker_extension_cls: Any = arg("", "qualified name or class whose methods each worker gets beside its own", cli=str)
     disable_log_stats: bool = arg(True, "do not log the engine's statistics while it runs")
 
     NOT_YET: typing.ClassVar = NOT_YET
@@ -174,7 +175,8 @@ class EngineArgs(ShowAsTable):
         model, tokens = create_model_config(self, device.device), self.max_num_batched_tokens
         if tokens is None:  # without chunks, a step must hold the longest prompt
             tokens = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
-        ahead = device.device == "cuda" if self.async_scheduling is None else self.async_scheduling
+        alone = device.device == "cuda" and self.pipeline_parallel_size == 1
+        ahead = alone if self.async_scheduling is None else self.async_scheduling
         limits = {"max_model_len": model.max_model_len, "max_num_batched_tokens": tokens, "policy": self.scheduling_policy}
         scheduler = pick(self, SchedulerConfig, **limits, async_scheduling=ahead)
         if device.device == "cpu":

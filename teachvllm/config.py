@@ -236,7 +236,7 @@ def resolve_class(spec: str | type) -> Any:
     require(inspect.isclass(found), f"{spec!r} is not a class")
     return found
 
-# %% ../nbs/01_config.ipynb #741a9c82
+# %% ../nbs/01_config.ipynb #8e910ebd
 @check_names
 @dataclass(frozen=True)
 class ParallelConfig(ShowAsTable):
@@ -244,18 +244,18 @@ class ParallelConfig(ShowAsTable):
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    distributed_executor_backend: str | type | None = None  # None = "uni" for one worker
+    distributed_executor_backend: str | type | None = None  # None: "uni" for one worker, "mp" for several
     worker_cls: str | type = "teachvllm.worker.worker.Worker"
+    worker_extension_cls: str | type = ""  # a class whose methods each worker gets beside its own
 
     def __post_init__(self):
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            size = getattr(self, name)
-            require(size >= 1, f"{name}={size} must be at least 1")
-            if size > 1:
-                raise NotSupportedYet(f"{name}={size}: more than one worker is not in teachvllm yet")
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         backend = self.distributed_executor_backend
-        if backend in ("mp", "ray", "external_launcher"):
-            raise NotSupportedYet(f'distributed_executor_backend="{backend}" is not in teachvllm yet; use "uni"')
+        if backend in ("ray", "external_launcher"):
+            raise NotSupportedYet(f'distributed_executor_backend="{backend}" is not in teachvllm yet; use "mp"')
+        ok = not isinstance(backend, str) or backend in ("uni", "mp") or "." in backend
+        require(ok, f'distributed_executor_backend={backend!r}: choose "uni" or "mp", or give a class')
 
     world_size = property(lambda self: self.tensor_parallel_size * self.pipeline_parallel_size)
 
@@ -278,8 +278,8 @@ class DeviceConfig(ShowAsTable):
         require(self.device != "cuda" or found == "cuda", 'device="cuda", but torch sees no CUDA device')
         object.__setattr__(self, "device", found if self.device == "auto" else self.device)
 
-# %% ../nbs/01_config.ipynb #4b974d0e
-LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+# %% ../nbs/01_config.ipynb #5f728c1b
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "sharded_state", "dummy")
 
 
 @check_names
@@ -292,7 +292,7 @@ class LoadConfig(ShowAsTable):
     def __post_init__(self):
         require(self.load_format in LOAD_FORMATS, f"load_format={self.load_format!r}: choose {', '.join(LOAD_FORMATS)}")
 
-# %% ../nbs/01_config.ipynb #8a3506bd
+# %% ../nbs/01_config.ipynb #38c4fbea
 @check_names
 @dataclass(frozen=True)
 class VllmConfig:
@@ -307,6 +307,16 @@ class VllmConfig:
     parallel_config: ParallelConfig
     device_config: DeviceConfig
     load_config: LoadConfig
+
+    def __post_init__(self):
+        pipeline, ahead = self.parallel_config.pipeline_parallel_size, self.scheduler_config.async_scheduling
+        require(not ahead or pipeline == 1, f"async_scheduling=True cannot go with pipeline_parallel_size={pipeline}")
+        size = self.parallel_config.tensor_parallel_size
+        if size > 1:
+            heads, kv = self.model_config.num_attention_heads, self.model_config.num_kv_heads
+            fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+            what = f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv} KV heads"
+            require(size in fits, f"{what}: choose one of {fits}")
 
     def _repr_html_(self) -> str:
         return "".join(getattr(self, f.name)._repr_html_() for f in dataclasses.fields(self))

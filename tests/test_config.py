@@ -77,7 +77,7 @@ def test_every_argument_of_vllm_is_known() -> None:
 
 
 def test_cheap_checks_come_before_the_model() -> None:
-    for name, wrong in (("block_size", 0), ("tensor_parallel_size", 2), ("load_format", "zip")):
+    for name, wrong in (("block_size", 0), ("pipeline_parallel_size", 0), ("load_format", "zip")):
         with pytest.raises(ValueError, match=f"{name}="):
             EngineArgs("./nowhere", **{name: wrong}).create_engine_config()
 

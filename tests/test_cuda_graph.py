@@ -70,7 +70,6 @@ class StandInWorker(Worker):
 
     def compile_or_warm_up_model(self) -> None:
         super().compile_or_warm_up_model()
-        assert self.cache_engine is not None
         scheduler = self.config.scheduler_config
         sizes = graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
         if not self.config.model_config.enforce_eager:

@@ -413,7 +413,7 @@ def test_rank_one_works_on_its_own_gpu_in_any_thread() -> None:
 
     worker = Worker(SimpleNamespace(device_config=SimpleNamespace(device="cuda")), local_rank=1, rank=1)  # type: ignore[arg-type]
     assert worker.device == "cuda:1"
-    worker.cache_engine = SimpleNamespace(swap_out=len, swap_in=len, copy=len, gpu_cache=[])  # type: ignore[assignment]
+    worker.cache_engines = [SimpleNamespace(swap_out=len, swap_in=len, copy=len, gpu_cache=[])]  # type: ignore[list-item]
     runs = lambda *_: current.append("runs")  # noqa: E731
     worker.model_runner = SimpleNamespace(execute_model=runs, load_model=runs, model=None)  # type: ignore[assignment]
     worker.memory_profiler = SimpleNamespace(explain_out_of_memory=lambda doing: nullcontext())  # type: ignore[assignment]

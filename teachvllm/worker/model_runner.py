@@ -6,7 +6,7 @@
 __all__ = ['InputBatch', 'Batch', 'PackedArrays', 'to_device', 'sampling_inputs', 'sampling_metadata', 'dummy_batch',
            'find_fused_sampler', 'ModelRunner']
 
-# %% ../../nbs/41_model_runner.ipynb #6fe47c4f
+# %% ../../nbs/41_model_runner.ipynb #58c65e20
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +18,7 @@ from ..attention.backend import AttentionMetadata, KVCacheSpec
 from ..config import VllmConfig
 from ..core.block_manager import num_blocks_for
 from ..core.scheduler import ForkedSequenceData, NewSequenceData, SchedulerOutput
+from ..distributed.parallel_state import ParallelState
 from ..model_executor.layers import Attention, attention_layers
 from ..model_executor.loader import get_model, make_context
 from ..model_executor.sampler import MAX_CANDIDATES, LogprobsTensors, Sampler, SamplerOutput
@@ -261,17 +262,17 @@ def find_fused_sampler(device: str) -> Callable | None:
         return None
     return None if no_triton("cuda") else sample_rows
 
-# %% ../../nbs/41_model_runner.ipynb #2f521ef9
+# %% ../../nbs/41_model_runner.ipynb #9b627569
 class ModelRunner:
     """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for the device.
 
     On a GPU its methods are called with that GPU as the thread's current one. vLLM: `v1/worker/gpu_model_runner.py`.
     """
 
-    def __init__(self, config: VllmConfig, device: str):
-        self.config, self.device = config, device
+    def __init__(self, config: VllmConfig, device: str, parallel: ParallelState = ParallelState()):
+        self.config, self.device, self.parallel = config, device, parallel
         self.block_size = config.cache_config.block_size
-        self.context = make_context(config)
+        self.context = make_context(config, parallel)
         self.sampler = Sampler(find_fused_sampler(device))
         self.graphs: Any = None  # a `CudaGraphRunner`, when the worker has recorded them
         self.model: Any
@@ -296,12 +297,16 @@ class ModelRunner:
 
     def reset(self) -> None:
         "Forget every sequence."
-        limits = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
-        self.input_batch = InputBatch(*limits, self.block_size, self.config.model_config.vocab_size)
+        model, num_batches = self.config.model_config, self.parallel.pp_size  # on their way through the pipeline
+        num_seqs = self.config.scheduler_config.max_num_seqs * num_batches
+        self.input_batch = InputBatch(num_seqs, model.max_model_len, self.block_size, model.vocab_size)
 
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput, kv_caches: list[torch.Tensor]) -> SamplerOutput:
-        "One step: apply the changes, run the batch, sample for every sequence whose tokens are all computed."
+        """One step: apply the changes, run the batch, sample for every sequence whose tokens are all computed.
+
+        Of a pipeline each stage takes hidden states from the one before, and only the last one samples.
+        """
         state = self.input_batch
         state.update(out)
         if not out.num_scheduled_tokens:
@@ -313,6 +318,10 @@ class ModelRunner:
         else:
             x = to_device(inputs | sampling, self.device)
             hidden = self.forward(x, batch.num_decodes, kv_caches, batch)
+        if self.parallel.pp and not self.parallel.is_last_stage:
+            self.parallel.pp.send_tensor_dict({"hidden_states": hidden})
+            state.advance(batch)
+            return SamplerOutput([], torch.empty(0, dtype=torch.int64))
         token_ids, logprobs = self.sample(batch, hidden, x, sampling)
         state.advance(batch)
         return SamplerOutput(state.seq_ids[batch.sample_indices].tolist(), token_ids, logprobs).start_copy()
@@ -333,7 +342,10 @@ class ModelRunner:
             layer.backend.build(meta, self.block_size)
         index = x["token_indices"]
         token_ids = torch.where(index < 0, x["token_ids"], self.last_sampled_token_ids[index])
-        return self.model(token_ids, x["positions"], kv_caches, meta)
+        if self.parallel.pp is None or self.parallel.is_first_stage:
+            return self.model(token_ids, x["positions"], kv_caches, meta)
+        intermediate = self.parallel.pp.recv_tensor_dict()["hidden_states"]
+        return self.model(token_ids, x["positions"], kv_caches, meta, intermediate)
 
     def sample(
         self, batch: Batch, hidden: torch.Tensor, x: dict[str, torch.Tensor], sampling: dict[str, np.ndarray]

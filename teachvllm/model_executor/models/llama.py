@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['head_size_of', 'sliding_window', 'LlamaAttention', 'LlamaMLP', 'LlamaDecoderLayer', 'LlamaModel', 'LlamaForCausalLM']
 
-# %% ../../../nbs/33a_llama.ipynb #d7498a9c
+# %% ../../../nbs/33a_llama.ipynb #0aaa181e
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from teachvllm.model_executor.layers import (
     MergedColumnParallelLinear,
     ModelContext,
     ParallelLMHead,
+    PPMissingLayer,
     QKVParallelLinear,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     config_field,
+    make_layers,
 )
 from ..rotary_embedding import apply_rotary_emb, get_rope, rope_parameters
 
@@ -45,7 +48,7 @@ def sliding_window(config: Any, layer: int) -> int | None:
     used = kind == "sliding_attention" and config_field(config, "use_sliding_window", True)
     return config_field(config, "sliding_window") if used else None
 
-# %% ../../../nbs/33a_llama.ipynb #24403ce2
+# %% ../../../nbs/33a_llama.ipynb #431627ed
 class LlamaAttention(nn.Module):
     "Grouped-query attention with rotary positions."
 
@@ -55,8 +58,10 @@ class LlamaAttention(nn.Module):
         kv_heads, bias = config.num_key_value_heads or heads, config_field(config, "attention_bias", False)
         self.qkv_proj = QKVParallelLinear(config.hidden_size, size, heads, kv_heads, context, bias)
         self.o_proj = RowParallelLinear(heads * size, config.hidden_size, context, bias)
-        self.attn = Attention(heads, size, kv_heads, size**-0.5, context, sliding_window(config, layer))
-        self.head_size, self.num_heads, self.num_kv_heads = size, heads, kv_heads
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # this rank's
+        window = sliding_window(config, layer)
+        self.attn = Attention(self.num_heads, size, self.num_kv_heads, size**-0.5, context, window)
+        self.head_size = size
 
     def forward(self, x: torch.Tensor, cos_sin: tuple, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape. Queries and keys are turned together."
@@ -96,27 +101,33 @@ class LlamaDecoderLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-# %% ../../../nbs/33a_llama.ipynb #bad63bfe
+# %% ../../../nbs/33a_llama.ipynb #44bedfde
 class LlamaModel(nn.Module):
-    "Embedding, layers, final norm."
+    "Embedding, layers, final norm; of a pipeline, this rank's stage of them."
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        parallel, size = context.parallel, config.hidden_size
+        embeds = parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)  # then the head reads it
+        self.embed_tokens: Any = VocabParallelEmbedding(config.vocab_size, size, context) if embeds else PPMissingLayer()
         self.rotary = get_rope(head_size_of(config), config.max_position_embeddings, rope_parameters(config))
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, context, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.start, self.end, self.layers = make_layers(
+            config.num_hidden_layers, lambda i: LlamaDecoderLayer(config, context, i), parallel
+        )
+        self.norm = RMSNorm(size, config.rms_norm_eps) if parallel.is_last_stage else PPMissingLayer()
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata
-    ) -> torch.Tensor:
-        "ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size]."
-        x, cos_sin = self.embed_tokens(ids), self.rotary(positions)
-        for layer, kv_cache in zip(self.layers, kv_caches):  # fewer caches: a profile of the first layers
+        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        "ids and positions [num_tokens], or what the stage before returned -> hidden states [num_tokens, hidden_size]."
+        x, cos_sin = self.embed_tokens(ids) if intermediate is None else intermediate, self.rotary(positions)
+        layers = islice(self.layers, self.start, self.end)
+        for layer, kv_cache in zip(layers, kv_caches):  # fewer caches: a profile of the first layers
             x = layer(x, cos_sin, kv_cache, meta)
         return self.norm(x)
 
-# %% ../../../nbs/33a_llama.ipynb #42aae364
+# %% ../../../nbs/33a_llama.ipynb #517880f0
 class LlamaForCausalLM(nn.Module):
     """Llama 1 to 3, and every model that calls itself one (Touvron et al. 2023). vLLM: `models/llama.py`.
 
@@ -134,16 +145,22 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
         self.model = LlamaModel(config, context)
-        self.lm_head = ParallelLMHead(config.hidden_size, config.vocab_size, context)
-        if config.tie_word_embeddings:
-            self.lm_head.tie_weights(self.model.embed_tokens)
+        self.lm_head: nn.Module = PPMissingLayer()
+        if context.parallel.is_last_stage:
+            self.lm_head = head = ParallelLMHead(config.hidden_size, config.vocab_size, context)
+            if config.tie_word_embeddings:
+                head.tie_weights(self.model.embed_tokens)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata
-    ) -> torch.Tensor:
-        "ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size]."
-        return self.model(ids, positions, kv_caches, meta)
+        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size].
+
+        Of a pipeline, those behind this rank's stage; `intermediate` is what the stage before returned.
+        """
+        return self.model(ids, positions, kv_caches, meta, intermediate)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        "[n, hidden_size] -> float32 [n, vocab_size]."
+        "The last stage's [n, hidden_size] -> float32 [n, vocab_size], on all of its ranks."
         return self.lm_head(hidden).float()

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['POSITION_OFFSET', 'OPTAttention', 'OPTDecoderLayer', 'OPTDecoder', 'OPTModel', 'OPTForCausalLM']
 
-# %% ../../../nbs/33b_opt.ipynb #3fa54d24
+# %% ../../../nbs/33b_opt.ipynb #db83f4fb
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ from teachvllm.model_executor.layers import (
     ColumnParallelLinear,
     ModelContext,
     ParallelLMHead,
+    PPMissingLayer,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     get_act_fn,
+    make_layers,
 )
 
-# %% ../../../nbs/33b_opt.ipynb #52f4d011
+# %% ../../../nbs/33b_opt.ipynb #82297cc1
 class OPTAttention(nn.Module):
     "Multi-head attention with biases; positions were added to the embeddings before."
 
@@ -33,6 +37,7 @@ class OPTAttention(nn.Module):
         self.head_size = hidden // heads
         self.qkv_proj = QKVParallelLinear(hidden, self.head_size, heads, heads, context, bias)
         self.out_proj = RowParallelLinear(hidden, hidden, context, bias)
+        heads = self.qkv_proj.num_heads  # this rank's
         self.attn = Attention(heads, self.head_size, heads, self.head_size**-0.5, context)
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
@@ -63,7 +68,7 @@ class OPTDecoderLayer(nn.Module):
         x = self.self_attn_layer_norm(x + self.self_attn(x, kv_cache, meta))
         return self.final_layer_norm(x + self.fc2(self.act(self.fc1(x))))
 
-# %% ../../../nbs/33b_opt.ipynb #4ffab2e4
+# %% ../../../nbs/33b_opt.ipynb #b8715d7c
 POSITION_OFFSET = 2  # OPT was trained with its first position at row 2 of the table
 
 
@@ -72,29 +77,36 @@ class OPTDecoder(nn.Module):
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        hidden, narrow = config.hidden_size, config.word_embed_proj_dim
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, narrow)
-        self.embed_positions = VocabParallelEmbedding(config.max_position_embeddings + POSITION_OFFSET, hidden)
-        self.project_in = ColumnParallelLinear(narrow, hidden, context) if narrow != hidden else None
-        self.project_out = ColumnParallelLinear(hidden, narrow, context) if narrow != hidden else None
-        self.layers = nn.ModuleList(OPTDecoderLayer(config, context) for _ in range(config.num_hidden_layers))
-        has_norm = config.do_layer_norm_before and not config._remove_final_layer_norm
+        hidden, narrow, parallel = config.hidden_size, config.word_embed_proj_dim, context.parallel
+        first, last, projects = parallel.is_first_stage, parallel.is_last_stage, narrow != hidden
+        nothing = nn.Identity if parallel.pp_size == 1 else PPMissingLayer
+        embeds = first or (last and config.tie_word_embeddings)  # then the head reads it
+        self.embed_tokens: Any = VocabParallelEmbedding(config.vocab_size, narrow, context) if embeds else nothing()
+        num_positions = config.max_position_embeddings + POSITION_OFFSET
+        self.embed_positions = VocabParallelEmbedding(num_positions, hidden) if first else nothing()  # whole on every rank
+        self.project_in = ReplicatedLinear(narrow, hidden, context) if first and projects else nothing()
+        self.project_out = ReplicatedLinear(hidden, narrow, context) if last and projects else nothing()
+        self.start, self.end, self.layers = make_layers(
+            config.num_hidden_layers, lambda i: OPTDecoderLayer(config, context), parallel
+        )
+        has_norm = last and config.do_layer_norm_before and not config._remove_final_layer_norm
         affine = config.layer_norm_elementwise_affine
-        self.final_layer_norm = nn.LayerNorm(hidden, elementwise_affine=affine) if has_norm else None
+        self.final_layer_norm = nn.LayerNorm(hidden, elementwise_affine=affine) if has_norm else nothing()
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata
-    ) -> torch.Tensor:
-        "ids and positions [num_tokens] -> hidden states [num_tokens, word_embed_proj_dim]."
-        x = self.embed_tokens(ids)
-        x = x if self.project_in is None else self.project_in(x)
-        x = x + self.embed_positions(positions + POSITION_OFFSET)
-        for layer, kv_cache in zip(self.layers, kv_caches):  # fewer caches: a profile of the first layers
+        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        "ids and positions [num_tokens], or what the stage before returned -> hidden states [num_tokens, word_embed_proj_dim]."
+        x = intermediate
+        if x is None:
+            x = self.project_in(self.embed_tokens(ids)) + self.embed_positions(positions + POSITION_OFFSET)
+        layers = islice(self.layers, self.start, self.end)
+        for layer, kv_cache in zip(layers, kv_caches):  # fewer caches: a profile of the first layers
             x = layer(x, kv_cache, meta)
-        x = x if self.final_layer_norm is None else self.final_layer_norm(x)
-        return x if self.project_out is None else self.project_out(x)
+        return self.project_out(self.final_layer_norm(x))
 
-# %% ../../../nbs/33b_opt.ipynb #de29f47f
+# %% ../../../nbs/33b_opt.ipynb #6cd96a4d
 class OPTModel(nn.Module):
     "The decoder, one level down, as the checkpoint's names have it."
 
@@ -116,16 +128,23 @@ class OPTForCausalLM(nn.Module):
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
         self.model = OPTModel(config, context)
-        self.lm_head = ParallelLMHead(config.word_embed_proj_dim, config.vocab_size, context)
-        if config.tie_word_embeddings:
-            self.lm_head.tie_weights(self.model.decoder.embed_tokens)
+        self.lm_head: nn.Module = PPMissingLayer()
+        if context.parallel.is_last_stage:
+            self.lm_head = head = ParallelLMHead(config.word_embed_proj_dim, config.vocab_size, context)
+            if config.tie_word_embeddings:
+                head.tie_weights(self.model.decoder.embed_tokens)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata
-    ) -> torch.Tensor:
-        "ids and positions [num_tokens] -> hidden states [num_tokens, word_embed_proj_dim]."
-        return self.model.decoder(ids, positions, kv_caches, meta)
+        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """ids and positions [num_tokens] -> hidden states [num_tokens, word_embed_proj_dim].
+
+        Of a pipeline, those behind this rank's stage, hidden_size wide but for the last; `intermediate` is what the stage
+        before returned.
+        """
+        return self.model.decoder(ids, positions, kv_caches, meta, intermediate)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        "[n, word_embed_proj_dim] -> float32 [n, vocab_size]."
+        "The last stage's [n, word_embed_proj_dim] -> float32 [n, vocab_size], on all of its ranks."
         return self.lm_head(hidden).float()
