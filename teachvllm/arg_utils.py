@@ -102,7 +102,7 @@ _NOT_YET_BY_REASON: dict[str, dict[str, Any]] = {  # why -> argument: the value,
 }  # fmt: skip
 NOT_YET = {name: (value, why) for why, names in _NOT_YET_BY_REASON.items() for name, value in names.items()}
 
-# %% ../nbs/01b_arg_utils.ipynb #da2f8edd
+# %% ../nbs/01b_arg_utils.ipynb #306f1e07
 @check_names
 @dataclass
 class EngineArgs(ShowAsTable):
@@ -136,7 +136,7 @@ class EngineArgs(ShowAsTable):
     preemption_mode: str | None = arg(None, "recompute or swap; default: swap requests that have several sequences")
     load_format: str = arg("auto", f"one of {', '.join(LOAD_FORMATS)}")
     generation_config: str = arg("auto", "auto: the model's own sampling defaults and EOS ids; vllm: ignore its file")
-    distributed_executor_backend: Any = arg(None, "uni, mp, or an executor class; default: mp for several workers", cli=str)
+    distributed_executor_backend: Any = arg(None, "uni, mp, ray, external_launcher or a class; default: mp for several", cli=str)
     tensor_parallel_size: int = arg(1, "workers that share each layer, with a GPU each (or on one CPU)")
     pipeline_parallel_size: int = arg(1, "stages, each with a part of the layers and tensor_parallel_size workers")
     attention_backend: Any = arg(None, "name, qualified name or class; default: the best supported", cli=str)

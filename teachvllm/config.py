@@ -236,7 +236,7 @@ def resolve_class(spec: str | type) -> Any:
     require(inspect.isclass(found), f"{spec!r} is not a class")
     return found
 
-# %% ../nbs/01_config.ipynb #8e910ebd
+# %% ../nbs/01_config.ipynb #fc996093
 @check_names
 @dataclass(frozen=True)
 class ParallelConfig(ShowAsTable):
@@ -251,11 +251,9 @@ class ParallelConfig(ShowAsTable):
     def __post_init__(self):
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        backend = self.distributed_executor_backend
-        if backend in ("ray", "external_launcher"):
-            raise NotSupportedYet(f'distributed_executor_backend="{backend}" is not in teachvllm yet; use "mp"')
-        ok = not isinstance(backend, str) or backend in ("uni", "mp") or "." in backend
-        require(ok, f'distributed_executor_backend={backend!r}: choose "uni" or "mp", or give a class')
+        backend, known = self.distributed_executor_backend, ("uni", "mp", "ray", "external_launcher")
+        ok = not isinstance(backend, str) or backend in known or "." in backend
+        require(ok, f"distributed_executor_backend={backend!r}: choose {', '.join(known)}, or give a class")
 
     world_size = property(lambda self: self.tensor_parallel_size * self.pipeline_parallel_size)
 

@@ -432,6 +432,7 @@ def test_a_decode_step_reads_no_values_on_the_host(name: str) -> None:
     from triton.runtime.jit import KernelInterface
 
     from teachvllm.attention.triton import TritonBackend
+    from teachvllm.distributed.parallel_state import ParallelState
     from teachvllm.model_executor.layers import ModelContext, attention_layers
     from teachvllm.model_executor.loader import default_tensors
     from teachvllm.model_executor.models.registry import get_model_class
@@ -448,7 +449,8 @@ def test_a_decode_step_reads_no_values_on_the_host(name: str) -> None:
             last = torch.zeros(9, dtype=torch.int64)
             x = {name: torch.from_numpy(array).to("meta") for name, array in decodes(num_seqs).items()}
             layers = attention_layers(model)
-            runner = SimpleNamespace(model=model, attention_layers=layers, block_size=16, last_sampled_token_ids=last)
+            parts = {"model": model, "attention_layers": layers, "last_sampled_token_ids": last}
+            runner = SimpleNamespace(**parts, block_size=16, parallel=ParallelState())
             return ModelRunner.forward(runner, x, num_seqs, caches)  # type: ignore[arg-type]
 
     def counted(kernel: Any, grid: Any) -> Callable:

@@ -1,17 +1,30 @@
 """One engine over several worker processes: the tokens that one worker gives, for requests of all kinds."""
 
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from helpers import VOCAB, make_tiny
-from test_async_scheduling import EOS, Answers, Told, core_of, make_requests
+from test_async_scheduling import EOS, GREEDY, Answers, Told, core_of, make_requests
 
 from teachvllm import LLM
+from teachvllm.executor.executor_base import EngineDeadError
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu", "block_size": 4}
-SPLITS = [(2, 1), (1, 2), (2, 2), (4, 1)]  # tensor-parallel ranks, pipeline stages
+SPLITS = [
+    (1, 1, True),
+    (2, 1, False),
+    (2, 1, True),
+    (1, 2, False),
+    (2, 2, False),
+    (4, 1, False),
+]  # ranks, stages, look-ahead
 
 
 def answer(llm: LLM) -> Answers:
@@ -43,11 +56,17 @@ def expected(folder: str) -> Iterator[Answers]:
         yield answer(llm)
 
 
-@pytest.mark.parametrize("tp, pp", SPLITS)
-def test_the_tokens_of_one_worker(folder: str, expected: Answers, tp: int, pp: int) -> None:
+@pytest.mark.parametrize("tp, pp, ahead", SPLITS)
+def test_the_tokens_of_one_worker(folder: str, expected: Answers, tp: int, pp: int, ahead: bool) -> None:
     "Forks, beams and all kinds of sampling; with a pool so small that requests are preempted, swapped and computed again."
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    with LLM(folder, num_gpu_blocks_override=18, swap_space=0.001, max_num_seqs=12, **OPTIONS, **sizes) as llm:
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "async_scheduling": ahead}
+    more = {
+        "swap_space": 0.001,
+        "max_num_seqs": 12,
+        "distributed_executor_backend": "mp",
+        "num_gpu_blocks_override": 18 * pp,
+    }
+    with LLM(folder, **OPTIONS, **sizes, **more) as llm:
         assert len(llm.collective_rpc("get_kv_cache_spec")) == tp * pp
         for _ in range(2):  # the second time with prompts that are found in the prefix cache
             assert answer(llm) == expected
@@ -78,6 +97,86 @@ def test_a_failed_step_ends_the_requests_that_ran(folder: str, expected: Answers
         assert output.outputs[0].finish_reason == "error" and "spoilt" in output.outputs[0].stop_reason
         assert answer(llm) == expected
         check_nothing_left(llm)
+
+
+@pytest.mark.parametrize("stage, where", [(1, "submit"), (0, "submit"), (1, "sample")])
+def test_one_stage_fails(folder: str, expected: Answers, stage: int, where: str) -> None:
+    "Hidden states that were on their way are not taken for the next step's; or no stage can be reset, and all says so."
+
+    def spoil(worker: Any) -> None:
+        owner = worker if where == "submit" else worker.model_runner
+        call = getattr(owner, where)
+
+        def fail(*args: Any) -> Any:
+            setattr(owner, where, call)
+            raise ZeroDivisionError("spoilt")
+
+        if worker.rank == stage:
+            setattr(owner, where, fail)
+
+    with LLM(folder, num_gpu_blocks_override=200, pipeline_parallel_size=2, **OPTIONS) as llm:
+        core_of(llm).executor.reset_timeout = 2.0
+        llm.generate([[1, 2, 3], [7]], GREEDY, use_tqdm=False)
+        llm.collective_rpc(spoil)
+        if stage == 0:  # the other one waits for what never comes
+            with pytest.raises((ZeroDivisionError, EngineDeadError)):
+                llm.generate([[4, 5, 6], [8]], GREEDY, use_tqdm=False)
+            with pytest.raises(EngineDeadError, match="spoilt"):
+                llm.generate([[4, 5, 6]], GREEDY, use_tqdm=False)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                llm.generate([[4, 5, 6], [8]], GREEDY, use_tqdm=False)
+            assert answer(llm) == expected
+            check_nothing_left(llm)
+
+
+def test_ctrl_c_in_a_long_step(folder: str, expected: Answers) -> None:
+    "It is taken while the engine waits for the workers; they finish the step, and the engine goes on."
+
+    def be_slow(worker: Any) -> None:
+        submit = worker.submit
+
+        def slow(out: Any) -> None:
+            worker.submit = submit
+            time.sleep(4)
+            submit(out)
+
+        worker.submit = slow
+
+    with LLM(folder, num_gpu_blocks_override=200, tensor_parallel_size=2, **OPTIONS) as llm:
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        llm.collective_rpc(be_slow)
+        llm.llm_engine.add_request("a", [1, 2, 3], GREEDY)
+        waits = []
+
+        def press() -> None:
+            time.sleep(1)
+            waits.append(len(core_of(llm).in_flight))
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        thread = threading.Thread(target=press)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt), patch.object(core_of(llm), "_recover", lambda message: None):
+            llm.llm_engine.step()
+        thread.join()
+        [call] = core_of(llm).executor.group.calls.values()
+        assert waits == [1] and not call.answers, "it was held until the step was over"
+        core_of(llm)._recover("KeyboardInterrupt")
+        [output] = llm.llm_engine.step()
+        assert output.outputs[0].finish_reason == "error" and "KeyboardInterrupt" in output.outputs[0].stop_reason
+        assert answer(llm) == expected
+        check_nothing_left(llm)
+
+
+def test_more_gpus_than_there_are(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from teachvllm.executor.multiproc_executor import MultiprocExecutor
+
+    parallel = SimpleNamespace(world_size=4, tensor_parallel_size=2)
+    scheduler = SimpleNamespace(async_scheduling=True)
+    device = SimpleNamespace(device="cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"= 4 needs 4 GPUs, this machine has 2"):
+        MultiprocExecutor(SimpleNamespace(parallel_config=parallel, scheduler_config=scheduler, device_config=device))  # type: ignore[arg-type]
 
 
 def test_more_stages_than_layers_is_said(folder: str) -> None:

@@ -151,7 +151,7 @@ class StepRecorder:
                 trace.finished.append(name)
                 trace.token_ids[name] = list(seq.token_ids)
 
-# %% ../../nbs/52_engine_core.ipynb #aedbf6a4
+# %% ../../nbs/52_engine_core.ipynb #339dd0f0
 class EngineCore:
     """A scheduler, and an executor that carries its steps out. Requests go in and tokens come out, as messages.
 
@@ -182,9 +182,10 @@ class EngineCore:
     def _initialize_kv_caches(self) -> tuple[int, int]:
         num_blocks = self.executor.determine_num_available_blocks()
         self.executor.initialize_cache(*num_blocks)
-        longest, tokens = self.config.model_config.max_model_len, num_blocks[0] * self.config.cache_config.block_size
+        total = num_blocks[0] * self.config.parallel_config.pipeline_parallel_size  # each virtual engine has so many
+        longest, tokens = self.config.model_config.max_model_len, total * self.config.cache_config.block_size
         said = "%d KV blocks (%d tokens): %.1f requests of max_model_len=%d at once"
-        logger.info(said, num_blocks[0], tokens, tokens / longest, longest)
+        logger.info(said, total, tokens, tokens / longest, longest)
         return num_blocks
 
     # Requests

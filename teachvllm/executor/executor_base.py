@@ -27,7 +27,7 @@ from ..worker.worker import WorkerWrapperBase
 class EngineDeadError(RuntimeError):
     "The workers are gone, or failed and could not be reset: the engine answers nothing more. Close it and make a new one."
 
-# %% ../../nbs/50_executor.ipynb #88d803fa
+# %% ../../nbs/50_executor.ipynb #16567002
 class HoldInterrupts:
     """Inside this block Ctrl-C has to wait: `KeyboardInterrupt` is raised at its end, or in a block of `let_interrupts_in`.
 
@@ -35,7 +35,8 @@ class HoldInterrupts:
     """
 
     def __enter__(self) -> "HoldInterrupts":
-        self.came, self.before = False, signal.getsignal(signal.SIGINT)
+        self.came = self.is_open = False
+        self.before = signal.getsignal(signal.SIGINT)
         self.holds = threading.current_thread() is threading.main_thread() and callable(self.before)
         if self.holds:
             signal.signal(signal.SIGINT, self)
@@ -43,6 +44,8 @@ class HoldInterrupts:
 
     def __call__(self, signum: int, frame: Any) -> None:
         self.came = True
+        if self.is_open:
+            self.pass_on()
 
     def __exit__(self, *_: Any) -> None:
         if self.holds:
@@ -63,12 +66,12 @@ def let_interrupts_in() -> Iterator[None]:
     if not isinstance(held, HoldInterrupts) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, held.before)
+    held.is_open = True
     try:
         held.pass_on()
         yield
     finally:
-        signal.signal(signal.SIGINT, held)
+        held.is_open = False
 
 # %% ../../nbs/50_executor.ipynb #b5384443
 class ExecutorBase(ABC):
@@ -152,7 +155,7 @@ class ExecutorBase(ABC):
     def shutdown(self) -> None:
         "Let the workers go. May be called twice."
 
-# %% ../../nbs/50_executor.ipynb #d5efdf2f
+# %% ../../nbs/50_executor.ipynb #f7931e7a
 class UniProcExecutor(ExecutorBase):
     """One worker, in this process: a call is a plain call. vLLM: `executor/uniproc_executor.py`.
 
@@ -160,13 +163,14 @@ class UniProcExecutor(ExecutorBase):
     """
 
     thread: ThreadPoolExecutor | None = None
+    where: dict[str, Any] = {}  # the worker's rank and the like, if it is not alone
 
     def _init_executor(self) -> None:
         ahead, device = self.config.scheduler_config.async_scheduling, self.config.device_config.device
         if ahead and device == "cpu":
             self.thread = ThreadPoolExecutor(1, "teachvllm-worker")
         self.driver_worker: WorkerWrapperBase | None = WorkerWrapperBase(rpc_rank=0)
-        self.collective_rpc("init_worker", args=(self.config,))
+        self.collective_rpc("init_worker", args=(self.config,), kwargs=self.where)
 
     def collective_rpc(
         self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
@@ -182,8 +186,9 @@ class UniProcExecutor(ExecutorBase):
         if self.thread is None:
             super().submit(out)
         else:
-            step = self.thread.submit(lambda: self.collective_rpc("execute_model", args=(out,))[0])
-            self.in_flight.append(step.result)
+            with HoldInterrupts():  # what is submitted is in flight
+                step = self.thread.submit(lambda: self.collective_rpc("execute_model", args=(out,))[0])
+                self.in_flight.append(step.result)
 
     def shutdown(self) -> None:
         "Drop the worker, and with it model and cache: their memory is free at once."
@@ -193,12 +198,17 @@ class UniProcExecutor(ExecutorBase):
         self.driver_worker = None
         release_memory()
 
-# %% ../../nbs/50_executor.ipynb #62fc1d00
-EXECUTORS: dict[str, str | type] = {"uni": UniProcExecutor, "mp": "teachvllm.executor.multiproc_executor.MultiprocExecutor"}
+# %% ../../nbs/50_executor.ipynb #911a559d
+EXECUTORS: dict[str, str | type] = {
+    "uni": UniProcExecutor,
+    "mp": "teachvllm.executor.multiproc_executor.MultiprocExecutor",
+    "ray": "teachvllm.executor.ray_executor.RayDistributedExecutor",
+    "external_launcher": "teachvllm.executor.external_launcher.ExecutorWithExternalLauncher",
+}
 
 
 def get_executor_class(vllm_config: VllmConfig) -> type[ExecutorBase]:
-    """The executor that `distributed_executor_backend` names: `uni`, `mp`, a qualified name, or a class.
+    """The executor that `distributed_executor_backend` names: one of `EXECUTORS`, a qualified name, or a class.
 
     None is `uni` for one worker, `mp` for several.
     """

@@ -7,7 +7,7 @@ __all__ = ['logger', 'PACKAGE_ROOT', 'HEADER', 'EVERY', 'NONE', 'DONE', 'FAILED'
            'rebuild_error', 'leave_with', 'carry_out', 'worker_main', 'WorkerProcess', 'stop_workers', 'WorkerGroup',
            'MultiprocExecutor']
 
-# %% ../../nbs/50a_multiproc_executor.ipynb #78a0cb6d
+# %% ../../nbs/50a_multiproc_executor.ipynb #3003a52f
 import atexit
 import logging
 import os
@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..config import VllmConfig
+from ..config import VllmConfig, require
 from ..core.scheduler import SchedulerOutput
 from ..distributed.parallel_state import host_store
 from .executor_base import EngineDeadError, ExecutorBase, HoldInterrupts, let_interrupts_in
@@ -351,7 +351,7 @@ class WorkerGroup:
         elif kind == STEP_FAILED and number not in self.dropped:
             self.late = self.late or (worker.rank, data)
 
-# %% ../../nbs/50a_multiproc_executor.ipynb #62924152
+# %% ../../nbs/50a_multiproc_executor.ipynb #2374ef8c
 class MultiprocExecutor(ExecutorBase):
     """A process for each worker, on this machine. vLLM V1: `v1/executor/multiproc_executor.py`.
 
@@ -376,7 +376,9 @@ class MultiprocExecutor(ExecutorBase):
         size, tp_size = parallel.world_size, parallel.tensor_parallel_size
         self.is_ahead = self.config.scheduler_config.async_scheduling and device != "cpu"
         self.output_rank = size - tp_size  # the first of the last pipeline stage
-        self.fetching: Call | None = None
+        if device != "cpu":
+            found, asked = torch.cuda.device_count(), f"tensor_parallel_size * pipeline_parallel_size = {size}"
+            require(size <= found, f"{asked} needs {size} GPUs, this machine has {found}: lower them, or use Ray")
         where: list[dict] = [{"rank": i, "local_rank": i, "is_driver_worker": i % tp_size == 0} for i in range(size)]
         if size > 1:
             store, url = host_store()
@@ -417,7 +419,7 @@ class MultiprocExecutor(ExecutorBase):
         with self.lock, HoldInterrupts():
             if self.is_ahead:
                 self._send("submit", (out,), who=NONE)
-                self.in_flight.append(self._fetch)
+                self.in_flight.append(partial(self._fetch, []))
             else:
                 self.in_flight.append(partial(self._get, self._send("execute_model", (out,), who=self.output_rank)))
 
@@ -431,20 +433,15 @@ class MultiprocExecutor(ExecutorBase):
             self.group.failure = self.group.failure or (time.monotonic(), f"{type(error).__name__}: {error}")
             raise
 
-    def _fetch(self) -> ModelRunnerOutput:
-        "The result of the oldest step that was launched."
-        self.fetching = call = self.fetching or self._send("collect", who=self.output_rank)
-        try:
-            result = self._get(call)
-        except Exception:
-            self.fetching = None
-            raise
-        self.fetching = None
-        return result
+    def _fetch(self, asked: list[Call]) -> ModelRunnerOutput:
+        "The result of a step that was launched. It is asked for once, also if Ctrl-C ends the waiting."
+        with HoldInterrupts():
+            asked[:] = asked or [self._send("collect", who=self.output_rank)]
+        return self._get(asked[0])
 
     def collect(self) -> ModelRunnerOutput:
         "As every executor; `TimeoutError` after `step_timeout`."
-        with self.lock, HoldInterrupts():
+        with self.lock:
             return super().collect()
 
     def drain(self) -> None:
@@ -452,7 +449,6 @@ class MultiprocExecutor(ExecutorBase):
         with self.lock:
             self.group.drop()
             self.in_flight.clear()
-            self.fetching = None
 
     def reset(self) -> None:
         "Let every worker forget all sequences. If one cannot, they are all killed: `EngineDeadError`."
@@ -460,11 +456,12 @@ class MultiprocExecutor(ExecutorBase):
             self.drain()
             call = self._send("reset")
             try:
-                self.group.wait(call, self.step_timeout, after_failure=self.reset_timeout)
+                with let_interrupts_in():  # Ctrl-C again: then there is no waiting, and no engine any more
+                    self.group.wait(call, self.step_timeout, after_failure=self.reset_timeout)
                 self.group.forgive()
             except EngineDeadError:
                 raise
-            except Exception as error:
+            except BaseException as error:
                 self.group.die(f"the workers could not be reset ({type(error).__name__}: {error})")
             finally:
                 self.group.calls.pop(call.number, None)

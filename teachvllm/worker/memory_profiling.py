@@ -188,7 +188,7 @@ class MemoryProfile(ShowAsTable):
         parts["KV cache"] = kv_cache
         return {**parts, "free": self.total - sum(parts.values())}
 
-# %% ../../nbs/42_memory_profiling.ipynb #9dbc4315
+# %% ../../nbs/42_memory_profiling.ipynb #966757cb
 class MemoryProfiler:
     """Measures a worker's device before the weights, after them and after the largest step, and divides its memory.
 
@@ -196,8 +196,9 @@ class MemoryProfiler:
     `num_gpu_blocks` and `num_cpu_blocks`. vLLM: `memory_profiling` in `utils/mem_utils.py`.
     """
 
-    def __init__(self, device: str, cache_config: CacheConfig):
+    def __init__(self, device: str, cache_config: CacheConfig, num_workers: int = 1):
         self.device, self.config = device, cache_config
+        self.num_workers = num_workers  # that share the host's memory, and on a CPU all of it
         self.start = self.loaded = self.ran = MemorySnapshot.take(device)
         self.weights = self.activations = self.graphs = 0
 
@@ -228,6 +229,7 @@ class MemoryProfiler:
             non_torch = ran.non_torch_memory
         spare = start.total // 50 if other else 0  # an allocator needs room for rounding
         budget = min(int(start.total * self.config.gpu_memory_utilization), start.total - other - spare)
+        budget //= self.num_workers if self.device == "cpu" else 1
         return MemoryProfile(start.total, budget, self.weights, self.activations, non_torch, self.graphs, other)
 
     def num_gpu_blocks(self, block_bytes: int, max_model_len: int) -> int:
@@ -257,9 +259,10 @@ class MemoryProfiler:
         if config.kv_cache_memory_bytes is not None:
             return config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}", "raise it"
         left, asked = profile.available_kv_cache, config.gpu_memory_utilization
-        if self.device == "cpu" and asked == CacheConfig.gpu_memory_utilization and left > CPU_KV_CACHE_BYTES:
+        most = CPU_KV_CACHE_BYTES // self.num_workers
+        if self.device == "cpu" and asked == CacheConfig.gpu_memory_utilization and left > most:
             source = f"a CPU's default of {CPU_KV_CACHE_BYTES / GiB:.0f} GiB"  # the user asked for no size
-            return CPU_KV_CACHE_BYTES, source, "raise kv_cache_memory_bytes"
+            return most, source, "raise kv_cache_memory_bytes"
         source = (
             f"budget {profile.budget / GiB:.2f} GiB - weights {profile.weights / GiB:.2f} - activations "
             f"{profile.activations / GiB:.2f} - non-torch {profile.non_torch / GiB:.2f}"
@@ -272,13 +275,18 @@ class MemoryProfiler:
         return left, source, "raise gpu_memory_utilization or kv_cache_memory_bytes"
 
     def num_cpu_blocks(self, block_bytes: int) -> int:
-        "Blocks of host memory to swap to: `swap_space`; by default 4 GiB, but at most a tenth of what is free."
-        free, asked = available_memory(), self.config.swap_space
+        """Blocks of host memory to swap to: `swap_space`; by default 4 GiB, but at most a tenth of what is free.
+
+        Each worker has so much, and together they may not ask for more than is free.
+        """
+        free, asked = available_memory() // self.num_workers, self.config.swap_space
         if asked is None:
             return min(4 * GiB, free // 10) // block_bytes
         require(
             asked * GiB <= free,
-            f"swap_space={asked} GiB is more than the {free / GiB:.1f} GiB that are free on this machine: lower it",
+            f"swap_space={asked} GiB is more than the {free / GiB:.1f} GiB that are free on this machine"
+            + f" for each of {self.num_workers} workers" * (self.num_workers > 1)
+            + ": lower it",
         )
         return int(asked * GiB) // block_bytes
 

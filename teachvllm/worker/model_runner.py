@@ -262,7 +262,7 @@ def find_fused_sampler(device: str) -> Callable | None:
         return None
     return None if no_triton("cuda") else sample_rows
 
-# %% ../../nbs/41_model_runner.ipynb #9b627569
+# %% ../../nbs/41_model_runner.ipynb #80637c56
 class ModelRunner:
     """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for the device.
 
@@ -312,7 +312,7 @@ class ModelRunner:
         if not out.num_scheduled_tokens:
             return SamplerOutput([], torch.empty(0, dtype=torch.int64))
         batch = Batch(state, out.num_scheduled_tokens)
-        inputs, sampling = batch.arrays(), sampling_inputs(state, batch)
+        inputs, sampling = batch.arrays(), sampling_inputs(state, batch) if self.parallel.is_last_stage else {}
         if self.graphs and self.graphs.can_run(batch):
             hidden, x = self.graphs.run(inputs, sampling)
         else:

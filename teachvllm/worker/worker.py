@@ -77,7 +77,7 @@ def init_worker_distributed_environment(
     world = init_distributed_environment(parallel.world_size, rank, local_rank, distributed_init_method, device)
     return initialize_model_parallel(world, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 
-# %% ../../nbs/44_worker.ipynb #1b177535
+# %% ../../nbs/44_worker.ipynb #5554742d
 class Worker:
     """A device with a model and a KV cache. The executor calls its methods in this order: `init_device`, `load_model`,
     `determine_num_available_blocks`, `initialize_cache`, `compile_or_warm_up_model`, then `submit` and `collect` for
@@ -118,7 +118,8 @@ class Worker:
             )
             torch.manual_seed(self.config.model_config.seed)
             self.clock = DeviceClock(self.device)
-            self.memory_profiler = MemoryProfiler(self.device, self.config.cache_config)
+            num_workers = self.config.parallel_config.world_size  # as if all were on this machine: else it is too careful
+            self.memory_profiler = MemoryProfiler(self.device, self.config.cache_config, num_workers)
             self.model_runner = ModelRunner(self.config, self.device, self.parallel)
 
     def load_model(self) -> None:
@@ -153,7 +154,7 @@ class Worker:
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """`(GPU blocks, CPU blocks)` that fit: what the budget leaves after the weights and a run at the limits.
 
-        With several virtual engines, so many fit for each of them.
+        Several virtual engines share them: so many are for each.
         Where the configuration says how large the cache is, nothing needs to be tried out.
         """
         cache, profiler = self.config.cache_config, self.memory_profiler
@@ -162,9 +163,9 @@ class Worker:
                 profiler.run_at_limits(self.model_runner.profile_run)
                 profiler.graphs = graph_memory(self.model_runner, self.graph_sizes())
         block_bytes = CacheEngine.get_cache_block_size(self.get_kv_cache_spec().values(), cache.block_size)
-        block_bytes *= self.parallel.pp_size
+        stages = self.parallel.pp_size
         num_gpu_blocks = profiler.num_gpu_blocks(block_bytes, self.config.model_config.max_model_len)
-        return num_gpu_blocks, profiler.num_cpu_blocks(block_bytes)
+        return max(1, num_gpu_blocks // stages), profiler.num_cpu_blocks(block_bytes) // stages
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         "Allocate the KV cache, one for each virtual engine."
@@ -213,6 +214,8 @@ class Worker:
         self.in_flight.clear()
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
+        if self.parallel.pp:  # a stage may have sent what the next one has not fetched
+            self.parallel.pp.restart()
         self.model_runner.reset()
 
     def save_sharded_state(self, path: str) -> None:
