@@ -346,7 +346,7 @@ def test_the_tokens_of_one_worker(folder: str, shared: RayDistributedExecutor, t
         expected = answers(llm)
         assert llm.get_metrics()["num_preemptions"] > 0
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    with LLM(folder, distributed_executor_backend=RayDistributedExecutor, **small, **sizes) as llm:
+    with LLM(folder, distributed_executor_backend="ray", **small, **sizes) as llm:
         assert answers(llm) == answers(llm) == expected
         llm.collective_rpc(lambda worker: setattr(worker, "submit", lambda out: 1 / 0))  # all fail alike
         with pytest.raises(ZeroDivisionError):
