@@ -290,7 +290,7 @@ class LoadConfig(ShowAsTable):
     def __post_init__(self):
         require(self.load_format in LOAD_FORMATS, f"load_format={self.load_format!r}: choose {', '.join(LOAD_FORMATS)}")
 
-# %% ../nbs/01_config.ipynb #38c4fbea
+# %% ../nbs/01_config.ipynb #91e47aea
 @check_names
 @dataclass(frozen=True)
 class VllmConfig:
@@ -309,6 +309,9 @@ class VllmConfig:
     def __post_init__(self):
         pipeline, ahead = self.parallel_config.pipeline_parallel_size, self.scheduler_config.async_scheduling
         require(not ahead or pipeline == 1, f"async_scheduling=True cannot go with pipeline_parallel_size={pipeline}")
+        if pipeline > 1:
+            layers = self.model_config.num_layers
+            require(pipeline <= layers, f"pipeline_parallel_size={pipeline}: the model has only {layers} layers")
         size = self.parallel_config.tensor_parallel_size
         if size > 1:
             heads, kv = self.model_config.num_attention_heads, self.model_config.num_kv_heads
