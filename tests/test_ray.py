@@ -276,9 +276,9 @@ def test_killed_in_a_step(shared: RayDistributedExecutor) -> None:
     "Also if the other one waits for it: every waiting call and every later one says so."
     executor = RayDistributedExecutor(make_config())
     executor.submit(1)
+    assert executor.collect() == (0, 1)
     executor.submit({0: "hang", 1: "kill"})
     executor.submit(3)
-    assert executor.collect() == (0, 1)
     pid = executor.places[1][2]
     for _ in range(2):
         with pytest.raises(EngineDeadError, match=rf"worker rank=1 \(process {pid} on .*\) died: .*process has died"):
