@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_external_launcher import answers
 
-from teachvllm import LLM, BeamSearchParams, SamplingParams
+from teachvllm import LLM, SamplingParams
 from teachvllm.executor.executor_base import EngineDeadError
 from teachvllm.executor.ray_executor import RayDistributedExecutor
 
@@ -205,7 +206,9 @@ def test_ranks_are_counted_node_by_node(shared: RayDistributedExecutor, monkeypa
     executor = RayDistributedExecutor(make_config(4, tp_size=2))
     here, nodes = ray.get_runtime_context().get_node_id(), [place[0] for place in executor.places]
     num_here = nodes.count(here)
-    assert num_here in (1, 3) and nodes == [here] * num_here + [nodes[-1]] * (4 - num_here)  # the shared one fills a node
+    assert num_here in (1, 3) and nodes == [here] * num_here + [nodes[-1]] * (
+        4 - num_here
+    )  # the shared one fills a node
     known = executor.collective_rpc(lambda worker: (worker.rank, worker.local_rank, worker.is_driver_worker))
     local_ranks = [*range(num_here), *range(4 - num_here)]
     assert known == list(zip(range(4), local_ranks, (True, False, True, False)))
@@ -328,16 +331,6 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 # With a model
 
 
-def answers(llm: LLM) -> list[list[int]]:
-    "Tokens of greedy requests, of forks and of beams."
-    prompts = [[3 + i, *range(20, 24 + 5 * i)] for i in range(4)]
-    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    found = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
-    forks = llm.generate(prompts[0], SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True), use_tqdm=False)
-    beams = llm.beam_search([prompts[1]], BeamSearchParams(beam_width=3, max_tokens=6))
-    return found + [list(one.token_ids) for output in (*forks, *beams) for one in output.outputs]
-
-
 @pytest.mark.parametrize("tp, pp", [(2, 1), (2, 2)])
 def test_the_tokens_of_one_worker(folder: str, shared: RayDistributedExecutor, tp: int, pp: int) -> None:
     "On a small pool, with preemption, forks and beams; four workers are two stages."
@@ -395,7 +388,11 @@ def test_ray_begins_and_ends_with_the_executor(tmp_path: Path) -> None:
     """
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
-    env = {**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "RAY_ADDRESS": "local",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, str(path), str(ROOT / "tests")]
     script = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     assert script.stdout
