@@ -13,85 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_worker import SOON, is_alive, make_config, wait_until
 
 from teachvllm import LLM, SamplingParams
 from teachvllm.executor import multiproc_executor
 from teachvllm.executor.executor_base import EngineDeadError
 from teachvllm.executor.multiproc_executor import MultiprocExecutor, WorkerProcess
-
-SOON = 30.0  # seconds: much more than anything here needs, and much less than for ever
-
-
-def make_worker_cls() -> type:
-    "A worker that computes nothing and does what it is told to. Made in a function, so it travels by value."
-
-    class FakeWorker:
-        faults: dict = {}  # (method, rank) -> what happens there
-
-        def __init__(self, vllm_config, rank, local_rank, is_driver_worker, distributed_init_method=None):
-            self.config, self.rank, self.init_method = vllm_config, rank, distributed_init_method
-            self.is_driver_worker, self.local_rank, self.launched, self.steps = is_driver_worker, local_rank, [], []
-            self.calls = []
-
-        def _act(self, name, what=None):
-            import os
-            import signal
-            import time
-
-            self.calls.append(name)
-            what = what or self.config.faults.get((name, self.rank), "")
-            if what == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if what == "exit":
-                sys.exit(7)
-            if what == "hang":
-                time.sleep(3600)
-            if what.startswith("sleep"):
-                time.sleep(float(what[5:]))
-            if what.startswith("raise"):
-                raise LookupError(what)
-            return what
-
-        def init_device(self):
-            self._act("init_device")
-
-        def load_model(self):
-            self._act("load_model")
-
-        def reset(self):
-            self.launched.clear()
-            self.steps.clear()
-            self._act("reset")
-
-        def execute_model(self, out):
-            "`out`: a number, or {rank: what that rank does}."
-            self.steps.append(out)
-            if isinstance(out, dict):
-                self._act("step", out.get(self.rank, "nothing"))
-            return self.rank, out
-
-        def submit(self, out):
-            self.launched.append(self.execute_model(out))
-
-        def collect(self):
-            return self.launched.pop(0)
-
-    return FakeWorker
-
-
-def make_config(size: int = 2, tp_size: int | None = None, faults: dict | None = None, **options: Any) -> Any:
-    parallel = {"world_size": size, "tensor_parallel_size": tp_size or size, "worker_cls": make_worker_cls()}
-    parallel |= {"worker_extension_cls": "", **options}
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel),
-        scheduler_config=SimpleNamespace(async_scheduling=False),
-        device_config=SimpleNamespace(device="cpu"),
-        faults=faults or {},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +32,6 @@ def shared() -> Iterator[MultiprocExecutor]:
     assert not executor.group.dead, "a test has killed them"
     executor.shutdown()
     check_gone(executor)
-
-
-def is_alive(pid: int) -> bool:
-    "Whether a process runs. One that is dead, but whose parent has not taken note, does not."
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def check_gone(executor: MultiprocExecutor) -> None:

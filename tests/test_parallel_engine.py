@@ -1,5 +1,6 @@
 """One engine over several worker processes: the tokens that one worker gives, for requests of all kinds."""
 
+import os
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from fake_worker import is_alive, wait_until
 from helpers import VOCAB, make_tiny
 from test_async_scheduling import EOS, GREEDY, Answers, Told, core_of, make_requests
 
@@ -205,3 +207,74 @@ def test_kv_heads_are_repeated(tmp_path: Path) -> None:
             outputs = llm.generate([[1, 2, 3], [5] * 20], params, use_tqdm=False)
             answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
+
+
+# Faults of real workers
+
+
+def make_dying_worker(phase: str) -> type:
+    "A worker whose rank 1 is killed when it comes to `phase`. Made in a function, so it travels by value."
+    from teachvllm.worker.worker import Worker
+
+    class DyingWorker(Worker):
+        def __getattribute__(self, name: str) -> Any:
+            if name == phase and object.__getattribute__(self, "rank") == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getattribute__(name)
+
+    return DyingWorker
+
+
+@pytest.mark.parametrize("phase", ["init_device", "initialize_cache", "submit"])
+def test_a_worker_is_killed(folder: str, phase: str) -> None:
+    "In the middle of the start, at its end, or in a step, while the other one waits for it in shared memory."
+    before = {*Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    workers: list[int] = []
+    with pytest.raises(EngineDeadError, match=r"worker rank=1 \(process \d+\) was killed by SIGKILL") as died:
+        with LLM(
+            folder, num_gpu_blocks_override=64, tensor_parallel_size=2, worker_cls=make_dying_worker(phase), **OPTIONS
+        ) as llm:
+            assert phase == "submit", "it should not have started"
+            executor = core_of(llm).executor
+            workers = [worker.process.pid for worker in executor.group.workers]
+            began = time.monotonic()
+            llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    if phase == "submit":
+        assert time.monotonic() - began < 30
+    pid = int(str(died.value).partition("process ")[2].partition(")")[0])
+    wait_until(lambda: not any(map(is_alive, [pid, *workers])))
+    assert not before or {*Path("/dev/shm").iterdir()} <= before
+
+
+def make_mistral(path: Path) -> None:
+    "A tiny model with a window, whose heads and layers can be cut in two."
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, sliding_window=9,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(path)
+
+
+def test_sharded_state_of_a_windowed_model(tmp_path: Path) -> None:
+    """Four workers write their parts, four others read them, and say what one worker says. With a part that is damaged the engine
+    does not start, says which file it is, and leaves nothing."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    make_mistral(whole)
+    small = {**OPTIONS, "num_gpu_blocks_override": 96}
+    with LLM(str(whole), **small) as llm:
+        alone = answer(llm)
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    with LLM(str(whole), **small, **sizes) as llm:
+        llm.collective_rpc("save_sharded_state", args=(str(parts),))
+    with LLM(str(parts), load_format="sharded_state", **small, **sizes) as llm:
+        assert answer(llm) == alone
+        check_nothing_left(llm)
+    damaged = sorted(parts.glob("*.safetensors"))[-1]
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    with pytest.raises(Exception, match=damaged.name) as failed:
+        LLM(str(parts), load_format="sharded_state", **small, **sizes)
+    assert "rank=" in str(failed.value.__cause__)

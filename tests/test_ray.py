@@ -5,13 +5,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_worker import SOON, is_alive, make_config, make_worker_cls, wait_until
 from test_external_launcher import answers
 
 from teachvllm import LLM, SamplingParams
@@ -22,63 +21,6 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "teachvllm[ray]"')
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu", "swap_space": 0.001}
-SOON = 60.0  # seconds: much more than anything here needs, and much less than for ever
-
-
-def make_worker_cls() -> type:
-    "A worker that computes nothing and does what it is told to. Made in a function, so it travels by value."
-
-    class FakeWorker:
-        def __init__(self, vllm_config, rank, local_rank, is_driver_worker, distributed_init_method=""):
-            self.config, self.rank, self.local_rank = vllm_config, rank, local_rank
-            self.is_driver_worker, self.init_method = is_driver_worker, distributed_init_method
-            self.steps, self.launched = [], []
-
-        def _act(self, what):
-            import time
-
-            if what == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if what == "hang":
-                time.sleep(3600)
-            if what.startswith("sleep"):
-                time.sleep(float(what[5:]))
-            if what.startswith("raise"):
-                raise LookupError(what)
-
-        def init_device(self):
-            self._act(self.config.faults.get(("init_device", self.rank), ""))
-
-        def load_model(self):
-            self._act(self.config.faults.get(("load_model", self.rank), ""))
-
-        def execute_model(self, out):
-            "`out`: a number, or {rank: what that rank does}."
-            self.steps.append(out)
-            if isinstance(out, dict):
-                self._act(out.get(self.rank, ""))
-            return self.rank, out
-
-        def submit(self, out):
-            self.launched.append(self.execute_model(out))
-
-        def collect(self):
-            return self.launched.pop(0)
-
-        def reset(self):
-            self.steps, self.launched = [], []
-
-    return FakeWorker
-
-
-def make_config(size: int = 2, tp_size: int | None = None, faults: dict | None = None) -> Any:
-    parallel = {"world_size": size, "tensor_parallel_size": tp_size or size, "worker_cls": make_worker_cls()}
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel, worker_extension_cls=""),
-        scheduler_config=SimpleNamespace(async_scheduling=False),
-        device_config=SimpleNamespace(device="cpu"),
-        faults=faults or {},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +44,6 @@ def shared(cluster: Any) -> Iterator[RayDistributedExecutor]:
     yield executor
     assert not executor.dead, "a test has killed them"
     executor.shutdown()
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    "Whether a process runs. One that is dead, but whose parent has not taken note, does not."
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def check_gone(executor: RayDistributedExecutor) -> None:

@@ -155,7 +155,7 @@ class ExecutorBase(ABC):
     def shutdown(self) -> None:
         "Let the workers go. May be called twice."
 
-# %% ../../nbs/50_executor.ipynb #f7931e7a
+# %% ../../nbs/50_executor.ipynb #0179fa6b
 class UniProcExecutor(ExecutorBase):
     """One worker, in this process: a call is a plain call. vLLM: `executor/uniproc_executor.py`.
 
@@ -194,6 +194,8 @@ class UniProcExecutor(ExecutorBase):
         "Drop the worker, and with it model and cache: their memory is free at once."
         if self.thread:
             self.thread.shutdown()
+        if self.driver_worker and hasattr(self.driver_worker.worker, "shutdown"):
+            self.driver_worker.worker.shutdown()
         self.in_flight.clear()
         self.driver_worker = None
         release_memory()

@@ -106,7 +106,8 @@ def worker_main(fd: int, rank: int, parent: int, log_level: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since the process was born
     threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    out: Any = sys.stdout
+    out.reconfigure(line_buffering=True, write_through=False)  # whole lines, also with PYTHONUNBUFFERED
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s rank={rank}: %(message)s"))
     logger.addHandler(handler)

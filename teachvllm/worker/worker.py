@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_capability', 'DeviceClock', 'init_worker_distributed_environment', 'Worker', 'WorkerWrapperBase']
 
-# %% ../../nbs/44_worker.ipynb #de21b516
+# %% ../../nbs/44_worker.ipynb #08c24508
 import logging
 import time
 from collections import deque
@@ -19,6 +19,7 @@ import torch
 from ..attention.backend import KVCacheSpec
 from ..config import VllmConfig, require, resolve_class
 from ..core.scheduler import SchedulerOutput
+from ..distributed.cpu_communicator import CpuCommunicator
 from ..distributed.parallel_state import ParallelState, init_distributed_environment, initialize_model_parallel
 from ..model_executor.loader import save_sharded_state
 from ..model_executor.sampler import ModelRunnerOutput, SamplerOutput
@@ -66,16 +67,22 @@ class DeviceClock:
         start = self.zero_at + self.zero.elapsed_time(begin) / 1000  # a float32: exact to 1 µs for a few seconds only
         return start, start + begin.elapsed_time(end) / 1000
 
-# %% ../../nbs/44_worker.ipynb #931d2de3
+# %% ../../nbs/44_worker.ipynb #d7e7dfd4
 def init_worker_distributed_environment(
     vllm_config: VllmConfig, rank: int, distributed_init_method: str, local_rank: int, device: str
 ) -> ParallelState:
-    "Meet the other workers, and form the groups of tensor and pipeline parallelism; none for a worker that is alone."
+    """Meet the other workers, and form the groups of tensor and pipeline parallelism; none for a worker that is alone.
+
+    Ranks on CPUs of one machine add up in shared memory.
+    """
     parallel = vllm_config.parallel_config
     if parallel.world_size == 1:
         return ParallelState()
     world = init_distributed_environment(parallel.world_size, rank, local_rank, distributed_init_method, device)
-    return initialize_model_parallel(world, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    state = initialize_model_parallel(world, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    if state.tp and device == "cpu":
+        state.tp.device_communicator = CpuCommunicator.connect(state.tp)
+    return state
 
 # %% ../../nbs/44_worker.ipynb #5554742d
 class Worker:
