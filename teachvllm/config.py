@@ -120,7 +120,7 @@ class ShowAsTable:
         shown = [f.name for f in dataclasses.fields(self) if f.repr]  # type: ignore[arg-type]
         return html_table(type(self).__name__, [(name, getattr(self, name)) for name in shown])
 
-# %% ../nbs/01_config.ipynb #0013b700
+# %% ../nbs/01_config.ipynb #83f6051a
 @check_names
 @dataclass(frozen=True)
 class ModelConfig(ShowAsTable):
@@ -135,7 +135,9 @@ class ModelConfig(ShowAsTable):
     seed: int = 0
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
-    generation_config: str = "auto"  # "auto" = the model's generation_config.json, "vllm" = ignore it
+    tokenizer_mode: str = "auto"  # "slow" = not the tokenizers library's, but Python
+    generation_config: str = "auto"  # "auto" = the model's generation_config.json, "vllm" = ignore it, or a folder that has one
+    max_logprobs: int = 20  # the most log-probabilities that a request may ask for, for each token; -1: all
     attention_backend: str | type | None = None
     enforce_eager: bool = False  # True: no CUDA graphs
     max_seq_len_to_capture: int = 8192  # longest text, in tokens, that a CUDA graph decodes
@@ -149,8 +151,11 @@ class ModelConfig(ShowAsTable):
             f"max_model_len={asked} is greater than the derived max_model_len={longest}: the positions that this model "
             "was trained for",
         )
-        known = ("auto", "vllm")
-        require(self.generation_config in known, f"generation_config={self.generation_config!r}: choose auto or vllm")
+        source = self.generation_config
+        known = source in ("auto", "vllm") or (Path(source) / "generation_config.json").is_file()
+        require(known, f"generation_config={source!r}: choose auto, vllm, or a folder with a generation_config.json")
+        require(self.max_logprobs >= -1, f"max_logprobs={self.max_logprobs} must not be negative (-1: all)")
+        require(self.tokenizer_mode in ("auto", "slow"), f"tokenizer_mode={self.tokenizer_mode!r}: choose auto or slow")
 
     num_layers = property(lambda self: self.hf_config.num_hidden_layers)
     vocab_size = property(lambda self: self.hf_config.vocab_size)

@@ -103,7 +103,7 @@ def not_yet(method: str) -> Callable:
 
     return refuse
 
-# %% ../nbs/61_llm.ipynb #7ec7f2a6
+# %% ../nbs/61_llm.ipynb #db1d76f8
 class LLM:
     """A model, ready to answer: `LLM()` loads SmolLM2-135M-Instruct, `LLM("folder, .gguf or Hugging Face id")` another.
 
@@ -114,13 +114,15 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **kwargs: Any):
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **kwargs))
         self._request_counter, self._running = count(), Lock()
+        self._asleep: set[str] = set()  # "weights", "kv_cache": what `sleep` gave back
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
         lora_request: Any = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -128,11 +130,13 @@ class LLM:
 
         A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`; `sampling_params` one
         for all or one for each, by default the model's own. `priority`, one for each, counts with
-        `scheduling_policy="priority"`: the smallest first. If one prompt is refused (`ValueError`), none is run.
+        `scheduling_policy="priority"`: the smallest first. `prompt_token_ids` is vLLM's older way to give token ids
+        in place of `prompts`. If one prompt is refused (`ValueError`), none is run.
         """
         if lora_request is not None:
             raise NotSupportedYet("vLLM's `lora_request` is not in teachvllm yet")
-        many = as_prompts(prompts)
+        require((prompts is None) != (prompt_token_ids is None), "give prompts, or else prompt_token_ids")
+        many = as_prompts(prompts if prompts is not None else prompt_token_ids)  # type: ignore[arg-type]
         ok = priority is None or (isinstance(priority, Sequence) and len(priority) == len(many))
         require(ok, f"priority={priority!r:.80} must be a list with one number for each prompt")
         params = as_params(
@@ -142,6 +146,7 @@ class LLM:
         return self._run(dict(zip(ids, zip(many, params))), use_tqdm, priority)
 
     def _run(self, requests: dict[str, Any], use_tqdm: bool, priority: Sequence[int] | None = None) -> list[RequestOutput]:
+        require(not self._asleep, f"the engine sleeps ({', '.join(sorted(self._asleep))}): call wake_up() first")
         require(self._running.acquire(blocking=False), "another thread is in generate: one call at a time")
         try:
             return run_requests(self.llm_engine, requests, use_tqdm, priority)
@@ -205,6 +210,38 @@ class LLM:
     ) -> list[Any]:
         "Call `method`, a name or a function that takes the worker, on every worker; one result each."
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        "Call `func(model)` in every worker, on its part of the model; one result each."
+        return self.collective_rpc(lambda worker: func(worker.model_runner.model))
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the KV cache, and the weights: a GPU's to the host's memory (level 1; a CPU keeps them), or all (level 2).
+
+        `ValueError` while requests run. vLLM has it with `enable_sleep_mode`; here that changes nothing.
+        """
+        require(level in (1, 2), f"level={level!r} must be 1 or 2")
+        require(not self._asleep, "the engine sleeps already")
+        require(self.reset_prefix_cache(), "requests are running: finish or abort them first")
+        self._asleep = {"weights", "kv_cache"}
+        self.collective_rpc("sleep", args=(level,))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        'Restore all, or only `tags`: first ["weights"], which a trainer may then change, later ["kv_cache"].'
+        known = {"weights", "kv_cache"}
+        wanted = self._asleep & (known if tags is None else set(tags))
+        require(tags is None or known >= set(tags), f'tags={tags!r}: choose from "weights" and "kv_cache"')
+        require("weights" not in self._asleep - wanted or not wanted, "the weights must wake up before the KV cache")
+        self.collective_rpc("wake_up", args=(sorted(wanted),))
+        self._asleep -= wanted
+
+    def start_profile(self) -> None:
+        "Record what torch does in every worker from now on, into the folder that `VLLM_TORCH_PROFILER_DIR` names."
+        self.collective_rpc("start_profile")
+
+    def stop_profile(self) -> list[str]:
+        "End the recording: the path of each worker's trace, for chrome://tracing or Perfetto."
+        return self.collective_rpc("stop_profile")
 
     def get_metrics(self) -> dict[str, int]:
         "What the engine has counted since it began: blocks used, preemptions, swaps, copies, hits of the prefix cache."

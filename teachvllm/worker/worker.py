@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['check_capability', 'DeviceClock', 'init_worker_distributed_environment', 'Worker', 'WorkerWrapperBase']
 
-# %% ../../nbs/44_worker.ipynb #08c24508
+# %% ../../nbs/44_worker.ipynb #8ded5c6e
 import logging
+import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from ..model_executor.sampler import ModelRunnerOutput, SamplerOutput
 from ..plugins import load_general_plugins
 from .cache_engine import CacheEngine
 from .cuda_graph import CudaGraphRunner, graph_memory, graph_sizes
-from .memory_profiling import GiB, MemoryProfile, MemoryProfiler, keep_freed_memory
+from .memory_profiling import GiB, MemoryProfile, MemoryProfiler, keep_freed_memory, release_memory
 from .model_runner import ModelRunner
 
 # %% ../../nbs/44_worker.ipynb #0e3ce0b5
@@ -84,7 +86,7 @@ def init_worker_distributed_environment(
         state.tp.device_communicator = CpuCommunicator.connect(state.tp)
     return state
 
-# %% ../../nbs/44_worker.ipynb #5554742d
+# %% ../../nbs/44_worker.ipynb #cec554df
 class Worker:
     """A device with a model and a KV cache. The executor calls its methods in this order: `init_device`, `load_model`,
     `determine_num_available_blocks`, `initialize_cache`, `compile_or_warm_up_model`, then `submit` and `collect` for
@@ -108,6 +110,7 @@ class Worker:
         self.device = "cpu" if vllm_config.device_config.device == "cpu" else f"cuda:{local_rank}"
         self.cache_engines: list[CacheEngine] = []  # one for each virtual engine: a batch on its way through the pipeline
         self.in_flight: deque[tuple[SamplerOutput, list[Any]]] = deque()  # steps launched, and the marks of timed ones
+        self.profiler: Any = None  # while `start_profile` records
 
     def on_device(self) -> AbstractContextManager:
         "Inside, this worker's GPU is the calling thread's current one: events are recorded and kernels launched there."
@@ -176,6 +179,7 @@ class Worker:
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         "Allocate the KV cache, one for each virtual engine."
+        self.num_blocks = num_gpu_blocks, num_cpu_blocks
         with self.on_device(), self.memory_profiler.explain_out_of_memory("allocating the KV cache"):
             make_cache, stages = self.model_runner.make_cache, self.parallel.pp_size
             self.cache_engines = [make_cache(num_gpu_blocks, num_cpu_blocks) for _ in range(stages)]
@@ -224,6 +228,47 @@ class Worker:
         if self.parallel.pp:  # a stage may have sent what the next one has not fetched
             self.parallel.pp.restart()
         self.model_runner.reset()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the KV cache, and the weights: a GPU's to the host's memory (level 1; a CPU keeps them), or all (level 2).
+
+        vLLM: `Worker.sleep` in `v1/worker/gpu_worker.py`; there level 2 leaves it to the caller to load the weights again.
+        """
+        with self.on_device():
+            self.cache_engines, self.model_runner.graphs = [], None  # graphs have the cache's addresses
+            if level == 1:
+                self.model_runner.model.to("cpu")
+            else:
+                self.model_runner.model, self.model_runner.attention_layers = None, {}
+            release_memory()
+
+    def wake_up(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        "Restore the weights, then the KV cache, empty; `tags` may name only one of them."
+        with self.on_device(), self.memory_profiler.explain_out_of_memory("waking up"):
+            if "weights" in tags and self.model_runner.model is None:
+                self.model_runner.load_model()
+            elif "weights" in tags:
+                self.model_runner.model.to(self.device)
+        if "kv_cache" in tags:
+            self.initialize_cache(*self.num_blocks)
+            self.compile_or_warm_up_model()
+
+    def start_profile(self) -> None:
+        "Record what torch does from now on, into the folder that `VLLM_TORCH_PROFILER_DIR` names."
+        require("VLLM_TORCH_PROFILER_DIR" in os.environ, "set VLLM_TORCH_PROFILER_DIR, the folder for the profile, before the start")
+        self.profiler = torch.profiler.profile()
+        self.profiler.start()
+
+    def stop_profile(self) -> str:
+        "End the recording; the path of its trace, for chrome://tracing or Perfetto."
+        require(self.profiler is not None, "no profile was started")
+        profiler, self.profiler = self.profiler, None
+        profiler.stop()
+        folder = Path(os.environ["VLLM_TORCH_PROFILER_DIR"])
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank{self.rank}.{time.time_ns()}.pt.trace.json"
+        profiler.export_chrome_trace(str(path))
+        return str(path)
 
     def save_sharded_state(self, path: str) -> None:
         "Write this worker's part of the weights into the folder `path`, for `load_format=sharded_state`."
