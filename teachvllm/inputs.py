@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['Prompt', 'CHARS_PER_TOKEN', 'get_tokenizer', 'encode', 'too_long', 'InputProcessor', 'apply_chat_template',
-           'load_generation_config', 'get_eos_token_ids', 'get_default_sampling_params', 'IncrementalDetokenizer']
+           'load_generation_config', 'get_eos_token_ids', 'get_default_sampling_params', 'decode_without_spaces',
+           'IncrementalDetokenizer']
 
-# %% ../nbs/04_inputs.ipynb #461df3df
+# %% ../nbs/04_inputs.ipynb #d4b0b48c
 import functools
+import itertools
 import json
-import logging
 import numbers
 import os
 from pathlib import Path
@@ -17,9 +18,6 @@ from typing import Any
 
 from .config import ModelConfig, NotSupportedYet, require
 from .sampling_params import SamplingParams
-
-# %% ../nbs/04_inputs.ipynb #39c8323c
-logger = logging.getLogger("teachvllm")
 
 # %% ../nbs/04_inputs.ipynb #75f4259f
 @functools.lru_cache(maxsize=8)
@@ -68,7 +66,7 @@ def too_long(num_tokens: str, max_model_len: int) -> str:
         f"{max_model_len}: shorten the prompt, raise max_model_len or set truncate_prompt_tokens"
     )
 
-# %% ../nbs/04_inputs.ipynb #00ac69d9
+# %% ../nbs/04_inputs.ipynb #21313a95
 class InputProcessor:
     """Turns a prompt into checked token ids.
 
@@ -91,6 +89,32 @@ class InputProcessor:
         for token_id in (min(ids), max(ids), *params.stop_token_ids):
             require(0 <= token_id < vocab_size, f"token id {token_id} is out of vocabulary: there are {vocab_size}")
         return text, ids
+
+    def prepare(self, params: SamplingParams, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        """Check what of `params`, the engine's own copy, depends on the model, and fill in what the tokenizer must say.
+
+        Raises `ValueError`, naming the field. vLLM: `SamplingParams.update_from_tokenizer` and `v1/engine/processor.py`.
+        """
+        vocab_size, most = self.model_config.vocab_size, self.model_config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            few = asked is None or most < 0 or (vocab_size if asked < 0 else asked) <= most
+            require(few, f"{name}={asked} is more than max_logprobs={most}: ask for less, or raise max_logprobs")
+        params.bad_words_token_ids = [ids for word in params.bad_words for ids in self._word_token_ids(word)] or None
+        used = {"allowed_token_ids": params.allowed_token_ids, "logit_bias": params.logit_bias}
+        used["bad_words"] = [i for ids in params.bad_words_token_ids or () for i in ids]
+        for name, ids in used.items():
+            wrong = [i for i in ids or () if not 0 <= i < vocab_size]
+            require(not wrong, f"{name}: token id {wrong[:1]} is out of vocabulary: there are {vocab_size}")
+        if params.min_tokens:
+            params.all_stop_token_ids = sorted(i for i in eos_token_ids.union(params.stop_token_ids) if i < vocab_size)
+
+    def _word_token_ids(self, word: str) -> list[list[int]]:
+        "The tokens of a bad word at the beginning of a text, and in its middle, where it has other ones there."
+        require(self.tokenizer is not None, f"skip_tokenizer_init=True: bad_words=[{word!r}] cannot be tokenized")
+        first, later = (encode(self.tokenizer, space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+        require(len(first) > 0, f"bad_words: {word!r} has no tokens")
+        return [first, later] if later[0] != first[0] and len(later) == len(first) else [first]
 
     def _read(self, prompt: Any, max_len: int | None) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -155,10 +179,13 @@ def load_json(config: ModelConfig, name: str) -> dict[str, Any]:
     path = config.path / name
     return json.loads(path.read_text()) if path.is_file() else {}
 
-# %% ../nbs/04_inputs.ipynb #a4856393
+# %% ../nbs/04_inputs.ipynb #5da7844c
 def load_generation_config(config: ModelConfig) -> dict[str, Any]:
-    "What the model's `generation_config.json` says, or nothing with `generation_config='vllm'`."
-    return load_json(config, "generation_config.json") if config.generation_config == "auto" else {}
+    "What the `generation_config.json` says: the model's own (`auto`), that of another folder, or nothing (`vllm`)."
+    where = config.generation_config
+    if where in ("auto", "vllm"):
+        return load_json(config, "generation_config.json") if where == "auto" else {}
+    return json.loads((Path(where) / "generation_config.json").read_text())
 
 
 def get_eos_token_ids(config: ModelConfig, tokenizer: Any = None) -> frozenset[int]:
@@ -172,32 +199,27 @@ def get_eos_token_ids(config: ModelConfig, tokenizer: Any = None) -> frozenset[i
     lists = [source if isinstance(source, list) else [source] for source in sources]
     return frozenset(i for ids in lists for i in ids if i is not None)
 
-# %% ../nbs/04_inputs.ipynb #92c1f7d5
-@functools.lru_cache
-def warn_once(message: str) -> None:
-    "Log a warning the first time it is given."
-    logger.warning(message)
-
-# %% ../nbs/04_inputs.ipynb #a775f69d
+# %% ../nbs/04_inputs.ipynb #1ee9d77e
 def get_default_sampling_params(config: ModelConfig) -> SamplingParams:
-    """The sampling that the model's makers recommend, where they say so; else vLLM's defaults.
-
-    A recommendation that is not supported yet is left out, with a warning.
-    """
+    "The sampling that the model's makers recommend, where they say so; else vLLM's defaults."
     said = load_generation_config(config)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
     values = {name: said[name] for name in names if said.get(name) is not None}
     if "max_new_tokens" in values:
         values["max_tokens"] = values.pop("max_new_tokens")
-    for name, value in list(values.items()):
-        try:
-            SamplingParams(**{name: value})
-        except NotSupportedYet as error:
-            warn_once(f"the model's generation_config.json recommends {name}={value}, which is left out: {error}")
-            del values[name]
     return SamplingParams(**values)
 
-# %% ../nbs/04_inputs.ipynb #e116389c
+# %% ../nbs/04_inputs.ipynb #41f6883e
+def decode_without_spaces(tokenizer: Any, token_ids: list[int]) -> str:
+    "The text of `token_ids`, special ones included, with no space between two special tokens that stand side by side."
+    text = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    added = tokenizer.added_tokens_decoder
+    for special, run in itertools.groupby(token_ids, key=added.__contains__):
+        names = [str(added[i]) for i in run] if special else []
+        text = text.replace(" ".join(names), "".join(names)) if len(names) > 1 else text
+    return text
+
+# %% ../nbs/04_inputs.ipynb #8e2d680e
 class IncrementalDetokenizer:
     """The text of an output that grows token by token; it is decoded when it is asked for, not before.
 
@@ -209,10 +231,18 @@ class IncrementalDetokenizer:
 
     CONTEXT = 6  # tokens of the prompt to begin with: more if these are no text, or begin inside a character
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: list[int], skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_token_ids: list[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,  # False: none, where special tokens are shown and the tokenizer puts some
+    ):
         self.decode = functools.partial(
             tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+        if not (skip_special_tokens or spaces_between_special_tokens):
+            self.decode = functools.partial(decode_without_spaces, tokenizer)
         size = self.CONTEXT
         while size < len(prompt_token_ids) and self.decode(prompt_token_ids[-size:])[:1] in ("", "\ufffd"):
             size *= 2

@@ -107,7 +107,7 @@ def sequence_seed(seed: int, index: int) -> int:
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
     return x ^ (x >> 31)
 
-# %% ../nbs/03_sequence.ipynb #c77871ba
+# %% ../nbs/03_sequence.ipynb #63a97159
 class SequenceGroup:
     """One request in the core: its parameters and its sequences, one at first, more when it is forked.
 
@@ -136,6 +136,7 @@ class SequenceGroup:
         self.unfinished = [first_seq]  # those of them that are still being written
         self.num_forks = 0
         self.arrival = 0  # how many requests came before it: the scheduler counts
+        self.prompt_logprobs: list | None = None  # those computed so far, where it asks for them and they were not reported
         self.num_cached_tokens: int | None = None  # of the prompt, found in the cache when it was first admitted
         self.first_scheduled_time: float | None = None  # `time.monotonic`
         self.num_preemptions = 0

@@ -155,9 +155,10 @@ from teachvllm.sequence import SequenceGroup
 scheduler = Scheduler(SchedulerConfig(64), BlockSpaceManager(4, 8))
 seq = scheduler.make_seq([1, 2, 3], seed=0, max_len=10)
 scheduler.add_request(SequenceGroup("a", seq, SamplingParams()))
+nothing = {{name: {{}} for name in ("logprobs", "ranks", "errors", "prompt_logprobs")}}
 while scheduler.has_unfinished_requests():
     seq_ids = list(scheduler.schedule().num_scheduled_tokens)
-    news = scheduler.update_from_output(SimpleNamespace(seq_ids=seq_ids, sampled_token_ids=[7] * len(seq_ids), logprobs={{}}))
+    news = scheduler.update_from_output(SimpleNamespace(seq_ids=seq_ids, sampled_token_ids=[7] * len(seq_ids), **nothing))
 assert (seq.token_ids, news[0].finish_reason) == ([1, 2, 3] + [7] * 7, "length")
 assert "torch" not in sys.modules
 """
@@ -230,6 +231,7 @@ THE_WAY = """
  LLM.generate
   LLMEngine.add_request
    InputProcessor.__call__
+   InputProcessor.prepare
    OutputProcessor.add_request
    InprocClient.add_request
     EngineCore.add_request

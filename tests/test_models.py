@@ -1,16 +1,35 @@
 """Models on pages equal transformers, layer by layer as configured; what a configuration asks for is served or refused."""
 
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers import greedy
+from safetensors.torch import load_file
+from test_parallel import Ranked
 from torch import nn
-from transformers import LlamaConfig, MistralConfig, OPTConfig, Phi3Config
+from transformers import (
+    AutoConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.activations import ACT2FN
 
+from teachvllm import LLM, SamplingParams
 from teachvllm.attention.backend import AttentionMetadata, KVCacheSpec, ReferenceBackend
 from teachvllm.attention.cpu import TorchSDPABackend
 from teachvllm.config import NotSupportedYet
+from teachvllm.distributed.parallel_state import run_ranks
 from teachvllm.model_executor.layers import (
     ACTIVATIONS,
     Attention,
@@ -26,12 +45,27 @@ from teachvllm.model_executor.layers import (
     get_act_fn,
     load_weights,
 )
+from teachvllm.model_executor.loader import convert_gguf
 from teachvllm.model_executor.models import registry
-from teachvllm.model_executor.models.llama import LlamaForCausalLM
+from teachvllm.model_executor.models.gemma import Gemma3ForCausalLM, GemmaEmbedding, GemmaRMSNorm
+from teachvllm.model_executor.models.llama import LlamaForCausalLM, layer_types
 from teachvllm.model_executor.models.opt import OPTForCausalLM
-from teachvllm.model_executor.models.parity import Paged, flat_batch, largest_difference, paged_logits, tiny_model
+from teachvllm.model_executor.models.parity import (
+    Paged,
+    flat_batch,
+    largest_difference,
+    paged_logits,
+    random_sequences,
+    tiny_model,
+)
 from teachvllm.model_executor.models.registry import get_model_class
-from teachvllm.model_executor.rotary_embedding import ROPE_KINDS, get_rope, rope_parameters
+from teachvllm.model_executor.rotary_embedding import (
+    ROPE_KINDS,
+    default_frequencies,
+    get_rope,
+    llama3_frequencies,
+    rope_parameters,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -96,6 +130,288 @@ def test_logits_equal_transformers(name: str) -> None:
     assert largest_difference(get_model_class(config), config) < 1e-4
 
 
+# Qwen and Gemma: alone, on two ranks, as a pipeline of two
+
+ODD: dict[str, Any] = SIZES | {"vocab_size": 97}  # which two ranks do not share equally
+GEMMA: dict[str, Any] = ODD | {
+    "head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 10, "attn_implementation": "eager", "bos_token_id": 1,
+}  # fmt: skip
+CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0], "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0]}
+
+
+def phi3_longrope(trained_for: int = 16) -> Phi3Config:
+    return Phi3Config(
+        **ODD, original_max_position_embeddings=trained_for, rope_scaling={"type": "longrope", **LONGROPE}
+    )
+
+
+FAMILIES = {
+    "qwen2": lambda: Qwen2Config(**ODD),
+    "qwen2, tied, one KV head": lambda: Qwen2Config(**ODD | {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2, windows": lambda: Qwen2Config(**ODD, **WINDOWS),
+    "qwen3": lambda: Qwen3Config(**ODD, head_dim=20),
+    "qwen3, tied, biases, windows": lambda: Qwen3Config(
+        **ODD | {"tie_word_embeddings": True}, head_dim=8, attention_bias=True, **WINDOWS
+    ),
+    "gemma2": lambda: Gemma2Config(**GEMMA, **CAPS),
+    "gemma2, tied, no caps": lambda: Gemma2Config(**GEMMA | {"tie_word_embeddings": True} | dict.fromkeys(CAPS)),
+    "gemma3": lambda: Gemma3TextConfig(
+        **GEMMA, layer_types=["sliding_attention", "full_attention", "sliding_attention"], final_logit_softcapping=3.0
+    ),
+    "gemma3, tied, squeezed": lambda: Gemma3TextConfig(
+        **GEMMA | {"num_hidden_layers": 7, "tie_word_embeddings": True},
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
+    "phi3, longrope, short texts": lambda: phi3_longrope(128),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_families_equal_transformers(name: str) -> None:
+    config = FAMILIES[name]()
+    assert largest_difference(get_model_class(config), config) < 1e-4
+    hf_model, sequences = tiny_model(config), random_sequences(97)
+    wanted = torch.cat([hf_model(torch.tensor([ids])).logits[0] for ids in sequences])
+    for split in ((2, 1), (1, 2)):
+        ranks = run_ranks(lambda parallel: torch.cat(paged_logits(Ranked(hf_model, parallel), sequences, 5)), *split)
+        assert max((logits - wanted).abs().max() for logits in ranks) < 1e-4, split
+
+
+@pytest.mark.parametrize("name", ["qwen2, windows", "qwen3", "gemma2", "gemma3", "phi3, longrope, short texts"])
+def test_families_in_the_engine(name: str, tmp_path: Path) -> None:
+    hf_model, prompts = tiny_model(FAMILIES[name]()), random_sequences(97)
+    hf_model.save_pretrained(tmp_path)
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": 64,
+        "block_size": 4,
+    }
+    with LLM(str(tmp_path), max_num_batched_tokens=16, **options) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    assert tokens == [greedy(hf_model, prompt, 8) for prompt in prompts]
+    assert len({token for answer in tokens for token in answer}) > 4  # no loop of one token
+
+
+def limited(max_model_len: int) -> Any:
+    "The class that serves a configuration, in an engine for texts of that length."
+
+    def make(config: Any, context: ModelContext) -> nn.Module:
+        object.__setattr__(context, "max_model_len", max_model_len)
+        return get_model_class(config)(config, context)
+
+    return make
+
+
+@torch.inference_mode()
+def test_longrope_is_chosen_once_for_the_engine() -> None:
+    "Its keys stay in the cache, so a text that grows cannot change lists; transformers computes it anew."
+    hf_model = tiny_model(phi3_longrope())
+    short, long = random_sequences(97, (13, 1, 16)), random_sequences(97, (30, 17, 41))
+    for max_model_len, sequences, equal in ((16, short, True), (128, long, True), (128, short, False)):
+        got = paged_logits(Paged(limited(max_model_len), hf_model), sequences, 5)
+        wanted = [hf_model(torch.tensor([ids])).logits[0] for ids in sequences]
+        worst = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
+        assert (worst < 1e-4) == equal, (max_model_len, worst)
+
+
+@pytest.mark.skipif("max_model_len" not in ModelContext.__dataclass_fields__, reason="the layers are not told it yet")
+def test_longrope_in_the_engine(tmp_path: Path) -> None:
+    hf_model = tiny_model(phi3_longrope())
+    hf_model.save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for max_model_len, lengths in ((16, (9, 1, 10)), (None, (30, 17))):
+        prompts = random_sequences(97, lengths)
+        with LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_model_len=max_model_len) as llm:
+            tokens = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+        assert tokens == [greedy(hf_model, prompt, 6) for prompt in prompts]
+
+
+@torch.inference_mode()
+def test_gemmas_norm_and_embedding_in_bfloat16() -> None:
+    "To the last bit: the sum 1 + weight and the factor are rounded where transformers rounds them."
+    hf_model = tiny_model(Gemma3TextConfig(**GEMMA)).bfloat16()
+    norm, theirs = GemmaRMSNorm(48, 1e-6), hf_model.model.norm
+    norm.weight.weight_loader(norm.weight, theirs.weight)  # type: ignore[operator]
+    x = torch.randn(9, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(norm(x), theirs(x)) and norm.weight.dtype == torch.float32
+    embedding, ids = GemmaEmbedding(97, 48).bfloat16(), torch.arange(97)
+    embedding.weight.data.copy_(hf_model.model.embed_tokens.weight)
+    assert torch.equal(
+        embedding(ids[:30]), hf_model.model(ids[None, :30], output_hidden_states=True).hidden_states[0][0]
+    )
+
+
+def test_which_layers_have_windows() -> None:
+    "Also as versions of transformers before 4.53 said it, which had no `layer_types`."
+
+    def old(kind: str, **fields: Any) -> Any:
+        def init(self: Any) -> None:
+            PretrainedConfig.__init__(self)
+            vars(self).update(fields | {"num_hidden_layers": 6})
+
+        return type("Old", (PretrainedConfig,), {"model_type": kind, "__init__": init})()
+
+    configs = {
+        "ssssss": old("mistral"),
+        "sfsfsf": old("gemma2"),
+        "ssfssf": old("gemma3_text", sliding_window_pattern=3),
+    }
+    for marks, config in (configs | {"ffffss": old("qwen2", max_window_layers=4)}).items():
+        assert "".join(kind[0] for kind in layer_types(config)) == marks
+    assert layer_types(ministral()) == ["sliding_attention", "full_attention", "sliding_attention"]
+    new = Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 7})
+    windows = [layer.kv_cache_spec.window for layer in attention_layers(Gemma3ForCausalLM(new, CONTEXT)).values()]
+    assert windows == [7, 7, 7, 7, 7, None, 7]
+
+
+def test_gemma_3s_two_tables_in_either_version() -> None:
+    old = SimpleNamespace(
+        max_position_embeddings=128,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    new = Gemma3TextConfig(**GEMMA, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    for config in (old, new):
+        local, whole = (rope_parameters(config, f"{kind}_attention") for kind in ("sliding", "full"))
+        assert (local["rope_type"], local["rope_theta"]) == ("default", 1e4)
+        assert (whole["rope_type"], whole["rope_theta"], whole["factor"]) == ("linear", 1e6, 8.0)
+
+
+@pytest.mark.parametrize("architecture", registry.ARCHITECTURES)
+def test_every_architecture_has_its_class(architecture: str) -> None:
+    name = registry.ARCHITECTURES[architecture]
+    assert isinstance(name, str)
+    module, _, cls = name.rpartition(".")
+    assert isinstance(getattr(importlib.import_module(module), cls), type)
+
+
+# GGUF
+
+
+def byte_letters() -> list[str]:
+    "GPT-2's way to write each byte as a visible letter."
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return [chr(byte) for byte in kept] + [chr(256 + i) for i in range(256 - len(kept))]
+
+
+GGUF_SIZES: dict[str, Any] = SIZES | {"vocab_size": 260, "eos_token_id": 259, "bos_token_id": 258, "head_dim": 16}
+WITH_WINDOW: dict[str, Any] = GGUF_SIZES | {
+    "num_hidden_layers": 7, "sliding_window": 5, "query_pre_attn_scalar": 16, "attn_implementation": "eager",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+SCALED = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, **LLAMA3}
+SHARED_OUT = {name: value for name, value in GGUF_SIZES.items() if name != "head_dim"}
+GGUF_CONFIGS = {
+    "llama": lambda: LlamaConfig(**SHARED_OUT, rope_scaling=SCALED),
+    "qwen2": lambda: Qwen2Config(**SHARED_OUT),
+    "qwen3": lambda: Qwen3Config(**GGUF_SIZES, rope_scaling={"rope_type": "yarn", "rope_theta": 5e5, **YARN}),
+    "gemma2": lambda: Gemma2Config(**WITH_WINDOW, **CAPS),
+    "gemma3": lambda: Gemma3TextConfig(**WITH_WINDOW, rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    "phi3": lambda: Phi3Config(
+        **SHARED_OUT,
+        original_max_position_embeddings=20,
+        rope_scaling={"type": "longrope", **LONGROPE},
+        sliding_window=9,
+    ),
+}
+
+
+def write_gguf(path: Path, architecture: str, hf_model: Any) -> None:
+    "As llama.cpp's converter does: its names, Gemma's norms plus one, Llama's rows of q and k in another order."
+    import gguf
+
+    config, writer = hf_model.config, gguf.GGUFWriter(path, architecture)
+    rope, heads = rope_parameters(config, "full_attention"), config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    values = {
+        "context_length": config.max_position_embeddings, "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size, "embedding_length": config.hidden_size, "head_count": heads,
+        "head_count_kv": config.num_key_value_heads, "rope_dimension_count": size, "rope_freq_base": rope["rope_theta"],
+        "layer_norm_rms_eps": config.rms_norm_eps, "vocab_size": config.vocab_size, "tokenizer_model": "gpt2",
+        "token_list": [*byte_letters(), "th", "the", "<s>", "</s>"], "token_types": [1] * 258 + [3] * 2,
+        "token_merges": ["t h", "th e"], "bos_token_id": 258, "eos_token_id": 259,
+        "key_length": getattr(config, "head_dim", None), "sliding_window": getattr(config, "sliding_window", None),
+        **{name: getattr(config, name, None) for name in CAPS},
+    }  # fmt: skip
+    state = {
+        k: v for k, v in hf_model.state_dict().items() if not (k == "lm_head.weight" and config.tie_word_embeddings)
+    }
+    if rope["rope_type"] in ("linear", "yarn"):
+        kind = gguf.RopeScalingType(rope["rope_type"])
+        values |= {"rope_scaling_type": kind, "rope_scaling_factor": rope["factor"]}
+    if rope["rope_type"] in ("yarn", "longrope"):
+        values["rope_scaling_orig_ctx_len"] = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "longrope":
+        state |= {f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"]) for kind in ("short", "long")}
+        values["rope_scaling_attn_factors"] = ROPE_KINDS["longrope"](size, rope | {"max_position": 1})[1]
+    if rope["rope_type"] == "llama3":
+        state["rope_freqs.weight"] = default_frequencies(size, rope)[0] / llama3_frequencies(size, rope)[0]
+    for name, value in values.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
+    names = gguf.get_tensor_name_map(
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
+    )
+    for name, tensor in state.items():
+        base, _, leaf = name.rpartition(".")
+        if architecture == "llama" and base.endswith(("q_proj", "k_proj")):
+            tensor = tensor.view(-1, 2, size // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        if architecture.startswith("gemma") and "norm" in base:
+            tensor = tensor + 1
+        writer.add_tensor(f"{names.get_name(base) or base}.{leaf}", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("architecture", GGUF_CONFIGS)
+@torch.inference_mode()
+def test_gguf(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Configuration, weights and tokenizer of a file, converted to a folder: transformers' logits, and the text's tokens."
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("TEACHVLLM_CACHE", str(tmp_path / "cache"))
+    hf_model = tiny_model(GGUF_CONFIGS[architecture]())
+    write_gguf(tmp_path / "model.gguf", architecture, hf_model)
+    folder = convert_gguf(tmp_path / "model.gguf")
+    config, weights = AutoConfig.from_pretrained(folder), load_file(folder / "model.safetensors")
+    assert config.eos_token_id == 259 and get_model_class(config).__module__.startswith("teachvllm")
+    stored = SimpleNamespace(config=config, dtype=torch.float32, state_dict=lambda: weights)
+    sequences = random_sequences(260, (30, 21, 25))
+    logits = paged_logits(Paged(get_model_class(config), stored), sequences, 64)
+    for got, ids in zip(logits, sequences, strict=True):
+        assert (got - hf_model(torch.tensor([ids])).logits[0]).abs().max() < 1e-4
+
+
+def test_a_gguf_file_that_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    from teachvllm.transformers_utils import load_hf_config
+
+    for architecture, key, said in (
+        (
+            "mamba",
+            "block_count",
+            "architecture 'mamba' are not supported; only llama, qwen2, qwen3, gemma2, gemma3, phi3 are",
+        ),
+        ("qwen2", "rope.scaling.yarn_ext_factor", "scaled positions of kind 'none'.*not supported yet"),
+    ):
+        writer = gguf.GGUFWriter(tmp_path / "a.gguf", architecture)
+        for name, value in {"block_count": 1, "embedding_length": 16, "attention.head_count": 2, key: 1}.items():
+            writer.add_uint32(f"{architecture}.{name}", value)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(ValueError, match=said):
+            load_hf_config(tmp_path / "a.gguf")
+
+
 # Configurations
 
 
@@ -104,10 +420,12 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         LlamaForCausalLM(llama(hidden_act="tanhshrink"), CONTEXT)
     with pytest.raises(ValueError, match="activation_function.*'mish'"):
         OPTForCausalLM(OPTConfig(**OPT_SIZES, activation_function="mish"), CONTEXT)
-    with pytest.raises(
-        NotSupportedYet, match="rope_type='longrope' is not supported yet; supported are default, linear"
-    ):
-        LlamaForCausalLM(scaled("longrope", short_factor=[1.0] * 6, long_factor=[2.0] * 6), CONTEXT)
+    with pytest.raises(NotSupportedYet, match="rope_type='spiral' is not supported yet; supported are default, linear"):
+        get_rope(12, 128, {"rope_type": "spiral"})
+    with pytest.raises(NotSupportedYet, match="use_bidirectional_attention=True"):
+        get_model_class(Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True))
+    with pytest.raises(NotSupportedYet, match="attn_logit_softcapping=5.0"):  # which transformers reads, and leaves out
+        get_model_class(Gemma3TextConfig(**GEMMA, attn_logit_softcapping=5.0))
     with pytest.raises(NotSupportedYet, match="quantization_config="):
         get_model_class(llama(quantization_config={"quant_method": "gptq", "bits": 4}))
 
@@ -327,7 +645,10 @@ def test_cosine_and_sine_are_transformers(kind: str) -> None:
     "Every position, in float32, to the last digits: logits alone would forgive a small error."
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    more = {"default": {}, "llama3": {"factor": 8.0, **LLAMA3}, "yarn": YARN}.get(kind, {"factor": 3.0})
+    long = LONGROPE | {"original_max_position_embeddings": 32}
+    more = {"default": {}, "llama3": {"factor": 8.0, **LLAMA3}, "yarn": YARN, "longrope": long}.get(
+        kind, {"factor": 3.0}
+    )
     config = scaled(kind, **more) if kind != "default" else llama()
     positions = torch.arange(128)
     rope = get_rope(12, 128, rope_parameters(config))

@@ -141,15 +141,16 @@ class ReferenceBackend(AttentionBackend):
             out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
         return out
 
-# %% ../../nbs/20_attention.ipynb #60003061
+# %% ../../nbs/20_attention.ipynb #7a95ac43
 BACKENDS = {
     "reference": "teachvllm.attention.backend.ReferenceBackend",
     "torch_sdpa": "teachvllm.attention.cpu.TorchSDPABackend",
+    "numba": "teachvllm.attention.numba_attention.NumbaBackend",
     "triton": "teachvllm.attention.triton.TritonBackend",
 }
 
 
-PREFERRED = {"cpu": ("torch_sdpa",), "cuda": ("triton", "torch_sdpa")}  # by device, best first
+PREFERRED = {"cpu": ("numba", "torch_sdpa"), "cuda": ("triton", "torch_sdpa")}  # by device, best first
 
 # %% ../../nbs/20_attention.ipynb #9f3d5a27
 def find_backend(choice: str | type, *what: Any) -> tuple[Any, str | None]:

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['HEAD_FIRST', 'TILE', 'FUSED_UP_TO', 'bucket_by_length', 'Part', 'plan_part', 'TorchSDPABackend']
 
-# %% ../../nbs/21_cpu_attention.ipynb #908be3f9
+# %% ../../nbs/21_cpu_attention.ipynb #36559e24
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,10 @@ TILE = 128  # new tokens of one sequence that are computed at a time
 
 FUSED_UP_TO = 512  # gathered slots up to which one decoding sequence alone is quicker in torch's fused kernel
 
-# %% ../../nbs/21_cpu_attention.ipynb #67434858
+# %% ../../nbs/21_cpu_attention.ipynb #0014b551
+Job = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # `plan_part`'s rows, tokens, position
+
+# %% ../../nbs/21_cpu_attention.ipynb #2208943b
 class TorchSDPABackend(AttentionBackend):
     """Pages gathered into buckets and tiles that torch multiplies in batches. Layers of one window share a step's plan.
 
@@ -87,20 +91,28 @@ class TorchSDPABackend(AttentionBackend):
         "One part a bucket of decodes, one a tile of each other sequence. What to gather depends on the window alone."
         if self.window in meta.plans:
             return
+        jobs = [*self.decode_jobs(meta), *self.chunk_jobs(meta)]
+        meta.plans[self.window] = [plan_part(*job, meta, block_size, self.window) for job in jobs]
+
+    def decode_jobs(self, meta: AttentionMetadata) -> Iterator[Job]:
+        "Sequences with one new token, in buckets."
+        seen = meta.seq_lens[: meta.num_decodes]
+        for rows in bucket_by_length(seen if self.window is None else seen.clamp(max=self.window)) if len(seen) else ():
+            yield rows, rows, meta.seq_lens[rows, None] - 1
+
+    def chunk_jobs(self, meta: AttentionMetadata) -> Iterator[Job]:
+        "The new tokens of each other sequence, in tiles."
         n, device, bounds = meta.num_decodes, meta.seq_lens.device, meta.query_start_loc.tolist()
-        seen = meta.seq_lens[:n] if self.window is None else meta.seq_lens[:n].clamp(max=self.window)
-        jobs = [(rows, rows, meta.seq_lens[rows, None] - 1) for rows in (bucket_by_length(seen) if n else ())]
         for i, seq_len in enumerate(meta.seq_lens[n:].tolist(), start=n):
             for start in range(bounds[i], bounds[i + 1], TILE):
                 tokens = torch.arange(start, min(start + TILE, bounds[i + 1]), device=device)
-                jobs.append((torch.tensor([i], device=device), tokens, tokens[None] + (seq_len - bounds[i + 1])))
-        meta.plans[self.window] = [plan_part(*job, meta, block_size, self.window) for job in jobs]
+                yield torch.tensor([i], device=device), tokens, tokens[None] + (seq_len - bounds[i + 1])
 
     def forward(self, q, kv_cache, meta):
         "Run the plan: gather each part's pages, and attend."
         plan, pages, out = meta.plans[self.window], kv_cache.permute(HEAD_FIRST), torch.empty_like(q)
         page = 2 * self.num_kv_heads * kv_cache.shape[2] * self.head_size  # elements
-        room = kv_cache.new_empty(page * max(len(part.pages) for part in plan))  # for one part after the other
+        room = kv_cache.new_empty(page * max((len(part.pages) for part in plan), default=0))  # for one after the other
         for part in plan:
             kv = room[: page * len(part.pages)].view(2, self.num_kv_heads, len(part.pages), -1, self.head_size)
             kv = torch.index_select(pages, 2, part.pages, out=kv).view(2, self.num_kv_heads, -1, self.head_size)

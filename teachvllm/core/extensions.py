@@ -43,17 +43,17 @@ class Swapping:
         out.blocks_to_swap_in += pairs
         self.num_blocks_in += len(pairs)
 
-# %% ../../nbs/13_scheduler_extensions.ipynb #66f87dd8
+# %% ../../nbs/13_scheduler_extensions.ipynb #4a0322f2
 class ParallelSampling:
     "The fork rule of n samples: the prompt's first step drew n tokens, and the request goes on as n sequences, one from each."
 
-    def extend(self, scheduler: Scheduler, group: SequenceGroup, tokens: list[tuple[Sequence, int, float, list]]) -> None:
-        "`tokens` are (sequence, token id, log-probability, likeliest tokens): all of the one sequence that there is."
+    def extend(self, scheduler: Scheduler, group: SequenceGroup, tokens: list[tuple[Sequence, int, float, int, list]]) -> None:
+        "`tokens` are (sequence, token id, log-probability, rank, likeliest tokens): all of the one sequence that there is."
         group.fork_rule, group.num_samples = None, 1  # from now on each sequence gets its own token
         parent = tokens[0][0]
         seqs = [parent, *(scheduler.fork_seq(group, parent) for _ in tokens[1:])]
-        for seq, (_, token_id, logprob, _) in zip(seqs, tokens, strict=True):
-            scheduler.append_token(group, seq, token_id, logprob, sampled=seq is parent)
+        for seq, (_, token_id, logprob, rank, top) in zip(seqs, tokens, strict=True):
+            scheduler.append_token(group, seq, token_id, (logprob, rank, top), sampled=seq is parent)
 
     def seq_ended(self, scheduler: Scheduler, group: SequenceGroup, seq: Sequence) -> None:
         "The pool is too small even for its prompt: it ends without output."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SchedulingBudget', 'NewSequenceData', 'ForkedSequenceData', 'SchedulerOutput', 'check_stop', 'Scheduler']
 
-# %% ../../nbs/12_scheduler.ipynb #4142331f
+# %% ../../nbs/12_scheduler.ipynb #9869aac1
 import time
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ..config import SchedulerConfig, require
 from .block_manager import AllocStatus, BlockSpaceManager
 from .request_queue import RequestQueue, make_policy
-from ..messages import EngineCoreOutput, SchedulerStats
+from ..messages import EngineCoreOutput, SchedulerStats, TokenLogprobs
 from ..sampling_params import SamplingParams
 from ..sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -33,7 +33,7 @@ class SchedulingBudget:
         self.num_tokens -= num_tokens
         return num_tokens
 
-# %% ../../nbs/12_scheduler.ipynb #05461427
+# %% ../../nbs/12_scheduler.ipynb #94268ef9
 @dataclass
 class NewSequenceData:
     "All that a worker must know of a sequence that it does not know, or has forgotten."
@@ -48,6 +48,7 @@ class NewSequenceData:
     seed: int
     num_samples: int = 1  # how many first tokens to draw: n, before the sequence is forked
     num_logprobs: int | None = None  # see `SequenceGroup`
+    prompt_logprobs_from: int | None = None  # the first token of the prompt to give log-probabilities for; None: for none
 
 # %% ../../nbs/12_scheduler.ipynb #933702f8
 @dataclass
@@ -86,20 +87,23 @@ class SchedulerOutput:
         "Tokens in this step's batch."
         return sum(self.num_scheduled_tokens.values())
 
-# %% ../../nbs/12_scheduler.ipynb #ed1704f1
+# %% ../../nbs/12_scheduler.ipynb #a637ed7a
 class SampledTokens(Protocol):
     "What the scheduler reads of a step's result: see `ModelRunnerOutput`."
 
     seq_ids: list[int]
     sampled_token_ids: list[int]
     logprobs: dict[int, tuple[float, list[tuple[int, float]]]]
+    ranks: dict[int, int]
+    errors: dict[int, str]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
 
-# %% ../../nbs/12_scheduler.ipynb #f0a4c71e
+# %% ../../nbs/12_scheduler.ipynb #5cd2bfce
 class ForkRule(Protocol):
     "How a request of several sequences goes on: see `SequenceGroup.fork_rule`."
 
-    def extend(self, scheduler: "Scheduler", group: SequenceGroup, tokens: list[tuple[Sequence, int, float, list]]) -> None:
-        "A step's tokens of the group: (sequence, token id, log-probability, likeliest tokens)."
+    def extend(self, scheduler: "Scheduler", group: SequenceGroup, tokens: list[tuple[Sequence, int, float, int, list]]) -> None:
+        "A step's tokens of the group: (sequence, token id, log-probability, rank, likeliest tokens)."
 
     def seq_ended(self, scheduler: "Scheduler", group: SequenceGroup, seq: Sequence) -> None:
         "The scheduler ended `seq` because the pool is full."
@@ -115,7 +119,7 @@ def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
         return SequenceStatus.FINISHED_LENGTH_CAPPED
     return None
 
-# %% ../../nbs/12_scheduler.ipynb #1f35ac98
+# %% ../../nbs/12_scheduler.ipynb #627f1938
 class Scheduler:
     """Continuous batching with chunked prefill, over paged blocks.
 
@@ -372,11 +376,12 @@ class Scheduler:
 
     def _announce(self, group: SequenceGroup, seq: Sequence, out: SchedulerOutput) -> None:
         "Tell the workers all of `seq`: they do not know it, or have forgotten it."
+        scored = None if group.prompt_logprobs is None else 1 + len(group.prompt_logprobs)
         out.new_seqs.append(
             NewSequenceData(
                 seq.seq_id, list(seq.token_ids), seq.num_prompt_tokens, seq.num_computed_tokens,
                 self.block_manager.get_block_table(seq), group.sampling_params, sorted(group.stop_token_ids), seq.seed,
-                group.num_samples, group.num_logprobs,
+                group.num_samples, group.num_logprobs, scored,
             )
         )  # fmt: skip
 
@@ -428,32 +433,39 @@ class Scheduler:
 
     def update_from_output(self, sampled: SampledTokens) -> list[EngineCoreOutput]:
         "Give each sequence the token that a step sampled for it, and end what is complete; returns what the front must know."
-        forking: dict[SequenceGroup, list[tuple[Sequence, int, float, list]]] = {}
+        forking: dict[SequenceGroup, list[tuple[Sequence, int, float, int, list]]] = {}
+        for seq_id, entries in sampled.prompt_logprobs.items():
+            if seq_id in self.seqs and (known := self.seqs[seq_id][0].prompt_logprobs) is not None:
+                known += entries
         for i, (seq_id, token_id) in enumerate(zip(sampled.seq_ids, sampled.sampled_token_ids, strict=True)):
             if seq_id not in self.seqs:  # it was aborted, or ended, while the step was under way
                 continue
             group, seq = self.seqs[seq_id]
             if token_id < 0:
-                self.finish_with_error(group, "the model's logits are not numbers (NaN): its weights or its dtype are at fault")
+                nan = "the model's logits are not numbers (NaN): its weights or its dtype are at fault"
+                self.finish_with_error(group, sampled.errors.get(i, nan))
                 continue
             logprob, top = sampled.logprobs[i] if i in sampled.logprobs else (0.0, [])
+            rank = sampled.ranks.get(i, 0)
             if group.fork_rule is None:
-                self.append_token(group, seq, token_id, logprob)
+                self.append_token(group, seq, token_id, (logprob, rank, top))
             else:
-                forking.setdefault(group, []).append((seq, token_id, logprob, top))
+                forking.setdefault(group, []).append((seq, token_id, logprob, rank, top))
         for group, tokens in forking.items():
             if not group.is_finished():
                 group.fork_rule.extend(self, group, tokens)
         outputs, self.outputs = self.outputs, []
         return outputs
 
-    def append_token(self, group: SequenceGroup, seq: Sequence, token_id: int, logprob: float, sampled: bool = True) -> None:
+    def append_token(
+        self, group: SequenceGroup, seq: Sequence, token_id: int, scores: TokenLogprobs = (0.0, 0, []), sampled: bool = True
+    ) -> None:
         "A new token for `seq`, which may end with it: reported."
         self.set_token(seq, token_id, sampled)
-        seq.cumulative_logprob += logprob
+        seq.cumulative_logprob += scores[0]
         if status := check_stop(group, seq):
             self._release(group, seq, status)
-        self.report(group, seq, [token_id])
+        self.report(group, seq, [token_id], [scores])
 
     def set_token(self, seq: Sequence, token_id: int, sampled: bool = False) -> None:
         "The next token of `seq`; without `sampled` the workers are told of it."
@@ -472,15 +484,19 @@ class Scheduler:
         self._next.forked_seqs.append(ForkedSequenceData(child.seq_id, parent.seq_id, child.seed))
         return child
 
-    def report(self, group: SequenceGroup, seq: Sequence, new_token_ids: list[int]) -> None:
+    def report(
+        self, group: SequenceGroup, seq: Sequence, new_token_ids: list[int], scores: list[TokenLogprobs] | None = None
+    ) -> None:
         "Tell the front of a sequence's new tokens, and of its end if it has ended."
         status, first = seq.status, seq.get_len() == seq.num_prompt_tokens + len(new_token_ids)
         output = EngineCoreOutput(group.request_id, seq.index, new_token_ids)
         if group.num_logprobs is not None:
-            output.cumulative_logprob = seq.cumulative_logprob
+            output.cumulative_logprob, output.new_logprobs = seq.cumulative_logprob, scores
         if status.finished:
             output.finish_reason, output.stop_reason = status.value, seq.stop_reason
             output.request_finished = group.is_finished()
+        if first and new_token_ids and group.prompt_logprobs is not None:  # told once, whatever is preempted later
+            output.new_prompt_logprobs, group.prompt_logprobs = group.prompt_logprobs, None
         if first or status.finished:
             output.num_cached_tokens, output.first_scheduled_time = group.num_cached_tokens, group.first_scheduled_time
             output.num_preemptions = group.num_preemptions

@@ -29,19 +29,24 @@ from ..trace import StepTrace, Trace
 # %% ../../nbs/52_engine_core.ipynb #2ee5c36f
 logger = logging.getLogger("teachvllm")
 
-# %% ../../nbs/52_engine_core.ipynb #df5359b5
+# %% ../../nbs/52_engine_core.ipynb #50ed9aba
 def make_group(scheduler: Scheduler, request: EngineCoreRequest, max_model_len: int) -> SequenceGroup:
     "The sequence group that a request becomes in the core."
     params, beam = request.sampling_params, request.beam_search_params
     max_len = min(max_model_len, len(request.prompt_token_ids) + (params.max_tokens or max_model_len))
     seq = scheduler.make_seq(request.prompt_token_ids, request.seed, max_len)
     group = SequenceGroup(request.request_id, seq, params, frozenset(request.stop_token_ids), request.priority)
+    group.num_logprobs = params.logprobs
+    if params.prompt_logprobs is not None:
+        group.prompt_logprobs = []
+        seq.block_hashes = [seq.seq_id.to_bytes(8, "big")]  # no other request's blocks begin like that: all is computed
     if beam:
         group.fork_rule = rule = BeamSearch(beam, group.stop_token_ids, max_len - seq.num_prompt_tokens)
         group.num_seqs, group.num_logprobs = rule.width, rule.num_candidates
     elif params.num_seqs > 1:
         group.fork_rule, group.num_seqs, group.num_samples = ParallelSampling(), params.num_seqs, params.num_seqs
-        group.num_logprobs = 0 if params.num_seqs > params.n else None
+        if params.num_seqs > params.n and params.logprobs is None:
+            group.num_logprobs = 0
     return group
 
 # %% ../../nbs/52_engine_core.ipynb #f09205dd

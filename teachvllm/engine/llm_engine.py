@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['init_logger', 'LLMEngine']
 
-# %% ../../nbs/60_llm_engine.ipynb #9a1dbb72
+# %% ../../nbs/60_llm_engine.ipynb #13df2f06
 import logging
 import os
 import random
@@ -20,6 +20,7 @@ from ..config import VllmConfig, require
 from .core import InprocClient
 from .output_processor import OutputProcessor
 from ..executor.executor_base import ExecutorBase, HoldInterrupts, get_executor_class
+from ..executor.multiproc_executor import to_bytes
 from ..inputs import InputProcessor, Prompt, get_eos_token_ids, get_tokenizer
 from ..messages import EngineCoreRequest
 from ..outputs import RequestOutput
@@ -40,7 +41,15 @@ def init_logger() -> None:
     if logger.level == logging.NOTSET:
         logger.setLevel(os.environ.get("TEACHVLLM_LOGGING_LEVEL", "INFO").upper())
 
-# %% ../../nbs/60_llm_engine.ipynb #30d0209b
+# %% ../../nbs/60_llm_engine.ipynb #bd3f316e
+def check_picklable(name: str, value: Any) -> None:
+    "Raise `ValueError` if `value` cannot be sent to workers in other processes: else a step would fail with all that is in it."
+    try:
+        to_bytes(value)
+    except Exception as error:
+        raise ValueError(f"{name} cannot be sent to the workers' processes: {error}") from error
+
+# %% ../../nbs/60_llm_engine.ipynb #496c15a3
 class LLMEngine:
     """Takes requests, runs steps, gives outputs. It has an input processor, an output processor, and a client of the core.
 
@@ -101,7 +110,12 @@ class LLMEngine:
     ) -> tuple[EngineCoreRequest, str | None]:
         beam = replace(params) if isinstance(params, BeamSearchParams) else None  # a copy: the user may change it
         params = params.sampling_params() if isinstance(params, BeamSearchParams) else replace(params)
+        if params.logits_processors:  # vLLM's rule for functions that remember something: each request has its own
+            params.logits_processors = [f.clone() if hasattr(f, "clone") else f for f in params.logits_processors]
+            if self.config.parallel_config.world_size > 1:
+                check_picklable("logits_processors", params.logits_processors)
         text, token_ids = self.input_processor(prompt, params)
+        self.input_processor.prepare(params, self.eos_token_ids)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         seed = self._random.getrandbits(63) if params.seed is None else params.seed % 2**64
         stop_token_ids = sorted(eos.union(params.stop_token_ids))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROPE_KINDS', 'default_frequencies', 'RotaryEmbedding', 'apply_rotary_emb', 'linear_frequencies', 'llama3_frequencies',
-           'yarn_frequencies', 'get_rope', 'rope_parameters']
+           'yarn_frequencies', 'longrope_frequencies', 'get_rope', 'rope_parameters']
 
 # %% ../../nbs/31a_rotary_embedding.ipynb #f4b130c1
 import math
@@ -91,13 +91,27 @@ def yarn_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Tenso
         scale = magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1)
     return inv_freq / factor * squeezed + inv_freq * (1 - squeezed), scale
 
-# %% ../../nbs/31a_rotary_embedding.ipynb #941e8dce
+# %% ../../nbs/31a_rotary_embedding.ipynb #2c7b37d8
+def longrope_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """LongRoPE (Ding et al. 2024): a factor for each pair of dimensions, from one of two lists; cosine and sine grow.
+
+    `long_factor` if `max_position`, the longest text that is served, is beyond what the model was first trained on.
+    """
+    wavelengths = rope["rope_theta"] ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+    trained_for, factor, scale = rope["original_max_position_embeddings"], rope["factor"], rope.get("attention_factor")
+    squeezed = torch.tensor(rope["long_factor" if rope["max_position"] > trained_for else "short_factor"])
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(trained_for)) if factor > 1 else 1.0
+    return 1.0 / (squeezed * wavelengths), scale
+
+# %% ../../nbs/31a_rotary_embedding.ipynb #819e59e0
 ROPE_KINDS = {
     "default": default_frequencies,
     "linear": linear_frequencies,
     "dynamic": default_frequencies,  # scales beyond max_position_embeddings only, and no longer text is served
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
+    "longrope": longrope_frequencies,
 }
 
 
@@ -110,16 +124,27 @@ def get_rope(head_size: int, max_position: int, rope: dict[str, Any]) -> RotaryE
     if kind not in ROPE_KINDS:
         raise NotSupportedYet(f"rope_type={kind!r} is not supported yet; supported are {', '.join(ROPE_KINDS)}")
     with torch.device("cpu"):
-        inv_freq, scale = ROPE_KINDS[kind](int(head_size * rope["partial_rotary_factor"]), rope)
+        rotary_dim = int(head_size * rope["partial_rotary_factor"])
+        inv_freq, scale = ROPE_KINDS[kind](rotary_dim, rope | {"max_position": max_position})
     return RotaryEmbedding(inv_freq, scale, max_position)
 
-# %% ../../nbs/31a_rotary_embedding.ipynb #145590e8
-def rope_parameters(config: Any) -> dict[str, Any]:
-    "The rotary settings of a `transformers` configuration, where version 5 keeps them or where version 4 did."
-    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
-    rope.setdefault("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
-    trained_for = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
-    rope.setdefault("original_max_position_embeddings", trained_for)
-    return rope
+# %% ../../nbs/31a_rotary_embedding.ipynb #606c1f0f
+def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
+    """The rotary settings of a `transformers` configuration, where version 5 keeps them or where version 4 did.
+
+    `layer_type`, such as "sliding_attention", matters where each type of layer has its own.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if layer_type in rope:
+        rope = rope[layer_type]
+    elif layer_type == "sliding_attention" and (local_theta := getattr(config, "rope_local_base_freq", None)):
+        rope = {"rope_theta": local_theta}
+    longest = config.max_position_embeddings
+    trained_for = getattr(config, "original_max_position_embeddings", None) or longest
+    rope = {
+        "rope_type": rope.get("type", "default"),
+        "rope_theta": getattr(config, "rope_theta", 10000.0),
+        "partial_rotary_factor": getattr(config, "partial_rotary_factor", 1.0),
+        "original_max_position_embeddings": trained_for,
+    } | {name: value for name, value in rope.items() if value is not None}
+    return {"factor": longest / rope["original_max_position_embeddings"]} | rope

@@ -14,13 +14,21 @@ from ..layers import defined_fields
 # %% ../../../nbs/33c_registry.ipynb #bd407053
 _MODELS = "teachvllm.model_executor.models"
 
-# %% ../../../nbs/33c_registry.ipynb #bced3367
+# %% ../../../nbs/33c_registry.ipynb #8442295f
 ARCHITECTURES: dict[str, str | type] = {
+    "GPT2LMHeadModel": f"{_MODELS}.gpt2.GPT2LMHeadModel",
+    "GPTNeoXForCausalLM": f"{_MODELS}.gpt_neox.GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM": f"{_MODELS}.gemma.Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": f"{_MODELS}.gemma.Gemma3ForCausalLM",
     "LlamaForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",
     "MinistralForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",
     "MistralForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",
+    "MixtralForCausalLM": f"{_MODELS}.moe.MixtralForCausalLM",
     "OPTForCausalLM": f"{_MODELS}.opt.OPTForCausalLM",
     "Phi3ForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",
+    "Qwen2ForCausalLM": f"{_MODELS}.qwen.Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": f"{_MODELS}.qwen.Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": f"{_MODELS}.moe.Qwen3MoeForCausalLM",
 }
 
 
