@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LLM', 'LLMEngine', 'EngineArgs', 'VllmConfig', 'SamplingParams', 'BeamSearchParams', 'RequestOutputKind',
-           'RequestOutput', 'CompletionOutput', 'Trace']
+           'RequestOutput', 'CompletionOutput', 'TextPrompt', 'TokensPrompt', 'Trace', 'as_vllm']
 
 # %% ../nbs/99_package.ipynb #531362e7
 from importlib import import_module
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` do
 # %% ../nbs/99_package.ipynb #695e3c7e
 __version__ = "0.1.0"
 
-# %% ../nbs/99_package.ipynb #51a244c9
+# %% ../nbs/99_package.ipynb #bc53fbaa
 _HOMES = {
     "LLM": "teachvllm.llm",
     "LLMEngine": "teachvllm.engine.llm_engine",
@@ -33,15 +33,18 @@ _HOMES = {
     "RequestOutputKind": "teachvllm.sampling_params",
     "RequestOutput": "teachvllm.outputs",
     "CompletionOutput": "teachvllm.outputs",
+    "TextPrompt": "teachvllm.inputs",
+    "TokensPrompt": "teachvllm.inputs",
     "Trace": "teachvllm.trace",
+    "as_vllm": "teachvllm.vllm_alias",
 }
 
 
 _all_ = ["LLM", "LLMEngine", "EngineArgs", "VllmConfig", "SamplingParams", "BeamSearchParams", "RequestOutputKind",
-         "RequestOutput", "CompletionOutput", "Trace"]  # fmt: skip
+         "RequestOutput", "CompletionOutput", "TextPrompt", "TokensPrompt", "Trace", "as_vllm"]  # fmt: skip
 
 _NOT_YET = ("AsyncLLMEngine", "AsyncEngineArgs", "PoolingParams", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
-            "ClassificationOutput", "ScoringOutput", "ModelRegistry", "PromptType", "TextPrompt", "TokensPrompt",
+            "ClassificationOutput", "ScoringOutput", "ModelRegistry", "PromptType",
             "initialize_ray_cluster")  # fmt: skip
 
 

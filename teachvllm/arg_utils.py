@@ -35,8 +35,9 @@ from teachvllm.config import (
 )
 from .transformers_utils import DEFAULT_MODEL, find_model, load_hf_config
 
-# %% ../nbs/01b_arg_utils.ipynb #a1b1a937
+# %% ../nbs/01b_arg_utils.ipynb #9390dbbf
 logger = logging.getLogger("teachvllm")
+Parser = typing.TypeVar("Parser", bound=argparse._ActionsContainer)
 
 # %% ../nbs/01b_arg_utils.ipynb #be5098c7
 def json_object(text: str) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def arg(default: Any, help: str, **more: Any) -> Any:
     "A field of `EngineArgs`: its default, and the sentence that `--help` prints."
     return field(default=default, metadata={"help": help, **more})
 
-# %% ../nbs/01b_arg_utils.ipynb #e9569d03
+# %% ../nbs/01b_arg_utils.ipynb #980437da
 _NOT_YET_BY_REASON: dict[str, dict[str, Any]] = {  # why -> argument: the value, or values, that ask for nothing
     "models generate text, and nothing else": {
         "task": ("auto", "generate"), "runner": ("auto", "generate"), "convert": ("auto", "none"),
@@ -60,7 +61,7 @@ _NOT_YET_BY_REASON: dict[str, dict[str, Any]] = {  # why -> argument: the value,
         "model_impl": ("auto", "vllm"), "config_format": ("auto", "hf"), "hf_config_path": None, "code_revision": None,
     },
     "hf_overrides changes the model's configuration": {"rope_scaling": None, "rope_theta": None},
-    "the cache computes and stores in the model's dtype": {"kv_cache_dtype": "auto", "calculate_kv_scales": False},
+    "the scales of an 8-bit cache are 1": {"calculate_kv_scales": False},
     "weights are computed with as they are": {
         "quantization": None, "cpu_offload_gb": 0, "model_loader_extra_config": None, "ignore_patterns": None,
         "qlora_adapter_name_or_path": None,
@@ -111,7 +112,7 @@ _NOT_YET_BY_REASON: dict[str, dict[str, Any]] = {  # why -> argument: the value,
 }  # fmt: skip
 NOT_YET = {name: (value, why) for why, names in _NOT_YET_BY_REASON.items() for name, value in names.items()}
 
-# %% ../nbs/01b_arg_utils.ipynb #57a27a6c
+# %% ../nbs/01b_arg_utils.ipynb #e1aa4143
 @check_names
 @dataclass
 class EngineArgs(ShowAsTable):
@@ -136,6 +137,7 @@ class EngineArgs(ShowAsTable):
     kv_cache_memory_bytes: int | None = arg(None, "bytes of KV cache, instead of a fraction of the memory")
     num_gpu_blocks_override: int | None = arg(None, "number of KV blocks, instead of measuring what fits")
     block_size: int = arg(16, "tokens in a KV block, 1 to 256")
+    kv_cache_dtype: str = arg("auto", "auto: the model's; fp8 (fp8_e4m3) or fp8_e5m2: a byte for each number, less exact")
     swap_space: float | None = arg(None, "GiB of host memory for swapped-out blocks; default 4, less if memory is short")
     max_num_seqs: int = arg(256, "sequences running at once")
     max_num_batched_tokens: int | None = arg(None, "tokens computed in one step; default 2048")
@@ -161,8 +163,8 @@ class EngineArgs(ShowAsTable):
     NOT_YET: typing.ClassVar = NOT_YET
 
     @classmethod
-    def add_cli_args(cls, parser: argparse._ActionsContainer) -> None:
-        "Add an option for each field to `parser`: its name in kebab case, its help sentence and default."
+    def add_cli_args(cls, parser: Parser) -> Parser:
+        "Add an option for each field to `parser`, which is returned: its name in kebab case, its help sentence and default."
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
             flag, help = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default: %(default)s)"
@@ -173,6 +175,7 @@ class EngineArgs(ShowAsTable):
                 if isinstance(kind, types.UnionType):  # `int | None` is read as int
                     kind = kind.__args__[0]
                 parser.add_argument(flag, type=kind, default=f.default, metavar=kind.__name__.upper(), help=help)
+        return parser
 
     @classmethod
     def from_cli_args(cls, parsed: argparse.Namespace) -> "EngineArgs":

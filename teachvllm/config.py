@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LOAD_FORMATS', 'NotSupportedYet', 'UnknownArgument', 'require', 'kinds_of', 'check_number', 'check_not_yet',
-           'check_names', 'html_table', 'ShowAsTable', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'resolve_class',
-           'ParallelConfig', 'DeviceConfig', 'LoadConfig', 'VllmConfig']
+           'check_names', 'html_table', 'ShowAsTable', 'defined_fields', 'PlainConfig', 'ModelConfig', 'CacheConfig',
+           'SchedulerConfig', 'resolve_class', 'ParallelConfig', 'DeviceConfig', 'LoadConfig', 'VllmConfig']
 
-# %% ../nbs/01_config.ipynb #0e04b04e
+# %% ../nbs/01_config.ipynb #fe23d325
 import dataclasses
 import difflib
 import functools
@@ -16,6 +16,7 @@ import importlib
 import inspect
 import math
 import numbers
+import pickle
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +121,38 @@ class ShowAsTable:
         shown = [f.name for f in dataclasses.fields(self) if f.repr]  # type: ignore[arg-type]
         return html_table(type(self).__name__, [(name, getattr(self, name)) for name in shown])
 
-# %% ../nbs/01_config.ipynb #83f6051a
+# %% ../nbs/01_config.ipynb #b97a5876
+@functools.cache
+def _defined_by(config_class: type) -> frozenset[str]:
+    from transformers import PretrainedConfig
+
+    return frozenset(vars(config_class())) - frozenset(vars(PretrainedConfig()))
+
+
+def defined_fields(hf_config: Any) -> frozenset[str]:
+    "The fields that a transformers configuration's class defines (or the class itself, if given)."
+    if isinstance(hf_config, PlainConfig):
+        return hf_config.defined_fields
+    return _defined_by(hf_config if isinstance(hf_config, type) else type(hf_config))
+
+
+class PlainConfig:
+    "A transformers configuration for a process that need not import transformers: its fields; all else makes the original."
+
+    def __init__(self, hf_config: Any):
+        plain = {name: getattr(hf_config, name) for name in {*vars(hf_config), *type(hf_config).attribute_map}}
+        parts = {name: PlainConfig(x) for name, x in plain.items() if hasattr(x, "to_diff_dict")}  # as a text_config
+        vars(self).update(plain | parts, defined_fields=defined_fields(hf_config))
+        self._others = frozenset(dir(hf_config)) - frozenset(vars(self))
+        self._pickled = pickle.dumps(hf_config)
+
+    def __getattr__(self, name: str) -> Any:
+        others = vars(self).get("_others", ())
+        if name not in others or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"the model's configuration has no {name!r}")
+        return getattr(pickle.loads(self._pickled), name)
+
+# %% ../nbs/01_config.ipynb #4293414a
 @check_names
 @dataclass(frozen=True)
 class ModelConfig(ShowAsTable):
@@ -157,6 +189,11 @@ class ModelConfig(ShowAsTable):
         require(self.max_logprobs >= -1, f"max_logprobs={self.max_logprobs} must not be negative (-1: all)")
         require(self.tokenizer_mode in ("auto", "slow"), f"tokenizer_mode={self.tokenizer_mode!r}: choose auto or slow")
 
+    def __getstate__(self) -> dict[str, Any]:
+        "What crosses to another process."
+        plain = isinstance(self.hf_config, PlainConfig) or not hasattr(self.hf_config, "to_diff_dict")
+        return {**vars(self), "hf_config": self.hf_config if plain else PlainConfig(self.hf_config)}
+
     num_layers = property(lambda self: self.hf_config.num_hidden_layers)
     vocab_size = property(lambda self: self.hf_config.vocab_size)
     hidden_size = property(lambda self: self.hf_config.hidden_size)
@@ -174,7 +211,7 @@ class ModelConfig(ShowAsTable):
         used = getattr(self.hf_config, "use_sliding_window", True)
         return getattr(self.hf_config, "sliding_window", None) if used else None
 
-# %% ../nbs/01_config.ipynb #abe7777f
+# %% ../nbs/01_config.ipynb #ffc2f7a2
 @check_names
 @dataclass(frozen=True)
 class CacheConfig(ShowAsTable):
@@ -186,8 +223,11 @@ class CacheConfig(ShowAsTable):
     num_gpu_blocks_override: int | None = None  # overrides both: for tests and experiments
     swap_space: float | None = None  # GiB of host memory for swapped-out blocks; None: 4, or less where memory is short
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"  # "auto" = the model's; fp8 takes a byte for each number
 
     def __post_init__(self):
+        known = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+        require(self.kv_cache_dtype in known, f"kv_cache_dtype={self.kv_cache_dtype!r}: choose {', '.join(known)}")
         require(1 <= self.block_size <= 256, f"block_size={self.block_size} must be between 1 and 256 tokens")
         require(
             0 < self.gpu_memory_utilization <= 1,

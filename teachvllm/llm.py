@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['as_prompts', 'as_params', 'ProgressBar', 'run_requests', 'LLM']
 
-# %% ../nbs/61_llm.ipynb #b06848c9
+# %% ../nbs/61_llm.ipynb #68ab4efd
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from numbers import Integral
+from os import PathLike
 from threading import Lock
 from typing import Any
 
@@ -103,16 +104,20 @@ def not_yet(method: str) -> Callable:
 
     return refuse
 
-# %% ../nbs/61_llm.ipynb #db1d76f8
+# %% ../nbs/61_llm.ipynb #12cdd5c1
 class LLM:
     """A model, ready to answer: `LLM()` loads SmolLM2-135M-Instruct, `LLM("folder, .gguf or Hugging Face id")` another.
 
     Every further argument is a field of `EngineArgs`, under vLLM's names. It is a context manager: leaving it, or
-    `close()`, frees its memory. vLLM: `entrypoints/llm.py`.
+    `close()`, frees its memory. `tokenizer` is a folder, a Hugging Face id, or an object. vLLM: `entrypoints/llm.py`.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **kwargs: Any):
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **kwargs))
+    def __init__(self, model: str = DEFAULT_MODEL, *, tokenizer: Any = None, **kwargs: Any):
+        given = None if isinstance(tokenizer, str | PathLike) else tokenizer  # an object
+        named = {"skip_tokenizer_init": True} if given else {"tokenizer": str(tokenizer)} if tokenizer else {}
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **kwargs | named))
+        if given:
+            self.set_tokenizer(given)
         self._request_counter, self._running = count(), Lock()
         self._asleep: set[str] = set()  # "weights", "kv_cache": what `sleep` gave back
 
@@ -205,6 +210,10 @@ class LLM:
         "The `transformers` tokenizer, or None with `skip_tokenizer_init`."
         return self.llm_engine.tokenizer
 
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        "Use another tokenizer from now on, an object of transformers' or like one; `ValueError` while requests run."
+        self.llm_engine.set_tokenizer(tokenizer)
+
     def collective_rpc(
         self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
     ) -> list[Any]:
@@ -213,7 +222,7 @@ class LLM:
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         "Call `func(model)` in every worker, on its part of the model; one result each."
-        return self.collective_rpc(lambda worker: func(worker.model_runner.model))
+        return self.collective_rpc("apply_model", args=(func,))
 
     def sleep(self, level: int = 1) -> None:
         """Give back the KV cache, and the weights: a GPU's to the host's memory (level 1; a CPU keeps them), or all (level 2).

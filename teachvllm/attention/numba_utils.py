@@ -34,22 +34,22 @@ def compiled(function: Callable, compiler: Callable = numba.njit) -> Any:
     except RuntimeError:  # it has no file
         return compiler(**FAST)(function)
 
-# %% ../../nbs/21b_numba_utils.ipynb #706d04ff
-@intrinsic
-def _pointer(typing_context, address):
-    from numba.core import cgutils
-
-    return types.voidptr(types.uintp), lambda context, builder, sig, args: builder.inttoptr(args[0], cgutils.voidptr_t)
+# %% ../../nbs/21b_numba_utils.ipynb #c01c8e84
+def _to_pointer(typing_context, address):
+    return types.voidptr(types.uintp), lambda context, builder, sig, args: builder.inttoptr(args[0], llvmlite.ir.IntType(8).as_pointer())
 
 
-@intrinsic
-def _float_of(typing_context, bits):
+def _to_float(typing_context, bits):
     return types.float32(types.uint32), lambda context, builder, sig, args: builder.bitcast(args[0], llvmlite.ir.FloatType())
 
 
-@intrinsic
-def _bits_of(typing_context, x):
+def _to_bits(typing_context, x):
     return types.uint32(types.float32), lambda context, builder, sig, args: builder.bitcast(args[0], llvmlite.ir.IntType(32))
+
+
+_pointer: Any = intrinsic(_to_pointer)
+_float_of: Any = intrinsic(_to_float)
+_bits_of: Any = intrinsic(_to_bits)
 
 # %% ../../nbs/21b_numba_utils.ipynb #ecc9461b
 @compiled
@@ -106,7 +106,7 @@ def exp(x):
     p = p * f + np.float32(1)
     return p * _float_of(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
 
-# %% ../../nbs/21b_numba_utils.ipynb #b4b19edd
+# %% ../../nbs/21b_numba_utils.ipynb #3fe2daa4
 @cache
 def find_openmp() -> ctypes.CDLL | None:
     "The OpenMP library whose threads torch uses, if it is GNU's; None: there are no threads for our kernels."
@@ -124,10 +124,10 @@ def find_openmp() -> ctypes.CDLL | None:
     return library
 
 
-thread_num = types.ExternalFunction("omp_get_thread_num", types.int32())
-num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
+thread_num: Any = types.ExternalFunction("omp_get_thread_num", types.int32())
+num_threads: Any = types.ExternalFunction("omp_get_num_threads", types.int32())
 
-# %% ../../nbs/21b_numba_utils.ipynb #5d838094
+# %% ../../nbs/21b_numba_utils.ipynb #15725616
 MAX_ARGUMENTS = 32
 
 
@@ -144,7 +144,8 @@ class Kernel:
     """
 
     def __init__(self, function: Callable):
-        self.function, self.packers = function, {}
+        self.function = function
+        self.packers: dict[int, struct.Struct] = {}
         self.entry: Any = None
 
     def compile(self) -> None:

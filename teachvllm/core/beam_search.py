@@ -23,7 +23,7 @@ class Hypothesis:
     score: float  # the log-probability over the number of tokens to the power of `length_penalty`
     status: SequenceStatus
 
-# %% ../../nbs/14_beam_search.ipynb #a23b9a43
+# %% ../../nbs/14_beam_search.ipynb #0d8a16df
 class BeamSearch:
     """The fork rule of one request's search: `choose` takes each beam's likeliest next tokens and says which beams go on.
 
@@ -76,8 +76,11 @@ class BeamSearch:
         greedy = self.width == 1  # then the first end is the end
         return not greedy and self.score(best_logprob, num_tokens) > self.hypotheses[-1].score
 
-    def extend(self, scheduler: Scheduler, group: SequenceGroup, tokens: list[tuple[Sequence, int, float, list]]) -> None:
-        "A step's tokens: a beam that goes on once stays itself, one that goes on twice is forked, the others are dropped."
+    def extend(self, scheduler: Scheduler, group: SequenceGroup, tokens: list[tuple[Sequence, int, float, int, list]]) -> None:
+        """A step's tokens: a beam that goes on once stays itself, one that goes on twice is forked, the others are dropped.
+
+        For each beam: it, its token, that one's log-probability and rank, and the likeliest tokens with theirs.
+        """
         beams = [seq for seq, *_ in tokens]
         chosen = self.choose(beams, [top for *_, top in tokens])
         chosen = chosen[: group.get_max_num_running_seqs()]  # the width, less beams that the scheduler ended

@@ -19,7 +19,7 @@ import torch
 
 from .parallel_state import GroupCoordinator
 
-# %% ../../nbs/30a_cpu_communicator.ipynb #c4b25734
+# %% ../../nbs/30a_cpu_communicator.ipynb #d3f8e81f
 class CpuCommunicator:
     """All-reduce and all-gather for processes of one machine, through memory that they share.
 
@@ -51,7 +51,7 @@ class CpuCommunicator:
         size, first = cls.num_bytes(group.world_size), group.rank_in_group == 0
         memory = cls._create(size) if first and cls.is_supported() else None
         place = group.broadcast_object([f"/proc/{os.getpid()}/fd/{memory[1]}", memory[0][: cls.LINE].hex()] if memory else None)
-        mapped = memory[0] if memory else cls._open(*place, size) if place else None
+        mapped = memory[0] if memory else cls._open(place[0], place[1], size) if place else None
         all_can = int(group.all_reduce(torch.tensor([mapped is not None], dtype=torch.int64))) == group.world_size
         if memory:
             os.close(memory[1])  # all have it mapped by now

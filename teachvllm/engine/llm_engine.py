@@ -49,7 +49,7 @@ def check_picklable(name: str, value: Any) -> None:
     except Exception as error:
         raise ValueError(f"{name} cannot be sent to the workers' processes: {error}") from error
 
-# %% ../../nbs/60_llm_engine.ipynb #496c15a3
+# %% ../../nbs/60_llm_engine.ipynb #26b9a9de
 class LLMEngine:
     """Takes requests, runs steps, gives outputs. It has an input processor, an output processor, and a client of the core.
 
@@ -67,13 +67,22 @@ class LLMEngine:
         init_logger()
         model = vllm_config.model_config
         self.config, self.closed, self._lock = vllm_config, False, RLock()
-        self.tokenizer = None if model.skip_tokenizer_init else get_tokenizer(model.tokenizer, model.trust_remote_code)
-        self.input_processor, self.output_processor = InputProcessor(model, self.tokenizer), OutputProcessor(self.tokenizer)
-        self.eos_token_ids = get_eos_token_ids(model, self.tokenizer)
+        how = model.trust_remote_code, model.tokenizer_mode
+        self.output_processor = OutputProcessor(None)
+        self.set_tokenizer(None if model.skip_tokenizer_init else get_tokenizer(model.tokenizer, *how))
         self.trace: Trace | None = None
         self._outputs: list[RequestOutput] = []  # made, and not given out yet
         self._random = random.Random(model.seed)  # gives a seed to each request that brings none
         self.engine_core = client_class(vllm_config, executor_class, log_stats)
+
+    model_config = property(lambda self: self.config.model_config)
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        "Read and write text with this tokenizer from now on; None: with none. `ValueError` while there are requests."
+        require(not self.output_processor.request_states, "there are requests: finish or abort them first")
+        self.tokenizer = self.output_processor.tokenizer = tokenizer
+        self.input_processor = InputProcessor(self.model_config, tokenizer)
+        self.eos_token_ids = get_eos_token_ids(self.model_config, tokenizer)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
@@ -117,6 +126,7 @@ class LLMEngine:
         text, token_ids = self.input_processor(prompt, params)
         self.input_processor.prepare(params, self.eos_token_ids)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        params.stop_token_ids = [i for i in params.stop_token_ids if i not in eos]  # EOS ends it with no stop_reason
         seed = self._random.getrandbits(63) if params.seed is None else params.seed % 2**64
         stop_token_ids = sorted(eos.union(params.stop_token_ids))
         return EngineCoreRequest(request_id, token_ids, params, seed, stop_token_ids, priority, beam), text

@@ -8,14 +8,14 @@ __all__ = ['ACTIVATIONS', 'WeightsError', 'default_weight_loader', 'set_weight_a
            'ReplicatedLinear', 'ColumnParallelLinear', 'MergedColumnParallelLinear', 'RowParallelLinear',
            'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices', 'make_layers', 'load_weights', 'vocab_part',
            'VocabParallelEmbedding', 'ParallelLMHead', 'RMSNorm', 'get_act_fn', 'ActAndMul', 'Attention',
-           'attention_layers', 'defined_fields', 'config_field']
+           'attention_layers', 'config_field']
 
-# %% ../../nbs/31_layers.ipynb #78cd23a9
+# %% ../../nbs/31_layers.ipynb #4198496c
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import starmap
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..attention.backend import AttentionBackend, AttentionMetadata, KVCacheSpec
-from ..config import require
+from ..config import defined_fields, require
 from ..distributed.parallel_state import ParallelState
 
 # %% ../../nbs/31_layers.ipynb #5b9f75f7
@@ -117,7 +117,7 @@ class UnquantizedLinearMethod(LinearMethod):
             return F.linear(x, layer.weight, layer.bias)
         return packed_linear(x, layer.packed, layer.bias)
 
-# %% ../../nbs/31_layers.ipynb #764582b9
+# %% ../../nbs/31_layers.ipynb #95c9318f
 @dataclass(frozen=True)
 class ModelContext:
     "What a model's layers must know of the engine they are in. Handed to `model_class(hf_config, context)`."
@@ -127,6 +127,7 @@ class ModelContext:
     dtype: torch.dtype  # of weights, activations and KV cache
     quant_config: Any = None  # its `get_quant_method(layer)` gives a layer's `LinearMethod`; None: plain weights
     parallel: ParallelState = ParallelState()  # the other workers that have a part of this model; default: none
+    max_model_len: int | None = None  # tokens of the longest text that is served; None: as many as the model has positions
 
 
 class LinearBase(nn.Module):
@@ -463,15 +464,7 @@ def attention_layers(model: nn.Module) -> dict[str, Attention]:
     "A model's attention layers by name, in the order in which they run (that in which the model lists them)."
     return {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
 
-# %% ../../nbs/31_layers.ipynb #4e89ebb4
-@cache
-def defined_fields(config_class: type) -> frozenset[str]:
-    "The fields that a configuration class defines. It keeps others of a config.json, but its model reads none of them."
-    from transformers import PretrainedConfig
-
-    return frozenset(vars(config_class())) - frozenset(vars(PretrainedConfig()))
-
-
+# %% ../../nbs/31_layers.ipynb #4ad318c8
 def config_field(hf_config: Any, name: str, default: Any = None) -> Any:
     "The value of a field that only some configuration classes define: `default` where this one does not."
-    return getattr(hf_config, name) if name in defined_fields(hf_config.__class__) else default
+    return getattr(hf_config, name) if name in defined_fields(hf_config) else default

@@ -248,7 +248,7 @@ def default_tensors(dtype: torch.dtype, device: str) -> Iterator[None]:
         finally:
             torch.set_default_dtype(before)
 
-# %% ../../nbs/34_loader.ipynb #158a3605
+# %% ../../nbs/34_loader.ipynb #cc5e2cba
 def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) -> ModelContext:
     """What the model's layers must know of the engine: the attention backend asked for or the best, block size, dtype, and
     the other workers that have a part of the model."""
@@ -256,8 +256,7 @@ def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) 
     dtype = getattr(torch, model.dtype)
     asked, device = model.attention_backend, config.device_config.device
     attn_backend = get_attn_backend(asked, device, dtype, model.head_size, block_size)
-    longest = {"max_model_len": model.max_model_len} if "max_model_len" in ModelContext.__dataclass_fields__ else {}
-    return ModelContext(attn_backend, block_size, dtype, parallel=parallel, **longest)
+    return ModelContext(attn_backend, block_size, dtype, parallel=parallel, max_model_len=model.max_model_len)
 
 
 def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.Module:

@@ -53,12 +53,13 @@ def release_memory() -> None:
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
-# %% ../../nbs/42_memory_profiling.ipynb #f34ef2a7
+# %% ../../nbs/42_memory_profiling.ipynb #c3098c17
 def model_bytes(model: nn.Module) -> int:
     "Bytes of a model's parameters and buffers, and of other tensors that its modules keep (weights packed for oneDNN)."
     sizes = {}
     for module in model.modules():
-        for x in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+        kept = [x for value in vars(module).values() for x in (value if isinstance(value, list) else [value])]
+        for x in (*module._parameters.values(), *module._buffers.values(), *kept):
             if isinstance(x, torch.Tensor):
                 if x.layout is torch.strided:  # what shares a storage is counted once
                     sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['check_capability', 'DeviceClock', 'init_worker_distributed_environment', 'Worker', 'WorkerWrapperBase']
 
-# %% ../../nbs/44_worker.ipynb #8ded5c6e
+# %% ../../nbs/44_worker.ipynb #58ab2d57
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +86,7 @@ def init_worker_distributed_environment(
         state.tp.device_communicator = CpuCommunicator.connect(state.tp)
     return state
 
-# %% ../../nbs/44_worker.ipynb #cec554df
+# %% ../../nbs/44_worker.ipynb #8dd25d1b
 class Worker:
     """A device with a model and a KV cache. The executor calls its methods in this order: `init_device`, `load_model`,
     `determine_num_available_blocks`, `initialize_cache`, `compile_or_warm_up_model`, then `submit` and `collect` for
@@ -253,9 +253,13 @@ class Worker:
             self.initialize_cache(*self.num_blocks)
             self.compile_or_warm_up_model()
 
+    def apply_model(self, func: Callable[[Any], Any]) -> Any:
+        "Call `func` on this worker's part of the model."
+        return func(self.model_runner.model)
+
     def start_profile(self) -> None:
         "Record what torch does from now on, into the folder that `VLLM_TORCH_PROFILER_DIR` names."
-        require("VLLM_TORCH_PROFILER_DIR" in os.environ, "set VLLM_TORCH_PROFILER_DIR, the folder for the profile, before the start")
+        require("VLLM_TORCH_PROFILER_DIR" in os.environ, "VLLM_TORCH_PROFILER_DIR must name the folder for the profile")
         self.profiler = torch.profiler.profile()
         self.profiler.start()
 

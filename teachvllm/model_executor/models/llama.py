@@ -136,7 +136,7 @@ class LlamaDecoderLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-# %% ../../../nbs/33a_llama.ipynb #e3401ca8
+# %% ../../../nbs/33a_llama.ipynb #27dd58ea
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm; of a pipeline, this rank's stage of them.
 
@@ -152,7 +152,7 @@ class LlamaModel(nn.Module):
         embeds = parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)  # then the head reads it
         self.embed_tokens: Any = self.embedding_cls(config.vocab_size, size, context) if embeds else PPMissingLayer()
         longest = config.max_position_embeddings
-        self.rotary = self.make_rotary(config, min(getattr(context, "max_model_len", None) or longest, longest))
+        self.rotary = self.make_rotary(config, min(context.max_model_len or longest, longest))
         self.start, self.end, self.layers = make_layers(
             config.num_hidden_layers, lambda i: layer_cls(config, context, i), parallel
         )

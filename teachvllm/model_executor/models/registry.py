@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'WITHOUT_EFFECT', 'register_model', 'architectures_of', 'check_config_fields', 'get_model_class']
 
-# %% ../../../nbs/33c_registry.ipynb #5b16bc1b
+# %% ../../../nbs/33c_registry.ipynb #ac62a311
 from typing import Any
 
-from ...config import NotSupportedYet, resolve_class
-from ..layers import defined_fields
+from ...config import NotSupportedYet, defined_fields, resolve_class
 
 # %% ../../../nbs/33c_registry.ipynb #bd407053
 _MODELS = "teachvllm.model_executor.models"
@@ -45,7 +44,7 @@ def architectures_of(hf_config: Any) -> list[str]:
 
     return [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type, hf_config.model_type)]
 
-# %% ../../../nbs/33c_registry.ipynb #7fc89a33
+# %% ../../../nbs/33c_registry.ipynb #b311175b
 WITHOUT_EFFECT = frozenset(
     "activation_dropout attention_dropout attn_pdrop dropout embd_pdrop hidden_dropout "  # training's
     "layerdrop resid_pdrop "
@@ -65,7 +64,7 @@ def check_config_fields(model_class: type, hf_config: Any) -> None:
     served = getattr(model_class, "config_fields", None)
     if served is None:
         return
-    for name in sorted((defined_fields(hf_config.__class__) | {"quantization_config"}) - served - WITHOUT_EFFECT):
+    for name in sorted((defined_fields(hf_config) | {"quantization_config"}) - served - WITHOUT_EFFECT):
         if value := getattr(hf_config, name, None):
             raise NotSupportedYet(f"{name}={value!r} in the model's configuration is not supported yet")
 
