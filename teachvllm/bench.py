@@ -123,7 +123,7 @@ def bench_sharing(
         }
     return table
 
-# %% ../nbs/90_bench.ipynb #b10573d1
+# %% ../nbs/90_bench.ipynb #88fce432
 def bench_parallel(
     splits: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2)),  # tensor_parallel_size, pipeline_parallel_size
     batches: tuple[int, ...] = (1, 16),  # prompts at the same time
@@ -150,7 +150,8 @@ def bench_parallel(
                 llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
                 rates[name][n].append(n * output_len / (time.perf_counter() - began))
     return {
-        name: {f"{n} prompts (tok/s)": round(statistics.median(seen), 1) for n, seen in row.items()} for name, row in rates.items()
+        name: {f"{n} prompts (tok/s)": round(statistics.median(seen), 1) for n, seen in row.items()}
+        for name, row in rates.items()
     }
 
 # %% ../nbs/90_bench.ipynb #409f3cbc

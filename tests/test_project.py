@@ -184,7 +184,7 @@ def code_lines(path: Path) -> set[int]:
 
 
 def test_sizes() -> None:
-    """No module above 500 lines of code, no function above 40, and the core within 5,000.
+    """No module above 500 lines of code, no function above 40, and the core within 6,500.
 
     The core is what a request goes through: 01 to 61, without the models, the figures, the simulator, the kernels that
     only lead up to the one that is used, and what only several workers need.
@@ -203,7 +203,7 @@ def test_sizes() -> None:
                 size = len(lines & set(range(node.lineno, (node.end_lineno or 0) + 1)))
                 if size > 40:
                     problems.append(f"{name}.{node.name}, line {node.lineno}: {size} lines of code")
-    none([*problems, *([f"the core has {core} lines of code"] if core > 5000 else [])])
+    none([*problems, *([f"the core has {core} lines of code"] if core > 6500 else [])])
 
 
 # The notebooks as files

@@ -34,9 +34,10 @@ def compiled(function: Callable, compiler: Callable = numba.njit) -> Any:
     except RuntimeError:  # it has no file
         return compiler(**FAST)(function)
 
-# %% ../../nbs/21b_numba_utils.ipynb #c01c8e84
+# %% ../../nbs/21b_numba_utils.ipynb #edfef927
 def _to_pointer(typing_context, address):
-    return types.voidptr(types.uintp), lambda context, builder, sig, args: builder.inttoptr(args[0], llvmlite.ir.IntType(8).as_pointer())
+    void = llvmlite.ir.IntType(8).as_pointer()
+    return types.voidptr(types.uintp), lambda context, builder, sig, args: builder.inttoptr(args[0], void)
 
 
 def _to_float(typing_context, bits):

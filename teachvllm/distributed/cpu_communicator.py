@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CpuCommunicator']
 
-# %% ../../nbs/30a_cpu_communicator.ipynb #2f5548a3
+# %% ../../nbs/30a_cpu_communicator.ipynb #837c8afe
 import mmap
 import os
 import platform
@@ -13,18 +13,18 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from .parallel_state import GroupCoordinator
 
-# %% ../../nbs/30a_cpu_communicator.ipynb #d3f8e81f
+# %% ../../nbs/30a_cpu_communicator.ipynb #380cad06
 class CpuCommunicator:
     """All-reduce and all-gather for processes of one machine, through memory that they share.
 
-    Each rank has two slots, for calls of odd and of even number, and a counter: the number of the call whose slot it has written. A
-    counter of n also says that the rank has read what it needed of call n - 1, so its slot may be written for call n + 1.
+    Each rank has two slots, for calls of odd and of even number, and a counter: the number of the call whose slot it has
+    written. A counter of n also says that the rank has read what it needed of call n - 1, so its slot may be written for
+    call n + 1.
     vLLM: `distributed/device_communicators/cpu_communicator.py`, `csrc/cpu/shm.cpp`.
     """
 

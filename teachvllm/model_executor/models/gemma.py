@@ -120,7 +120,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         logits = super().compute_logits(hidden)
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
-# %% ../../../nbs/33e_gemma.ipynb #3228038b
+# %% ../../../nbs/33e_gemma.ipynb #5eb15303
 class Gemma3Attention(Qwen3Attention):
     "Qwen3's normalised queries and keys with Gemma's norm; turned by the table of the layer's type."
 
@@ -143,6 +143,9 @@ class Gemma3DecoderLayer(Gemma2DecoderLayer):
 
 class RotaryByLayerType(nn.ModuleDict):
     "Several tables of rotations, by the type of layer that they are for."
+
+    def __init__(self, tables: dict[str, nn.Module]):
+        super().__init__(tables)
 
     def forward(self, positions: torch.Tensor) -> dict[str, Any]:
         "[num_tokens] -> cosine and sine of each table."
