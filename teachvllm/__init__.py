@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['LLM', 'LLMEngine', 'EngineArgs', 'VllmConfig', 'SamplingParams', 'BeamSearchParams', 'RequestOutputKind',
-           'RequestOutput', 'CompletionOutput', 'TextPrompt', 'TokensPrompt', 'Trace', 'as_vllm']
+           'RequestOutput', 'CompletionOutput', 'PoolingParams', 'PoolingOutput', 'PoolingRequestOutput',
+           'EmbeddingOutput', 'EmbeddingRequestOutput', 'ClassificationOutput', 'ClassificationRequestOutput',
+           'ScoringOutput', 'ScoringRequestOutput', 'TextPrompt', 'TokensPrompt', 'Trace', 'as_vllm']
 
-# %% ../nbs/99_package.ipynb #531362e7
+# %% ../nbs/99_package.ipynb #546bac2c
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +17,16 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` do
     from teachvllm.config import VllmConfig
     from teachvllm.engine.llm_engine import LLMEngine
     from teachvllm.llm import LLM
-    from teachvllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-    from teachvllm.outputs import CompletionOutput, RequestOutput
+    from teachvllm.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+    from teachvllm.outputs import ClassificationOutput, ClassificationRequestOutput, CompletionOutput, EmbeddingOutput
+    from teachvllm.outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+    from teachvllm.outputs import ScoringOutput, ScoringRequestOutput
     from teachvllm.trace import Trace
 
 # %% ../nbs/99_package.ipynb #695e3c7e
 __version__ = "0.1.0"
 
-# %% ../nbs/99_package.ipynb #bc53fbaa
+# %% ../nbs/99_package.ipynb #72554ac8
 _HOMES = {
     "LLM": "teachvllm.llm",
     "LLMEngine": "teachvllm.engine.llm_engine",
@@ -33,6 +37,15 @@ _HOMES = {
     "RequestOutputKind": "teachvllm.sampling_params",
     "RequestOutput": "teachvllm.outputs",
     "CompletionOutput": "teachvllm.outputs",
+    "PoolingParams": "teachvllm.sampling_params",
+    "PoolingOutput": "teachvllm.outputs",
+    "PoolingRequestOutput": "teachvllm.outputs",
+    "EmbeddingOutput": "teachvllm.outputs",
+    "EmbeddingRequestOutput": "teachvllm.outputs",
+    "ClassificationOutput": "teachvllm.outputs",
+    "ClassificationRequestOutput": "teachvllm.outputs",
+    "ScoringOutput": "teachvllm.outputs",
+    "ScoringRequestOutput": "teachvllm.outputs",
     "TextPrompt": "teachvllm.inputs",
     "TokensPrompt": "teachvllm.inputs",
     "Trace": "teachvllm.trace",
@@ -41,11 +54,11 @@ _HOMES = {
 
 
 _all_ = ["LLM", "LLMEngine", "EngineArgs", "VllmConfig", "SamplingParams", "BeamSearchParams", "RequestOutputKind",
-         "RequestOutput", "CompletionOutput", "TextPrompt", "TokensPrompt", "Trace", "as_vllm"]  # fmt: skip
+         "RequestOutput", "CompletionOutput", "PoolingParams", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
+         "EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput",
+         "ScoringRequestOutput", "TextPrompt", "TokensPrompt", "Trace", "as_vllm"]  # fmt: skip
 
-_NOT_YET = ("AsyncLLMEngine", "AsyncEngineArgs", "PoolingParams", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
-            "ClassificationOutput", "ScoringOutput", "ModelRegistry", "PromptType",
-            "initialize_ray_cluster")  # fmt: skip
+_NOT_YET = ("AsyncLLMEngine", "AsyncEngineArgs", "ModelRegistry", "PromptType", "initialize_ray_cluster")
 
 
 def __getattr__(name: str) -> Any:

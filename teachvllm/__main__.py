@@ -195,7 +195,7 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
         "CUDA graphs": next((f"no ({why})" for why, is_so in against_graphs.items() if is_so), "yes"),
     }
 
-# %% ../nbs/98_command_line.ipynb #e53c23cc
+# %% ../nbs/98_command_line.ipynb #fcce270d
 def engine_facts(args: EngineArgs) -> dict[str, Any]:
     "What an engine of these arguments would do on this machine, by name; no weights are read."
     import torch
@@ -218,7 +218,8 @@ def engine_facts(args: EngineArgs) -> dict[str, Any]:
     facts["async_scheduling"] = ("on" if config.scheduler_config.async_scheduling else "off") + not_asked
     for name in BACKENDS:
         what = device, getattr(torch, model.dtype), model.head_size, config.cache_config.block_size
-        reason = find_backend(name, *what)[1]
+        stored = getattr(torch, config.cache_config.torch_dtype(model.dtype))
+        reason = find_backend(name, *what, kv_cache_dtype=stored)[1]
         facts[f"attention_backend={name}"] = "can be used" if reason is None else f"not here: {reason}"
     return facts
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['as_prompts', 'as_params', 'ProgressBar', 'run_requests', 'LLM']
 
-# %% ../nbs/61_llm.ipynb #68ab4efd
+# %% ../nbs/61_llm.ipynb #ea02a357
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,14 +15,23 @@ from os import PathLike
 from threading import Lock
 from typing import Any
 
+from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
-from .arg_utils import EngineArgs
+from .arg_utils import EngineArgs, PoolerConfig
 from .config import NotSupportedYet, require
 from .engine.llm_engine import LLMEngine
 from .inputs import Prompt, apply_chat_template, get_default_sampling_params
-from .outputs import BeamSearchOutput, RequestOutput
-from .sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from teachvllm.outputs import (
+    BeamSearchOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from .sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from .trace import Trace
 from .transformers_utils import DEFAULT_MODEL
 
@@ -45,7 +54,7 @@ def as_params(params: SamplingParams | Sequence[SamplingParams], num_prompts: in
     )
     return [replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
 
-# %% ../nbs/61_llm.ipynb #671b8c0a
+# %% ../nbs/61_llm.ipynb #94f2a50e
 class ProgressBar:
     "The bar over finished prompts, with tokens a second in and out, as vLLM shows it."
 
@@ -53,10 +62,10 @@ class ProgressBar:
         self.bar = tqdm(total=total, desc="Processed prompts", disable=not show, dynamic_ncols=True)
         self.num_in = self.num_out = 0
 
-    def update(self, output: RequestOutput) -> None:
+    def update(self, output: RequestOutput | PoolingRequestOutput) -> None:
         "A prompt is done."
         self.num_in += len(output.prompt_token_ids)
-        self.num_out += sum(len(o.token_ids) for o in output.outputs)
+        self.num_out += sum(len(o.token_ids) for o in output.outputs) if isinstance(output, RequestOutput) else 0
         seconds = self.bar.format_dict["elapsed"] or 1e-9
         self.bar.set_postfix_str(
             f"est. speed input: {self.num_in / seconds:.2f} toks/s, output: {self.num_out / seconds:.2f} toks/s",
@@ -64,20 +73,20 @@ class ProgressBar:
         )
         self.bar.update(1)
 
-# %% ../nbs/61_llm.ipynb #3643f335
+# %% ../nbs/61_llm.ipynb #156df655
 def run_requests(
     engine: LLMEngine,
-    requests: dict[str, tuple[Prompt, SamplingParams | BeamSearchParams]],
+    requests: dict[str, tuple[Prompt, SamplingParams | BeamSearchParams | PoolingParams]],
     use_tqdm: bool = False,
     priority: Sequence[int] | None = None,
-) -> list[RequestOutput]:
+) -> list[Any]:
     """Add all `requests` (by id), step until they are done; final outputs come in the same order.
 
     Whatever goes wrong, Ctrl-C included, none of them is left in the engine.
     """
     require(not engine.closed, "the engine is closed")
     require(not engine.has_unfinished_requests(), "the engine has other requests: finish or abort them first")
-    outputs: dict[str, RequestOutput] = {}
+    outputs: dict[str, Any] = {}
     try:
         for i, (request_id, (prompt, params)) in enumerate(requests.items()):
             try:
@@ -95,16 +104,26 @@ def run_requests(
         raise
     return [outputs[request_id] for request_id in requests if request_id in outputs]  # not there: aborted meanwhile
 
-# %% ../nbs/61_llm.ipynb #2cd8cd27
-def not_yet(method: str) -> Callable:
-    "A method of vLLM's `LLM` that is refused by name."
+# %% ../nbs/61_llm.ipynb #03f6af34
+def refuse_lora(lora_request: Any) -> None:
+    "Raise `NotSupportedYet` if a LoRA adapter is asked for."
+    if lora_request is not None:
+        raise NotSupportedYet("vLLM's `lora_request` is not in teachvllm yet")
 
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise NotSupportedYet(f"vLLM's `LLM.{method}` is not in teachvllm yet: models generate text, and nothing else")
+# %% ../nbs/61_llm.ipynb #9a0daea2
+def cosines(outputs: list[PoolingRequestOutput], num_first: int) -> list[PoolingRequestOutput]:
+    "The cosine of each of the first `num_first` vectors with one of the others, or of one with all of them."
+    first, second = outputs[:num_first], outputs[num_first:]
+    pairs = zip(first * len(second) if num_first == 1 else first, second)
+    return [
+        PoolingRequestOutput(
+            f"{a.request_id}_{b.request_id}", PoolingOutput(cosine_similarity(a.outputs.data, b.outputs.data, dim=0)[None]),
+            [*a.prompt_token_ids, *b.prompt_token_ids], finished=True,
+        )
+        for a, b in pairs
+    ]  # fmt: skip
 
-    return refuse
-
-# %% ../nbs/61_llm.ipynb #12cdd5c1
+# %% ../nbs/61_llm.ipynb #55c3509e
 class LLM:
     """A model, ready to answer: `LLM()` loads SmolLM2-135M-Instruct, `LLM("folder, .gguf or Hugging Face id")` another.
 
@@ -138,8 +157,7 @@ class LLM:
         `scheduling_policy="priority"`: the smallest first. `prompt_token_ids` is vLLM's older way to give token ids
         in place of `prompts`. If one prompt is refused (`ValueError`), none is run.
         """
-        if lora_request is not None:
-            raise NotSupportedYet("vLLM's `lora_request` is not in teachvllm yet")
+        refuse_lora(lora_request)
         require((prompts is None) != (prompt_token_ids is None), "give prompts, or else prompt_token_ids")
         many = as_prompts(prompts if prompts is not None else prompt_token_ids)  # type: ignore[arg-type]
         ok = priority is None or (isinstance(priority, Sequence) and len(priority) == len(many))
@@ -150,7 +168,7 @@ class LLM:
         ids = [str(next(self._request_counter)) for _ in many]
         return self._run(dict(zip(ids, zip(many, params))), use_tqdm, priority)
 
-    def _run(self, requests: dict[str, Any], use_tqdm: bool, priority: Sequence[int] | None = None) -> list[RequestOutput]:
+    def _run(self, requests: dict[str, Any], use_tqdm: bool, priority: Sequence[int] | None = None) -> list[Any]:
         require(not self._asleep, f"the engine sleeps ({', '.join(sorted(self._asleep))}): call wake_up() first")
         require(self._running.acquire(blocking=False), "another thread is in generate: one call at a time")
         try:
@@ -204,7 +222,92 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
-    encode, embed, classify, score = map(not_yet, ("encode", "embed", "classify", "score"))
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+    ) -> list[PoolingRequestOutput]:
+        """A vector for every prompt, as a tensor: what the engine's `task` makes of its hidden states (see `PoolerConfig`).
+
+        `ValueError` if the engine generates text; `RuntimeError` if a vector holds NaNs.
+        """
+        refuse_lora(lora_request)
+        self.llm_engine.check_task(PoolingParams())
+        require((prompts is None) != (prompt_token_ids is None), "give prompts, or else prompt_token_ids")
+        many = as_prompts(prompts if prompts is not None else prompt_token_ids)  # type: ignore[arg-type]
+        one = pooling_params is None or isinstance(pooling_params, PoolingParams)
+        params: Any = [pooling_params or PoolingParams()] * len(many) if one else pooling_params
+        require(len(params) == len(many), f"{len(params)} pooling_params for {len(many)} prompts: give one, or one for each")
+        ids = [str(next(self._request_counter)) for _ in many]
+        outputs = self._run(dict(zip(ids, zip(many, params))), use_tqdm)
+        for i, output in enumerate(outputs):
+            if output.error is not None:
+                raise RuntimeError(f"prompt {i}: {output.error}")
+        return outputs
+
+    def _pooler(self, method: str, labels: bool | None = None) -> PoolerConfig:
+        "How the engine pools; `ValueError` if that is not what `method` needs."
+        self.llm_engine.check_task(PoolingParams())
+        pooler = self.llm_engine.pooler_config
+        assert pooler is not None, "else it generates"
+        task, has = pooler.task, "labels" if pooler.has_labels else "embeddings"
+        fits = task != "reward" and labels in (None, pooler.has_labels)
+        require(fits, f'LLM.{method}: task="{task}", and the model gives {has}')
+        return pooler
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, pooling_params: Any = None, lora_request: Any = None
+    ) -> list[EmbeddingRequestOutput]:
+        "An embedding of every prompt. `ValueError` if the engine is for something else."
+        self._pooler("embed", labels=False)
+        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, lora_request: Any = None
+    ) -> list[ClassificationRequestOutput]:
+        "How probable each label is, for every prompt. `ValueError` if the model has no head for labels."
+        self._pooler("classify", labels=True)
+        outputs = self.encode(prompts, use_tqdm=use_tqdm, lora_request=lora_request)
+        return [ClassificationRequestOutput.from_base(output) for output in outputs]
+
+    def score(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: one with each of several, or pairs. `truncate_prompt_tokens` keeps the last so many.
+
+        With an embedding model it is the cosine of two embeddings; a model with a head for one label reads the pair as the
+        tokenizer joins it. `ValueError` for other models.
+        """
+        pooler, first, second = self._pooler("score"), as_prompts(text_1), as_prompts(text_2)
+        require(len(first) in (1, len(second)) and len(second) > 0, f"text_1 has {len(first)} texts, text_2 {len(second)}: "
+                "give one and several, or as many of each")  # fmt: skip
+        keep, options = truncate_prompt_tokens, {"use_tqdm": use_tqdm, "lora_request": lora_request}
+        if pooler.has_labels:
+            num_labels, tokenizer = self.llm_engine.model_config.hf_config.num_labels, self.get_tokenizer()
+            require(num_labels == 1, f"LLM.score: the model has {num_labels} labels, and it takes one: use classify")
+            texts = tokenizer is not None and all(isinstance(x, str) for x in [*first, *second])
+            require(texts, "LLM.score: this model reads pairs, which the tokenizer joins: give texts")
+            pairs = zip(first * len(second) if len(first) == 1 else first, second)
+            joined = [tokenizer(text=a, text_pair=b).input_ids for a, b in pairs]
+            outputs = self.encode([ids[-keep:] if keep else ids for ids in joined], **options)  # type: ignore[arg-type]
+        else:
+            many = [self._last_tokens(prompt, keep) for prompt in [*first, *second]] if keep else [*first, *second]
+            outputs = cosines(self.encode(many, **options), len(first))  # type: ignore[arg-type]
+        return [ScoringRequestOutput.from_base(output) for output in outputs]
+
+    def _last_tokens(self, prompt: Prompt, keep: int) -> list[int]:
+        return self.llm_engine.input_processor(prompt, SamplingParams(truncate_prompt_tokens=keep))[1]
 
     def get_tokenizer(self) -> Any:
         "The `transformers` tokenizer, or None with `skip_tokenizer_init`."
@@ -231,7 +334,8 @@ class LLM:
         """
         require(level in (1, 2), f"level={level!r} must be 1 or 2")
         require(not self._asleep, "the engine sleeps already")
-        require(self.reset_prefix_cache(), "requests are running: finish or abort them first")
+        idle = not self.llm_engine.has_unfinished_requests() and self.reset_prefix_cache()
+        require(idle, "there are requests: finish or abort them first")
         self._asleep = {"weights", "kv_cache"}
         self.collective_rpc("sleep", args=(level,))
 

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['TokenLogprobs', 'EngineCoreRequest', 'EngineCoreOutput', 'EngineCoreOutputs', 'SchedulerStats']
 
-# %% ../nbs/08_messages.ipynb #0320ec2e
+# %% ../nbs/08_messages.ipynb #dd3b31ef
 import msgspec
 
-from .sampling_params import BeamSearchParams, SamplingParams
+from .sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from .trace import StepTrace
 
-# %% ../nbs/08_messages.ipynb #6b99521b
+# %% ../nbs/08_messages.ipynb #60a33877
 class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     "A request, checked and tokenized: all that the core must know of it. vLLM V1: `v1/engine/__init__.py`."
 
@@ -22,11 +22,12 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     stop_token_ids: list[int] = []  # all that end it: EOS and the parameters' own
     priority: int = 0
     beam_search_params: BeamSearchParams | None = None
+    pooling_params: PoolingParams | None = None  # it asks for a vector, and samples nothing
 
 # %% ../nbs/08_messages.ipynb #86f7058c
 TokenLogprobs = tuple[float, int, list[tuple[int, float]]]  # a token's log-probability, its rank, the likeliest with theirs
 
-# %% ../nbs/08_messages.ipynb #c92439cd
+# %% ../nbs/08_messages.ipynb #1f2a7943
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """News of one sequence of a request: its new tokens, or that it ended.
 
@@ -48,6 +49,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     new_logprobs: list[TokenLogprobs] | None = None
     new_prompt_logprobs: list[TokenLogprobs] | None = None
+    pooling_output: list[float] | None = None  # with the end of a request that has `pooling_params`; empty: it failed
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):

@@ -23,7 +23,7 @@ from typing import Any
 from .config import NotSupportedYet, require
 from .transformers_utils import find_model
 
-# %% ../nbs/97_as_vllm.ipynb #aaec481c
+# %% ../nbs/97_as_vllm.ipynb #bcff8f12
 VERSION = "0.8.5"  # the vLLM whose names these are
 
 HERE = "teachvllm.vllm_alias"
@@ -35,13 +35,20 @@ NAMES: dict[str, dict[str, str]] = {  # vLLM's module -> its name -> where that 
     "vllm.sampling_params": dict.fromkeys(
         ("SamplingParams", "BeamSearchParams", "RequestOutputKind"), "teachvllm.sampling_params"
     ),
-    "vllm.outputs": dict.fromkeys(("RequestOutput", "CompletionOutput"), "teachvllm.outputs"),
+    "vllm.outputs": dict.fromkeys(
+        ("RequestOutput", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
+         "EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput",
+         "ScoringRequestOutput"), "teachvllm.outputs",
+    ),
     "vllm.inputs": {
         "TextPrompt": "teachvllm.inputs", "TokensPrompt": "teachvllm.inputs", "PromptType": "teachvllm.inputs:Prompt",
     },
     "vllm.sequence": dict.fromkeys(("Logprob", "RequestMetrics"), "teachvllm.outputs"),
     "vllm.beam_search": dict.fromkeys(("BeamSearchOutput", "BeamSearchSequence"), "teachvllm.outputs"),
-    "vllm.config": dict.fromkeys(("VllmConfig", "ModelConfig"), "teachvllm.config"),
+    "vllm.config": {
+        "VllmConfig": "teachvllm.config", "ModelConfig": "teachvllm.config", "PoolerConfig": "teachvllm.arg_utils",
+    },
+    "vllm.pooling_params": {"PoolingParams": "teachvllm.sampling_params"},
     "vllm.lora.request": {"LoRARequest": HERE},
     "vllm.transformers_utils.tokenizer": {"get_tokenizer": HERE},
     "vllm.entrypoints.chat_utils": {"resolve_hf_chat_template": HERE},
@@ -52,6 +59,7 @@ NAMES: dict[str, dict[str, str]] = {  # vLLM's module -> its name -> where that 
     ),
 }
 NAMES["vllm"] = {name: home for module in list(NAMES)[:6] for name, home in NAMES[module].items()}
+NAMES["vllm"] |= NAMES["vllm.pooling_params"]
 MODULES = {".".join(name.split(".")[:depth]) for name in NAMES for depth in range(1, name.count(".") + 2)}
 
 # %% ../nbs/97_as_vllm.ipynb #4876d102

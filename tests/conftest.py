@@ -21,9 +21,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    for item in items:  # with `pytest -n`: a file's tests share engines, so they stay together, but each notebook stands alone
-        alone = item.path.name == "test_notebooks.py"
-        item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else item.path.name))
+    for item in items:  # with `pytest -n`: a file's tests share engines and clusters, so they stay together
+        item.add_marker(pytest.mark.xdist_group(item.path.name))
+    if hasattr(config, "workerinput"):  # the longest file begins first
+        items.sort(key=lambda item: item.path.name != "test_notebooks.py")
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):

@@ -175,7 +175,7 @@ SAY = {"options": "6 length\n6 length\n2\n", "engine": "[1, 1, 2]\n", "prefix": 
     "name",
     [
         "options",
-        pytest.param("engine", marks=pytest.mark.xfail(strict=True, reason="add_cli_args returns None (notebook 01b)")),
+        "engine",
         "prefix",
     ],
 )
@@ -244,7 +244,6 @@ def test_lm_eval_finds_the_likelihoods_that_it_finds_with_transformers(evaluate:
             assert task == "perplexity" or bool(one[1]) == bool(other[1])
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="LLMEngine has no `model_config` yet (notebook 60)")
 def test_lm_eval_asks_the_engine_how_long_a_text_may_be(evaluate: Any) -> None:
     "Without max_model_len it reads `llm.llm_engine.model_config.max_model_len`."
     assert len(evaluate("vllm", "write", num_gpu_blocks_override=128)) == len(QUESTIONS)

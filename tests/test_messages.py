@@ -80,7 +80,7 @@ AGAIN: dict[ModuleType, set[str]] = {  # which tests run again: all but these
 for module, left_out in AGAIN.items():
     tests = {name: value for name, value in vars(module).items() if name.startswith("test_") and callable(value)}
     assert left_out <= set(tests), f"{module.__name__} has no {left_out - set(tests)}"
-    for name in set(tests) - left_out:
+    for name in sorted(set(tests) - left_out):
         globals()[f"{module.__name__}_{name.removeprefix('test_')}"] = tests[name]
 
 

@@ -75,7 +75,6 @@ def stream(llm: LLM, said: list[int], **params: Any) -> list[str]:
     return pieces
 
 
-EOS_TWICE = pytest.mark.xfail(strict=True, reason="EOS is said to be a stop token where it is both (notebook 60)")
 
 # Why a request ends (vLLM: stop_reason is the stop string or token id that was found, None for EOS and for a length)
 
@@ -109,7 +108,7 @@ def test_a_stop_string_or_the_length(llm: LLM, params: dict, text: str, why: tup
         ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "one two<|im_end|>", ("stop", None)),
         ({"ignore_eos": True}, "one two three", ("length", None)),
         ({"ignore_eos": True, "skip_special_tokens": False}, "one two<|im_end|> three", ("length", None)),
-        pytest.param({"stop_token_ids": [EOS]}, "one two", ("stop", None), marks=EOS_TWICE),
+        pytest.param({"stop_token_ids": [EOS]}, "one two", ("stop", None)),
         ({"ignore_eos": True, "stop_token_ids": [EOS]}, "one two", ("stop", EOS)),
         ({"ignore_eos": True, "skip_special_tokens": False, "stop": "<|im_end|>"}, "one two", ("stop", "<|im_end|>")),
         ({"detokenize": False}, "", ("stop", None)),

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['HEAD_FIRST', 'TILE', 'FUSED_UP_TO', 'bucket_by_length', 'Part', 'plan_part', 'TorchSDPABackend']
 
-# %% ../../nbs/21_cpu_attention.ipynb #36559e24
+# %% ../../nbs/21_cpu_attention.ipynb #f962426e
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .backend import AttentionBackend, AttentionMetadata
+from .backend import FLOAT8, AttentionBackend, AttentionMetadata, from_float8
 
 # %% ../../nbs/21_cpu_attention.ipynb #f3b565ea
 def bucket_by_length(seq_lens: torch.Tensor, smallest: int = 64, most: int = 1 << 16) -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ FUSED_UP_TO = 512  # gathered slots up to which one decoding sequence alone is q
 # %% ../../nbs/21_cpu_attention.ipynb #0014b551
 Job = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # `plan_part`'s rows, tokens, position
 
-# %% ../../nbs/21_cpu_attention.ipynb #2208943b
+# %% ../../nbs/21_cpu_attention.ipynb #df4f726d
 class TorchSDPABackend(AttentionBackend):
     """Pages gathered into buckets and tiles that torch multiplies in batches. Layers of one window share a step's plan.
 
@@ -81,6 +81,11 @@ class TorchSDPABackend(AttentionBackend):
     """
 
     name = "torch_sdpa"
+
+    @classmethod
+    def why_no_float8(cls, device, kv_cache_dtype):
+        "torch widens what was gathered."
+        return None
 
     @staticmethod
     def get_kv_cache_stride_order() -> tuple[int, ...]:
@@ -116,21 +121,22 @@ class TorchSDPABackend(AttentionBackend):
         for part in plan:
             kv = room[: page * len(part.pages)].view(2, self.num_kv_heads, len(part.pages), -1, self.head_size)
             kv = torch.index_select(pages, 2, part.pages, out=kv).view(2, self.num_kv_heads, -1, self.head_size)
+            kv = from_float8(kv, q.dtype) if kv.dtype in FLOAT8 else kv
             alone = part.tokens.numel() == 1 and kv.shape[2] <= FUSED_UP_TO
             run = self._alone if alone and self.window is None and self.soft_cap is None else self._together
             out[part.tokens] = run(q[part.tokens], kv, part)
-        return out
+        return out if self.v_scale == 1 else out.mul_(self.v_scale)
 
     def _alone(self, q: torch.Tensor, kv: torch.Tensor, part: Part) -> torch.Tensor:
         k, v = kv[:, None, :, : kv.shape[2] - len(part.stale)]
         q = q.view(1, self.num_kv_heads, -1, self.head_size)
-        return scaled_dot_product_attention(q, k, v, scale=self.scale).view(1, self.num_heads, self.head_size)
+        return scaled_dot_product_attention(q, k, v, scale=self.scale * self.k_scale).view(1, self.num_heads, self.head_size)
 
     def _together(self, q: torch.Tensor, kv: torch.Tensor, part: Part) -> torch.Tensor:
         (n, _, m, num_masked), heads = part.hidden.shape, self.num_kv_heads
         group, length = self.num_heads // heads, kv.shape[2] // n
         k, v = kv[0].view(heads * n, length, -1), kv[1].index_fill_(1, part.stale, 0).view(heads * n, length, -1)
-        q = (q.float() * self.scale).view(n, m, heads, group, -1).permute(2, 0, 3, 1, 4)
+        q = (q.float() * (self.scale * self.k_scale)).view(n, m, heads, group, -1).permute(2, 0, 3, 1, 4)
         q = q.reshape(heads * n, group * m, -1)
         scores = torch.bmm(q, k.float().transpose(1, 2))  # a bfloat16 product would round them to 8 bits
         if self.soft_cap is not None:

@@ -6,9 +6,10 @@
 __all__ = ['FAST', 'thread_num', 'num_threads', 'MAX_ARGUMENTS', 'compiled', 'array_at', 'load', 'store', 'exp', 'find_openmp',
            'arguments', 'Kernel']
 
-# %% ../../nbs/21b_numba_utils.ipynb #ae7b499d
+# %% ../../nbs/21b_numba_utils.ipynb #16d7bcc4
 import ctypes
 import math
+import os
 import struct
 import sys
 from collections.abc import Callable
@@ -23,16 +24,13 @@ import torch
 from numba import types
 from numba.extending import intrinsic, overload
 
-# %% ../../nbs/21b_numba_utils.ipynb #059d0659
+# %% ../../nbs/21b_numba_utils.ipynb #3760f6e7
 FAST: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
 
 
 def compiled(function: Callable, compiler: Callable = numba.njit) -> Any:
-    "`function`, compiled by Numba with our options, and kept on disk where that can be."
-    try:
-        return compiler(**FAST, cache=True)(function)
-    except RuntimeError:  # it has no file
-        return compiler(**FAST)(function)
+    "`function`, compiled by Numba with our options; a module's is kept on disk."
+    return compiler(**FAST, cache=os.path.exists(function.__code__.co_filename))(function)
 
 # %% ../../nbs/21b_numba_utils.ipynb #edfef927
 def _to_pointer(typing_context, address):
@@ -107,17 +105,13 @@ def exp(x):
     p = p * f + np.float32(1)
     return p * _float_of(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
 
-# %% ../../nbs/21b_numba_utils.ipynb #3fe2daa4
+# %% ../../nbs/21b_numba_utils.ipynb #cf37bba8
 @cache
 def find_openmp() -> ctypes.CDLL | None:
     "The OpenMP library whose threads torch uses, if it is GNU's; None: there are no threads for our kernels."
-    if sys.platform != "linux":
+    library = ctypes.CDLL(torch._C.__file__)  # its symbols, and those of the libraries that it was linked with
+    if sys.platform != "linux" or not hasattr(library, "GOMP_parallel"):
         return None
-    with open("/proc/self/maps") as maps:
-        path = next((line.split()[-1] for line in maps if "libgomp" in line), None)
-    if path is None:
-        return None
-    library = ctypes.CDLL(path)
     for name in ("omp_get_thread_num", "omp_get_num_threads"):  # so that compiled functions can call them
         llvmlite.binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]

@@ -60,7 +60,7 @@ def load_rows(cache, slots, dims, key, end, CHECK: tl.constexpr, HEAD_SIZE: tl.c
         return tl.load(rows, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
     return tl.load(rows)
 
-# %% ../../nbs/23_triton_attention.ipynb #53c2f8b0
+# %% ../../nbs/23_triton_attention.ipynb #589fe06f
 @triton.jit
 def attend_tile(
     acc, largest, total, q, k_cache, v_cache, table, start, end, position, dims, scale, soft_cap,
@@ -76,7 +76,7 @@ def attend_tile(
     key = start + tl.arange(0, TILE)
     block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
     slots = block * page_stride + key % BLOCK_SIZE * slot_stride
-    k = load_rows(k_cache, slots, dims, key, end, CHECK=CHECK, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED)
+    k = load_rows(k_cache, slots, dims, key, end, CHECK=CHECK, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED).to(q.dtype)
     scores = dot(q, tl.trans(k)) * scale
     if SOFT_CAP:
         scores = soft_cap * (2 * tl.sigmoid(2 * scores / soft_cap) - 1)
@@ -90,7 +90,7 @@ def attend_tile(
     if CHECK:
         base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
     weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(largest - base)
-    v = load_rows(v_cache, slots, dims, key, end, CHECK=CHECK, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED)
+    v = load_rows(v_cache, slots, dims, key, end, CHECK=CHECK, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED).to(q.dtype)
     acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
     return acc, new, total * shrink + tl.sum(weights, 1)
 
@@ -245,7 +245,7 @@ def num_splits(num_programs: int, device: DeviceProperties, most: int) -> int:
     wanted = max(1, 8 * device.num_sms // num_programs)
     return min(most, 1 << (wanted.bit_length() - 1))
 
-# %% ../../nbs/23_triton_attention.ipynb #278972cf
+# %% ../../nbs/23_triton_attention.ipynb #7878f43e
 def attend_gathered(
     q: torch.Tensor,  # [query_len, num_heads, head_size]: the new tokens of one sequence
     kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
@@ -256,13 +256,13 @@ def attend_gathered(
     query_len, block_size = len(q), kv_cache.shape[2]
     behind = 0 if window is None else max(0, seq_len - query_len + 1 - window) // block_size  # pages that are gone
     pages, length = block_table[behind : -(-seq_len // block_size)], seq_len - behind * block_size
-    kv = kv_cache[:, pages].flatten(1, 2)[:, :length].repeat_interleave(q.shape[1] // kv_cache.shape[3], 2)
+    kv = kv_cache[:, pages].to(q.dtype).flatten(1, 2)[:, :length].repeat_interleave(q.shape[1] // kv_cache.shape[3], 2)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, *kv))  # [1, num_heads, tokens, head_size]
     whole = query_len == seq_len and window is None
     mask = None if whole else visible(query_len, length, window, q.device)
     return scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale)[0].transpose(0, 1)
 
-# %% ../../nbs/23_triton_attention.ipynb #65c91834
+# %% ../../nbs/23_triton_attention.ipynb #7e59ec67
 class TritonBackend(AttentionBackend):
     """This chapter's kernels. Decodes go through splits of their keys, everything else through large tiles.
 
@@ -289,6 +289,13 @@ class TritonBackend(AttentionBackend):
             return f"{dtype} is none of float16, bfloat16, float32"
         return f"head_size={head_size} is more than 256" if head_size > 256 else None
 
+    @classmethod
+    def why_no_float8(cls, device, kv_cache_dtype):
+        "Triton widens e4m3 where the GPU can: with a compute capability of 8.9 or more. e5m2 are the upper bits of a float16."
+        if kv_cache_dtype == torch.float8_e5m2 or (found := get_device_properties().capability) >= (8, 9):
+            return None
+        return f"kv_cache_dtype=fp8_e4m3 needs compute capability 8.9, this GPU has {found[0]}.{found[1]}: try fp8_e5m2"
+
     @staticmethod
     def get_kv_cache_stride_order():
         "In memory a page of one KV head is one piece: what a program reads of it lies together."
@@ -308,8 +315,8 @@ class TritonBackend(AttentionBackend):
         elif rest:
             for i in range(n, len(meta.seq_lens)):
                 new, seq_len = slice(*meta.query_start_loc_cpu[i : i + 2].tolist()), int(meta.seq_lens_cpu[i])
-                out[new] = attend_gathered(q[new], kv_cache, meta.block_table[i], seq_len, self.scale, self.window)
-        return out
+                out[new] = attend_gathered(q[new], kv_cache, meta.block_table[i], seq_len, self.scale * self.k_scale, self.window)
+        return out if self.v_scale == 1 else out.mul_(self.v_scale)
 
     def _launch(self, q, kv_cache, meta: AttentionMetadata, out, seqs: slice, num_tokens: int, decode: bool) -> None:
         device, group = self.device, self.group
@@ -317,6 +324,6 @@ class TritonBackend(AttentionBackend):
         splits = num_splits(num_tokens * self.num_heads // group, device, self.max_splits) if decode else 1
         launch_attention(
             q, kv_cache, out, meta.block_table[seqs], meta.query_start_loc[seqs.start :], meta.seq_lens[seqs],
-            num_tokens, tiles, scale=self.scale, window=self.window, soft_cap=self.soft_cap,
+            num_tokens, tiles, scale=self.scale * self.k_scale, window=self.window, soft_cap=self.soft_cap,
             group=group, decode=decode, splits=splits,
         )  # fmt: skip

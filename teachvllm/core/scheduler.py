@@ -119,7 +119,7 @@ def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
         return SequenceStatus.FINISHED_LENGTH_CAPPED
     return None
 
-# %% ../../nbs/12_scheduler.ipynb #627f1938
+# %% ../../nbs/12_scheduler.ipynb #6dc57174
 class Scheduler:
     """Continuous batching with chunked prefill, over paged blocks.
 
@@ -476,6 +476,19 @@ class Scheduler:
         if not sampled or self.num_virtual_engines > 1:  # of a pipeline only the last stage has sampled it
             self._next.new_token_ids[seq.seq_id] = token_id
 
+    def finish_pooled(self, pooled: dict[int, list[float]]) -> None:
+        "Sequences (by seq_id) that sample nothing are complete: all that was asked of them is a vector; empty: there were NaNs."
+        nan = "the model's hidden states are not numbers (NaN): its weights or its dtype are at fault"
+        for seq_id, vector in pooled.items():
+            if seq_id not in self.seqs:  # it was aborted while the step was under way
+                continue
+            group, seq = self.seqs[seq_id]
+            if vector:
+                self._release(group, seq, SequenceStatus.FINISHED_STOPPED)
+                self.report(group, seq, [], vector=vector)
+            else:
+                self.finish_with_error(group, nan)
+
     def fork_seq(self, group: SequenceGroup, parent: Sequence) -> Sequence:
         "A new sequence of the group that shares all of `parent`'s blocks."
         child = group.fork(parent, next(self._seq_ids))
@@ -485,11 +498,12 @@ class Scheduler:
         return child
 
     def report(
-        self, group: SequenceGroup, seq: Sequence, new_token_ids: list[int], scores: list[TokenLogprobs] | None = None
-    ) -> None:
-        "Tell the front of a sequence's new tokens, and of its end if it has ended."
+        self, group: SequenceGroup, seq: Sequence, new_token_ids: list[int], scores: list[TokenLogprobs] | None = None,
+        vector: list[float] | None = None,
+    ) -> None:  # fmt: skip
+        "Tell the front of a sequence's new tokens, or of its vector, and of its end if it has ended."
         status, first = seq.status, seq.get_len() == seq.num_prompt_tokens + len(new_token_ids)
-        output = EngineCoreOutput(group.request_id, seq.index, new_token_ids)
+        output = EngineCoreOutput(group.request_id, seq.index, new_token_ids, pooling_output=vector)
         if group.num_logprobs is not None:
             output.cumulative_logprob, output.new_logprobs = seq.cumulative_logprob, scores
         if status.finished:

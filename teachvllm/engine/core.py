@@ -29,7 +29,7 @@ from ..trace import StepTrace, Trace
 # %% ../../nbs/52_engine_core.ipynb #2ee5c36f
 logger = logging.getLogger("teachvllm")
 
-# %% ../../nbs/52_engine_core.ipynb #50ed9aba
+# %% ../../nbs/52_engine_core.ipynb #1ce119d7
 def make_group(scheduler: Scheduler, request: EngineCoreRequest, max_model_len: int) -> SequenceGroup:
     "The sequence group that a request becomes in the core."
     params, beam = request.sampling_params, request.beam_search_params
@@ -37,6 +37,8 @@ def make_group(scheduler: Scheduler, request: EngineCoreRequest, max_model_len: 
     seq = scheduler.make_seq(request.prompt_token_ids, request.seed, max_len)
     group = SequenceGroup(request.request_id, seq, params, frozenset(request.stop_token_ids), request.priority)
     group.num_logprobs = params.logprobs
+    if request.pooling_params is not None:
+        group.num_samples = 0
     if params.prompt_logprobs is not None:
         group.prompt_logprobs = []
         seq.block_hashes = [seq.seq_id.to_bytes(8, "big")]  # no other request's blocks begin like that: all is computed
@@ -156,7 +158,7 @@ class StepRecorder:
                 trace.finished.append(name)
                 trace.token_ids[name] = list(seq.token_ids)
 
-# %% ../../nbs/52_engine_core.ipynb #339dd0f0
+# %% ../../nbs/52_engine_core.ipynb #3aa0a91e
 class EngineCore:
     """A scheduler, and an executor that carries its steps out. Requests go in and tokens come out, as messages.
 
@@ -265,6 +267,8 @@ class EngineCore:
             sampled = self.executor.collect()
         self.in_flight.popleft()
         arrived = time.perf_counter()
+        if sampled.pooled:  # an engine for embeddings
+            step.scheduler.finish_pooled(sampled.pooled)
         outputs = EngineCoreOutputs(step.scheduler.update_from_output(sampled))
         if self.stat_logger:
             self.stat_logger.step(step.out, len(sampled.seq_ids), self.get_stats)

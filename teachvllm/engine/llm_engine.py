@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['init_logger', 'LLMEngine']
 
-# %% ../../nbs/60_llm_engine.ipynb #13df2f06
+# %% ../../nbs/60_llm_engine.ipynb #52aa8b98
 import logging
 import os
 import random
@@ -15,7 +15,7 @@ from dataclasses import replace
 from threading import RLock
 from typing import Any
 
-from ..arg_utils import EngineArgs
+from ..arg_utils import EngineArgs, find_pooler_config
 from ..config import VllmConfig, require
 from .core import InprocClient
 from .output_processor import OutputProcessor
@@ -23,9 +23,8 @@ from ..executor.executor_base import ExecutorBase, HoldInterrupts, get_executor_
 from ..executor.multiproc_executor import to_bytes
 from ..inputs import InputProcessor, Prompt, get_eos_token_ids, get_tokenizer
 from ..messages import EngineCoreRequest
-from ..outputs import RequestOutput
 from ..plugins import load_general_plugins
-from ..sampling_params import BeamSearchParams, SamplingParams
+from ..sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ..trace import StepTrace, Trace
 
 # %% ../../nbs/60_llm_engine.ipynb #5e7a1601
@@ -49,7 +48,7 @@ def check_picklable(name: str, value: Any) -> None:
     except Exception as error:
         raise ValueError(f"{name} cannot be sent to the workers' processes: {error}") from error
 
-# %% ../../nbs/60_llm_engine.ipynb #26b9a9de
+# %% ../../nbs/60_llm_engine.ipynb #91eb5129
 class LLMEngine:
     """Takes requests, runs steps, gives outputs. It has an input processor, an output processor, and a client of the core.
 
@@ -70,8 +69,9 @@ class LLMEngine:
         how = model.trust_remote_code, model.tokenizer_mode
         self.output_processor = OutputProcessor(None)
         self.set_tokenizer(None if model.skip_tokenizer_init else get_tokenizer(model.tokenizer, *how))
+        self.pooler_config = find_pooler_config(model.hf_config)  # None: it generates text
         self.trace: Trace | None = None
-        self._outputs: list[RequestOutput] = []  # made, and not given out yet
+        self._outputs: list[Any] = []  # made, and not given out yet
         self._random = random.Random(model.seed)  # gives a seed to each request that brings none
         self.engine_core = client_class(vllm_config, executor_class, log_stats)
 
@@ -92,7 +92,7 @@ class LLMEngine:
         return cls(config, get_executor_class(config), log_stats=not engine_args.disable_log_stats)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, priority: int = 0
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams | PoolingParams, priority: int = 0
     ) -> None:
         """Queue a prompt (text, ids, or a dict with `prompt` or `prompt_token_ids`); `ValueError` if it can never run.
 
@@ -115,8 +115,13 @@ class LLMEngine:
                 raise
 
     def _make_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, priority: int
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams | PoolingParams, priority: int
     ) -> tuple[EngineCoreRequest, str | None]:
+        self.check_task(params)
+        if isinstance(params, PoolingParams):
+            nothing = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            text, token_ids = self.input_processor(prompt, nothing)
+            return EngineCoreRequest(request_id, token_ids, nothing, 0, [], priority, pooling_params=replace(params)), text
         beam = replace(params) if isinstance(params, BeamSearchParams) else None  # a copy: the user may change it
         params = params.sampling_params() if isinstance(params, BeamSearchParams) else replace(params)
         if params.logits_processors:  # vLLM's rule for functions that remember something: each request has its own
@@ -131,6 +136,13 @@ class LLMEngine:
         stop_token_ids = sorted(eos.union(params.stop_token_ids))
         return EngineCoreRequest(request_id, token_ids, params, seed, stop_token_ids, priority, beam), text
 
+    def check_task(self, params: Any) -> None:
+        "Raise `ValueError` if requests of this kind are not what the engine was made for."
+        task = self.pooler_config.task if self.pooler_config else "generate"
+        does = "generates text" if task == "generate" else "gives vectors and no text"
+        hint = 'task="embed" gives vectors' if task == "generate" else 'task="generate" gives text'
+        require(isinstance(params, PoolingParams) == (task != "generate"), f'task="{task}": this engine {does}; {hint}')
+
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         "End requests wherever they are, with no output; ids that are unknown or finished are passed over."
         with self._lock, HoldInterrupts():
@@ -139,8 +151,8 @@ class LLMEngine:
             self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
             self.engine_core.abort_requests([(request_id, None) for request_id in request_ids])
 
-    def step(self) -> list[RequestOutput]:
-        """One pass of the model, and what it brought the users.
+    def step(self) -> list[Any]:
+        """One pass of the model, and what it brought the users: `RequestOutput`s, or `PoolingRequestOutput`s.
 
         If the step fails, also by Ctrl-C, its exception is raised, and the next call returns the requests that were in it
         as finished, with `finish_reason="error"`. The others go on.
@@ -152,7 +164,7 @@ class LLMEngine:
             outputs, self._outputs = self._outputs, []
             return outputs
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> list[Any]:
         states = dict(self.output_processor.request_states) if self.trace else {}
         arrived = self.engine_core.get_output()
         begin = time.perf_counter()

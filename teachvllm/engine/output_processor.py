@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['stop_string_at', 'make_logprobs', 'SequenceState', 'RequestState', 'OutputProcessor']
 
-# %% ../../nbs/59_output_processor.ipynb #cc7af7e7
+# %% ../../nbs/59_output_processor.ipynb #0a7661fe
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from ..inputs import IncrementalDetokenizer
 from ..messages import EngineCoreOutput, EngineCoreRequest, TokenLogprobs
-from ..outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from ..outputs import CompletionOutput, Logprob, PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 
 # %% ../../nbs/59_output_processor.ipynb #a4a3de48
@@ -107,7 +107,7 @@ class SequenceState:
             finish_reason=self.finish_reason, stop_reason=self.stop_reason,
         )  # fmt: skip
 
-# %% ../../nbs/59_output_processor.ipynb #3c04aa28
+# %% ../../nbs/59_output_processor.ipynb #08eebb8a
 class RequestState:
     "What the front knows of a request: its sequences by index, and when things happened. vLLM V1: `RequestState`."
 
@@ -117,6 +117,7 @@ class RequestState:
         self.metrics = RequestMetrics(time.monotonic())
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.pooled: list[float] = []
         self.seqs = {} if request.beam_search_params else {0: self._new_seq()}
 
     def _new_seq(self) -> SequenceState:
@@ -134,6 +135,7 @@ class RequestState:
         if news.index not in self.seqs:
             self.seqs[news.index] = self._new_seq()
         must_abort = self.seqs[news.index].add(news)
+        self.pooled = news.pooling_output or []
         if news.new_token_ids:
             metrics.first_token_time = metrics.first_token_time or now
         if news.first_scheduled_time is not None:
@@ -156,9 +158,15 @@ class RequestState:
                 seq.finish_reason, seq.stop_reason = "error", message
         self.finished, self.metrics.finished_time = True, time.monotonic()
 
-    def make_output(self) -> RequestOutput:
-        "What the user gets now, by the request's `output_kind`."
+    def make_output(self) -> Any:
+        "What the user gets now, by the request's `output_kind`: a `RequestOutput`, or a `PoolingRequestOutput`."
         params = self.request.sampling_params
+        if self.request.pooling_params is not None:
+            import torch  # only such an engine's front needs it
+
+            request, error = self.request, self.seqs[0].stop_reason
+            vector = PoolingOutput(torch.tensor(self.pooled, dtype=torch.float32))
+            return PoolingRequestOutput(request.request_id, vector, request.prompt_token_ids, self.finished, error)
         seqs, delta = list(self.seqs.values()), params.output_kind is RequestOutputKind.DELTA
         if params.num_seqs > params.n:  # best_of: the likeliest n, the best first
             seqs = sorted(seqs, key=lambda seq: -(seq.cumulative_logprob or 0.0))[: params.n]
@@ -173,7 +181,7 @@ class RequestState:
             metrics=self.metrics, num_cached_tokens=self.num_cached_tokens,
         )  # fmt: skip
 
-# %% ../../nbs/59_output_processor.ipynb #b4fd9b78
+# %% ../../nbs/59_output_processor.ipynb #52737f56
 class OutputProcessor:
     "The requests of an engine as their users see them. vLLM V1: `v1/engine/output_processor.py`."
 
@@ -190,7 +198,7 @@ class OutputProcessor:
         for request_id in request_ids:
             self.request_states.pop(request_id, None)
 
-    def process_outputs(self, news: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[tuple[str, int | None]]]:
+    def process_outputs(self, news: Iterable[EngineCoreOutput]) -> tuple[list[Any], list[tuple[str, int | None]]]:
         "A step's news: what the users get, and the sequences (request id, index; None: all of them) that the core must end."
         aborts: list[tuple[str, int | None]] = []
         changed: dict[str, RequestState] = {}

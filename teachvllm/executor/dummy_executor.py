@@ -47,11 +47,12 @@ def traced_work(step: StepTrace) -> np.ndarray:
     num_swapped = len(step.swapped_out_blocks) + len(step.swapped_in_blocks)
     return step_work(scheduled, len(step.copied_blocks), num_swapped)
 
-# %% ../../nbs/51_simulator.ipynb #0c1e46d7
+# %% ../../nbs/51_simulator.ipynb #594f3e73
 def block_bytes(vllm_config: VllmConfig) -> int:
     "Bytes of a KV block of the model, over all layers."
     model, size = vllm_config.model_config, vllm_config.cache_config.block_size
-    spec = KVCacheSpec(model.num_kv_heads, model.head_size, model.dtype)
+    dtype = vllm_config.cache_config.torch_dtype(model.dtype)
+    spec = KVCacheSpec(model.num_kv_heads, model.head_size, dtype)
     return model.num_layers * spec.page_bytes(size)
 
 # %% ../../nbs/51_simulator.ipynb #6d95ae8a
@@ -145,7 +146,7 @@ def invented_logprobs(
     rows = zip(logprobs[:, 0].tolist(), ids.tolist(), logprobs[:, :num_top].tolist(), strict=True)
     return [(own, list(zip(top_ids, top_logprobs, strict=True))) for own, top_ids, top_logprobs in rows]
 
-# %% ../../nbs/51_simulator.ipynb #8c93e3f5
+# %% ../../nbs/51_simulator.ipynb #306e2ed2
 class DummyWorker:
     "Has the methods of a `Worker` and computes nothing: it counts tokens and makes some up."
 
@@ -164,7 +165,8 @@ class DummyWorker:
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         "What each layer of the model would keep of a token."
         model = self.config.model_config
-        spec = KVCacheSpec(model.num_kv_heads, model.head_size, model.dtype, model.sliding_window)
+        dtype = self.config.cache_config.torch_dtype(model.dtype)
+        spec = KVCacheSpec(model.num_kv_heads, model.head_size, dtype, model.sliding_window)
         return {f"layers.{i}": spec for i in range(model.num_layers)}
 
     def determine_num_available_blocks(self) -> tuple[int, int]:

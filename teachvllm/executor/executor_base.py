@@ -155,7 +155,7 @@ class ExecutorBase(ABC):
     def shutdown(self) -> None:
         "Let the workers go. May be called twice."
 
-# %% ../../nbs/50_executor.ipynb #0179fa6b
+# %% ../../nbs/50_executor.ipynb #1a88e4ab
 class UniProcExecutor(ExecutorBase):
     """One worker, in this process: a call is a plain call. vLLM: `executor/uniproc_executor.py`.
 
@@ -175,7 +175,9 @@ class UniProcExecutor(ExecutorBase):
     def collective_rpc(
         self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
     ) -> list[Any]:
-        "`timeout` is not watched: the call runs in the caller's own thread."
+        "`timeout` is not watched: the call runs in the caller's own thread (but torch's profiler in that of the steps)."
+        if self.thread and method in ("start_profile", "stop_profile") and self.driver_worker:
+            return [self.thread.submit(self.driver_worker.execute_method, method).result()]
         with self.lock:
             if self.driver_worker is None:
                 raise ValueError("the engine is closed")

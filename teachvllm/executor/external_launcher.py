@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['ExecutorWithExternalLauncher']
 
-# %% ../../nbs/50c_external_launcher.ipynb #348f0af2
+# %% ../../nbs/50c_external_launcher.ipynb #15cfc931
 import os
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from ..core.scheduler import SchedulerOutput
 from .executor_base import EngineDeadError, UniProcExecutor
 from ..model_executor.sampler import ModelRunnerOutput
 
-# %% ../../nbs/50c_external_launcher.ipynb #3bc8f238
+# %% ../../nbs/50c_external_launcher.ipynb #dad057cf
 class ExecutorWithExternalLauncher(UniProcExecutor):
     """One of several engines that decide the same, each with one worker of the group, in a process that torchrun started.
 
@@ -60,7 +61,8 @@ class ExecutorWithExternalLauncher(UniProcExecutor):
     def submit(self, out: SchedulerOutput) -> None:
         "As every executor; `ValueError` if the ranks were given different prompts or parameters."
         if out.new_seqs:
-            digests = self._gather([zlib.crc32(repr(out.new_seqs).encode())])
+            plain = [replace(seq, sampling_params=replace(seq.sampling_params, logits_processors=None)) for seq in out.new_seqs]
+            digests = self._gather([zlib.crc32(repr(plain).encode())])  # a function's address is no process's but its own
             same = all(digest == digests[0] for digest in digests)
             require(same, "the ranks were given different prompts or parameters: give all of them the same, in one order")
         super().submit(out)

@@ -10,7 +10,7 @@ __all__ = ['ACTIVATIONS', 'WeightsError', 'default_weight_loader', 'set_weight_a
            'VocabParallelEmbedding', 'ParallelLMHead', 'RMSNorm', 'get_act_fn', 'ActAndMul', 'Attention',
            'attention_layers', 'config_field']
 
-# %% ../../nbs/31_layers.ipynb #4198496c
+# %% ../../nbs/31_layers.ipynb #17d99c04
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..attention.backend import AttentionBackend, AttentionMetadata, KVCacheSpec
+from ..attention.backend import FLOAT8, AttentionBackend, AttentionMetadata, KVCacheSpec, to_float8
 from ..config import defined_fields, require
 from ..distributed.parallel_state import ParallelState
 
@@ -117,17 +117,18 @@ class UnquantizedLinearMethod(LinearMethod):
             return F.linear(x, layer.weight, layer.bias)
         return packed_linear(x, layer.packed, layer.bias)
 
-# %% ../../nbs/31_layers.ipynb #95c9318f
+# %% ../../nbs/31_layers.ipynb #c7ca0d5d
 @dataclass(frozen=True)
 class ModelContext:
     "What a model's layers must know of the engine they are in. Handed to `model_class(hf_config, context)`."
 
     attn_backend: type[AttentionBackend]
     block_size: int  # tokens in a KV block
-    dtype: torch.dtype  # of weights, activations and KV cache
+    dtype: torch.dtype  # of weights and activations
     quant_config: Any = None  # its `get_quant_method(layer)` gives a layer's `LinearMethod`; None: plain weights
     parallel: ParallelState = ParallelState()  # the other workers that have a part of this model; default: none
     max_model_len: int | None = None  # tokens of the longest text that is served; None: as many as the model has positions
+    kv_cache_dtype: torch.dtype | None = None  # None: `dtype`
 
 
 class LinearBase(nn.Module):
@@ -431,7 +432,7 @@ class ActAndMul(nn.Module):
         gate, up = x.chunk(2, dim=-1)
         return self.act(gate) * up
 
-# %% ../../nbs/31_layers.ipynb #c399030a
+# %% ../../nbs/31_layers.ipynb #ae7978c1
 class Attention(nn.Module):
     """The attention of one layer: write the new keys and values, then attend. vLLM: `attention/layer.py`.
 
@@ -450,14 +451,20 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.backend = context.attn_backend(num_heads, head_size, num_kv_heads, scale, window, soft_cap)
-        self.kv_cache_spec = KVCacheSpec(num_kv_heads, head_size, str(context.dtype).removeprefix("torch."), window)
+        dtype = str(context.kv_cache_dtype or context.dtype).removeprefix("torch.")
+        self.kv_cache_spec = KVCacheSpec(num_kv_heads, head_size, dtype, window)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
         "q [num_tokens, num_heads, head_size], k and v with num_kv_heads -> [num_tokens, num_heads * head_size]."
-        self.backend.do_kv_cache_update(k, v, kv_cache, meta)
-        return self.backend.forward(q, kv_cache, meta).flatten(1)
+        backend = self.backend
+        if kv_cache.dtype in FLOAT8:  # bytes are stored: how numbers lie in memory is the backend's, what they are is not
+            k, v = to_float8(k, kv_cache.dtype, backend.k_scale), to_float8(v, kv_cache.dtype, backend.v_scale)
+            backend.do_kv_cache_update(k.view(torch.uint8), v.view(torch.uint8), kv_cache.view(torch.uint8), meta)
+        else:
+            backend.do_kv_cache_update(k, v, kv_cache, meta)
+        return backend.forward(q, kv_cache, meta).flatten(1)
 
 
 def attention_layers(model: nn.Module) -> dict[str, Attention]:

@@ -91,7 +91,7 @@ def yarn_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Tenso
         scale = magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1)
     return inv_freq / factor * squeezed + inv_freq * (1 - squeezed), scale
 
-# %% ../../nbs/31a_rotary_embedding.ipynb #2c7b37d8
+# %% ../../nbs/31a_rotary_embedding.ipynb #d600ff3a
 def longrope_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
     """LongRoPE (Ding et al. 2024): a factor for each pair of dimensions, from one of two lists; cosine and sine grow.
 
@@ -99,7 +99,8 @@ def longrope_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.T
     """
     wavelengths = rope["rope_theta"] ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
     trained_for, factor, scale = rope["original_max_position_embeddings"], rope["factor"], rope.get("attention_factor")
-    squeezed = torch.tensor(rope["long_factor" if rope["max_position"] > trained_for else "short_factor"])
+    of = rope["long_factor" if rope["max_position"] > trained_for else "short_factor"]
+    squeezed = torch.tensor(of, dtype=torch.float32)  # the default dtype is the model's, which is too coarse
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(trained_for)) if factor > 1 else 1.0
     return 1.0 / (squeezed * wavelengths), scale

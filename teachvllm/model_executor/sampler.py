@@ -150,7 +150,7 @@ def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int, rows:
         parts.append((chosen[:, 0], top.indices, top.values, (logprobs >= chosen).sum(-1)))
     return LogprobsTensors(rows, *map(torch.cat, zip(*parts, strict=True)))
 
-# %% ../../nbs/32_sampler.ipynb #c6bb457d
+# %% ../../nbs/32_sampler.ipynb #01d7b0e5
 class Sampler:
     """Greedy, temperature, top_k, top_p and min_p; one random number a row, drawn by `uniform_noise`.
 
@@ -179,7 +179,7 @@ class Sampler:
             if len(rows) and (filtered or not self.fused):
                 probs = logits[rows].div_(meta.temperature[rows, None]).softmax(-1)
                 chosen = sample_filtered(probs, meta, rows) if filtered else inverse_cdf(probs, meta.uniform[rows])
-                ids[rows] = torch.where(ids[rows] < 0, -1, chosen)
+                ids[rows] = torch.where((ids[rows] < 0) | probs[:, 0].isnan(), -1, chosen)  # infinite logits make NaN of all
         if not len(meta.scored_rows):
             return ids, None
         raw = logits[meta.scored_rows] if raw is None else raw
@@ -191,7 +191,7 @@ class Sampler:
         ids = logits.argmax(-1)
         return torch.where(logits.gather(1, ids[:, None])[:, 0].isnan(), -1, ids)
 
-# %% ../../nbs/32_sampler.ipynb #1427a405
+# %% ../../nbs/32_sampler.ipynb #f7fb9066
 @dataclass
 class ModelRunnerOutput:
     """A step's new tokens as plain data, for the engine. vLLM: `ModelRunnerOutput` in `v1/outputs.py`.
@@ -208,8 +208,10 @@ class ModelRunnerOutput:
     errors: dict[int, str] = field(default_factory=dict, repr=False)  # entry -> what is wrong, should its id be -1
     # seq_id -> `TokenLogprobs` of the prompt's tokens that were scored in this step, in their order
     prompt_logprobs: dict[int, list[tuple[float, int, list[tuple[int, float]]]]] = field(default_factory=dict, repr=False)
+    # seq_id -> the vector of a sequence that samples nothing (chapter 32c); empty if there are NaNs in it
+    pooled: dict[int, list[float]] = field(default_factory=dict, repr=False)
 
-# %% ../../nbs/32_sampler.ipynb #597f249a
+# %% ../../nbs/32_sampler.ipynb #18614b73
 @dataclass
 class SamplerOutput:
     "A step's new tokens, one for each of `seq_ids`, on the device or on their way to the host."
@@ -220,6 +222,7 @@ class SamplerOutput:
     arrived: Any = None  # the CUDA event after `start_copy`; None: nothing to wait for
     errors: dict[int, str] = field(default_factory=dict)  # see `ModelRunnerOutput`
     prompt_logprobs: LogprobsTensors | None = None  # its `rows` are sequence ids
+    pooled: torch.Tensor | None = None  # [len(seq_ids), n] float32: vectors, and then no tokens (chapter 32c)
 
     def start_copy(self) -> "SamplerOutput":
         "The same on its way to the host, in pinned memory. The caller does not wait."
@@ -229,13 +232,18 @@ class SamplerOutput:
         for logprobs in (self.logprobs, self.prompt_logprobs):
             there = logprobs is not None
             scores.append(LogprobsTensors(*(x.to("cpu", non_blocking=True) for x in vars(logprobs).values())) if there else None)
+        pooled = None if self.pooled is None else self.pooled.to("cpu", non_blocking=True)
         event = torch.cuda.current_stream().record_event()
-        return SamplerOutput(self.seq_ids, token_ids, scores[0], event, self.errors, scores[1])
+        return SamplerOutput(self.seq_ids, token_ids, scores[0], event, self.errors, scores[1], pooled)
 
     def to_model_runner_output(self) -> ModelRunnerOutput:
         "Waits until the copy has arrived, and not for what the device does after it."
         if self.arrived is not None:
             self.arrived.synchronize()
+        if self.pooled is not None:
+            whole = [] if self.pooled.isnan().any() else self.pooled.tolist()
+            vectors = whole or [[] if row.isnan().any() else row.tolist() for row in self.pooled]
+            return ModelRunnerOutput([], [], pooled=dict(zip(self.seq_ids, vectors, strict=True)))
         out = ModelRunnerOutput(self.seq_ids, self.token_ids.tolist(), errors=self.errors)
         if self.logprobs is not None:
             for row, (logprob, rank, top) in zip(self.logprobs.rows.tolist(), self.logprobs.tolists(), strict=True):

@@ -6,7 +6,7 @@
 __all__ = ['InputBatch', 'Batch', 'prompt_rows', 'PackedArrays', 'to_device', 'sampling_inputs', 'sampling_metadata',
            'dummy_batch', 'find_fused_sampler', 'ModelRunner']
 
-# %% ../../nbs/41_model_runner.ipynb #69439998
+# %% ../../nbs/41_model_runner.ipynb #77972a05
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..arg_utils import find_pooler_config
 from ..attention.backend import AttentionMetadata, KVCacheSpec
 from ..config import VllmConfig
 from ..core.block_manager import num_blocks_for
@@ -23,6 +24,7 @@ from ..distributed.parallel_state import ParallelState
 from ..model_executor.layers import Attention, attention_layers
 from ..model_executor.loader import get_model, make_context
 from ..model_executor.logits_processors import LogitsProcessors
+from ..model_executor.pooler import Pooler
 from ..model_executor.sampler import MAX_CANDIDATES, MAX_LOGITS, LogprobsTensors, Sampler, SamplerOutput
 from ..model_executor.sampler import SamplingMetadata, gather_logprobs, uniform_noise
 from ..sampling_params import SamplingParams
@@ -34,7 +36,7 @@ def num_likeliest(asked: int | None, vocab_size: int) -> int:
     "How many of the likeliest tokens are asked for: -1 is all of them."
     return vocab_size if asked == -1 else asked or 0
 
-# %% ../../nbs/41_model_runner.ipynb #0badf522
+# %% ../../nbs/41_model_runner.ipynb #44f71a4f
 class InputBatch:
     """The worker's own copy of every running sequence, kept from step to step.
 
@@ -116,8 +118,7 @@ class InputBatch:
         self.stop_token_ids[slot] = banned = params.all_stop_token_ids or new.stop_token_ids
         max_len = self.token_ids.shape[1]
         self.min_len[slot] = new.num_prompt_tokens + min(params.min_tokens, max_len) if banned else 0
-        longest = min(max_len, new.num_prompt_tokens + (params.max_tokens or max_len))
-        self.logits_processors.add(slot, params, new.token_ids, new.num_prompt_tokens, longest)
+        self.logits_processors.add(slot, params, new.token_ids, new.num_prompt_tokens)
         if new.prompt_logprobs_from is not None and new.prompt_logprobs_from < new.num_prompt_tokens:
             num_top = num_likeliest(params.prompt_logprobs, vocab_size)
             self.prompt_logprobs[slot] = new.prompt_logprobs_from, new.num_prompt_tokens, num_top
@@ -136,7 +137,7 @@ class InputBatch:
         self.num_tokens[sampled] += 1
         self.num_samples[sampled] = 1
 
-# %% ../../nbs/41_model_runner.ipynb #0af02e0b
+# %% ../../nbs/41_model_runner.ipynb #c0b2b0f5
 class Batch:
     """One step's flat batch, gathered from the slots of an `InputBatch`: numpy arrays on the host.
 
@@ -168,7 +169,7 @@ class Batch:
         self.block_table = state.block_table[self.req_indices, : num_blocks_for(int(self.seq_lens.max()), block_size)]
 
         done = self.seq_lens == state.num_tokens[self.req_indices]  # all tokens are computed: the next can be sampled
-        indices = self.req_indices[done]
+        self.done, indices = done, self.req_indices[done]
         times = state.num_samples[indices]
         self.logits_indices = np.repeat(self.query_start_loc[1:][done] - 1, times)
         self.sample_indices = np.repeat(indices, times)
@@ -267,7 +268,7 @@ def sampling_metadata(
     banned = (x["banned_rows"], x["banned_ids"]) if len(x["banned_rows"]) and not process else None
     return SamplingMetadata(greedy, **fields, num_top=num_top, banned=banned, process=process, may_sort=may_sort)
 
-# %% ../../nbs/41_model_runner.ipynb #4d5ba984
+# %% ../../nbs/41_model_runner.ipynb #52b86edb
 def dummy_batch(
     config: VllmConfig,
     max_num_tokens: int | None = None,  # default: as many as a step may have
@@ -292,8 +293,9 @@ def dummy_batch(
     scheduled = [1] * num_decodes + [len(chunk) for chunk in chunks]
     blocks = [0] * num_blocks_for(max(lengths), config.cache_config.block_size)
     params = SamplingParams(top_p=0.99, top_k=vocab_size - 1)
+    num_samples = find_pooler_config(config.model_config.hf_config) is None
     new = [
-        NewSequenceData(i, [0] * length, length, length - now, blocks, params, [], 0)
+        NewSequenceData(i, [0] * length, length, length - now, blocks, params, [], 0, int(num_samples))
         for i, (length, now) in enumerate(zip(lengths, scheduled, strict=True))
     ]
     return SchedulerOutput(num_scheduled_tokens=dict(enumerate(scheduled)), new_seqs=new)
@@ -311,7 +313,7 @@ def find_fused_sampler(device: str) -> Callable | None:
         return None
     return None if no_triton("cuda") else sample_rows
 
-# %% ../../nbs/41_model_runner.ipynb #84441ac7
+# %% ../../nbs/41_model_runner.ipynb #70651bfd
 class ModelRunner:
     """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for the device.
 
@@ -327,6 +329,8 @@ class ModelRunner:
         self.model: Any
         self.attention_layers: dict[str, Attention]
         self.reset()
+        pooler = find_pooler_config(config.model_config.hf_config)  # None: this engine generates
+        self.pooler = Pooler(pooler, self.input_batch.num_slots) if pooler else None
         # Each slot's last token, so that the next step need not wait for it; the last entry is spare.
         self.last_sampled_token_ids = torch.zeros(self.input_batch.num_slots + 1, dtype=torch.int64, device=device)
 
@@ -361,7 +365,7 @@ class ModelRunner:
         if not out.num_scheduled_tokens:
             return SamplerOutput([], torch.empty(0, dtype=torch.int64))
         batch = Batch(state, out.num_scheduled_tokens)
-        inputs, sampling = batch.arrays(), sampling_inputs(state, batch) if self.parallel.is_last_stage else {}
+        inputs, sampling = batch.arrays(), self.head_inputs(batch) if self.parallel.is_last_stage else {}
         if self.graphs and self.graphs.can_run(batch):
             hidden, x = self.graphs.run(inputs, sampling)
         else:
@@ -371,12 +375,23 @@ class ModelRunner:
             self.parallel.pp.send_tensor_dict({"hidden_states": hidden})
             state.advance(batch)
             return SamplerOutput([], torch.empty(0, dtype=torch.int64))
+        if self.pooler:
+            vectors = self.pooler(self.model, hidden, x)
+            state.advance(batch)
+            seq_ids = state.seq_ids[batch.req_indices[batch.done]].tolist()
+            return SamplerOutput(seq_ids, vectors.new_empty(0, dtype=torch.int64), pooled=vectors).start_copy()
         errors: dict[int, str] = {}
         token_ids, logprobs = self.sample(batch, hidden, x, sampling, errors)
         scores = self.score_prompts(batch, hidden) if state.prompt_logprobs else None
         state.advance(batch)
         seq_ids = state.seq_ids[batch.sample_indices].tolist()
         return SamplerOutput(seq_ids, token_ids, logprobs, errors=errors, prompt_logprobs=scores).start_copy()
+
+    def head_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
+        "What is needed to choose tokens, or to make vectors."
+        if self.pooler:
+            return self.pooler.inputs(batch.req_indices, batch.num_scheduled, batch.seq_lens, batch.done)
+        return sampling_inputs(self.input_batch, batch)
 
     def forward(
         self, x: dict[str, torch.Tensor], num_decodes: int, kv_caches: list[torch.Tensor], batch: Batch | None = None
@@ -420,6 +435,8 @@ class ModelRunner:
         if "limited_rows" in sampling:  # some request asks
             process = partial(processors.apply, x, sampling, batch.sample_indices, errors)
         token_ids, logprobs = self.sampler(logits, sampling_metadata(x, num_top, may_sort, process))
+        if "function_ends" in sampling and self.parallel.tp:  # a user's function may answer differently on another rank
+            self.parallel.tp.broadcast(token_ids)
         # An id of -1 (NaN logits) ends its sequence when the host sees it; a step launched before must find a token.
         self.last_sampled_token_ids[x["sample_slots"]] = token_ids.clamp(min=0)
         if process:
@@ -432,12 +449,14 @@ class ModelRunner:
         The logits of a prompt's tokens are as large as a batch of as many sequences: they are computed in pieces.
         """
         rows, token_ids, seq_ids, num_top = prompt_rows(self.input_batch, batch)
+        if not len(rows):
+            return None
         size, parts = max(1, MAX_LOGITS // self.config.model_config.vocab_size), []
         scored = (torch.from_numpy(array).to(self.device) for array in (rows, token_ids, seq_ids))
         for some, ids, owners in zip(*(x.split(size) for x in scored), strict=True):
             parts.append(gather_logprobs(self.model.compute_logits(hidden[some]), ids, num_top, owners))
         each = zip(*(vars(part).values() for part in parts), strict=True)
-        return LogprobsTensors(*map(torch.cat, each)) if len(rows) else None
+        return LogprobsTensors(*map(torch.cat, each))
 
     def profile_run(self) -> None:
         """Run the largest step there can be, so that its memory can be measured; nothing is kept. The cache is one

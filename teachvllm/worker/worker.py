@@ -86,7 +86,7 @@ def init_worker_distributed_environment(
         state.tp.device_communicator = CpuCommunicator.connect(state.tp)
     return state
 
-# %% ../../nbs/44_worker.ipynb #8dd25d1b
+# %% ../../nbs/44_worker.ipynb #7ff4ec10
 class Worker:
     """A device with a model and a KV cache. The executor calls its methods in this order: `init_device`, `load_model`,
     `determine_num_available_blocks`, `initialize_cache`, `compile_or_warm_up_model`, then `submit` and `collect` for
@@ -134,6 +134,8 @@ class Worker:
 
     def load_model(self) -> None:
         "Load the weights, and measure what they took."
+        context = self.model_runner.context
+        context.attn_backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)  # its memory is no step's
         with self.on_device(), self.memory_profiler.explain_out_of_memory("loading the weights"):
             self.model_runner.load_model()
         self.memory_profiler.weights_loaded(self.model_runner.model)
@@ -199,6 +201,7 @@ class Worker:
 
     def submit(self, out: SchedulerOutput) -> None:
         "Launch a step: move blocks as ordered, then run the batch. On a GPU this returns before the device is done."
+        require(len(self.cache_engines) > 0, "the worker sleeps: call wake_up() first")
         cache_engine = self.cache_engines[out.virtual_engine]
         with self.on_device():
             marks = [self.clock.mark()] if out.timed else []
@@ -255,11 +258,13 @@ class Worker:
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
         "Call `func` on this worker's part of the model."
+        require(self.model_runner.model is not None, "the worker sleeps, and has no weights: call wake_up() first")
         return func(self.model_runner.model)
 
     def start_profile(self) -> None:
         "Record what torch does from now on, into the folder that `VLLM_TORCH_PROFILER_DIR` names."
         require("VLLM_TORCH_PROFILER_DIR" in os.environ, "VLLM_TORCH_PROFILER_DIR must name the folder for the profile")
+        require(self.profiler is None, "a profile was started already: stop it first")
         self.profiler = torch.profiler.profile()
         self.profiler.start()
 
