@@ -260,7 +260,7 @@ def hint_if_busy() -> None:
             "try OMP_NUM_THREADS=1 in the environment", load, cores, threads,
         )  # fmt: skip
 
-# %% ../nbs/01b_arg_utils.ipynb #73aa8897
+# %% ../nbs/01b_arg_utils.ipynb #d2cd29de
 @check_names
 @dataclass(frozen=True)
 class PoolerConfig(ShowAsTable):
@@ -276,7 +276,7 @@ class PoolerConfig(ShowAsTable):
 
     def __post_init__(self):
         if self.pooling_type in ("ALL", "STEP"):
-            raise NotSupportedYet(f"PoolerConfig: pooling_type={self.pooling_type!r} is not in teachvllm yet: one vector a prompt")
+            raise NotSupportedYet(f"pooling_type={self.pooling_type!r} is not in teachvllm yet: a prompt gets one vector")
         known = self.pooling_type in (None, "LAST", "MEAN", "CLS")
         require(known, f"pooling_type={self.pooling_type!r}: choose LAST, MEAN or CLS")
 

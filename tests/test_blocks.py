@@ -1189,7 +1189,9 @@ def interrupt_after(num_lines: int, call: Callable[[], Any], error: type | None 
     def in_line(frame: Any, event: str, arg: Any) -> Any:
         nonlocal left
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        left -= event == "line" and not (error and line == "return outputs")  # that cannot fail, after the news was taken
+        left -= event == "line" and not (
+            error and line == "return outputs"
+        )  # that cannot fail, after the news was taken
         if left == 0:
             sys.settrace(None)
             if error:

@@ -60,7 +60,11 @@ def torchrun(folder: str, tmp_path: Path, *args: str) -> list[list]:
     script.write_text("\n".join(line[4:] for line in SCRIPT.splitlines()))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(script), str(ROOT / "tests"), folder, *args]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
@@ -80,7 +84,9 @@ def test_all_ranks_say_what_one_worker_says(folder: str, tmp_path: Path, how: st
     ranks = torchrun(folder, tmp_path, how)
     assert len(ranks) == 2 and ranks[0] == ranks[1]
     num_blocks, first, told, then, second = ranks[0]
-    assert num_blocks == (6 if how == "pipeline" else 12)  # half for each batch in the pipeline; else rank 1 had room for 13
+    assert num_blocks == (
+        6 if how == "pipeline" else 12
+    )  # half for each batch in the pipeline; else rank 1 had room for 13
     assert told.startswith("ValueError") and "different prompts" in told and then.startswith("EngineDeadError")
     assert first == small and second == large
 
@@ -98,4 +104,10 @@ def test_no_launcher_or_another_size(
             monkeypatch.setenv(name, str(launched) if name == "WORLD_SIZE" else "0")
     backend = "external_launcher"
     with pytest.raises(ValueError, match=says):
-        LLM(folder, tensor_parallel_size=size, distributed_executor_backend=backend, num_gpu_blocks_override=64, **OPTIONS)
+        LLM(
+            folder,
+            tensor_parallel_size=size,
+            distributed_executor_backend=backend,
+            num_gpu_blocks_override=64,
+            **OPTIONS,
+        )

@@ -93,7 +93,10 @@ def test_collectives(size: int, dtype: torch.dtype) -> None:
             assert torch.equal(group.all_gather(mine, dim), torch.cat(rows, dim).to(dtype))
         for src in range(size):
             assert torch.equal(group.broadcast(mine.clone(), src), rows[src].to(dtype))
-            assert group.broadcast_object({"from": group.rank, "a": [1.5, None]}, src) == {"from": src, "a": [1.5, None]}
+            assert group.broadcast_object({"from": group.rank, "a": [1.5, None]}, src) == {
+                "from": src,
+                "a": [1.5, None],
+            }
         group.send_tensor_dict({"hidden": mine, "turned": mine.T, "none": mine[:0]})
         got = group.recv_tensor_dict()
         before = rows[group.rank - 1].to(dtype)
@@ -127,7 +130,11 @@ def test_all_ranks_get_the_same_bits() -> None:
     def sums(parallel: ParallelState) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(parallel.rank)
         assert parallel.tp is not None
-        xs = [torch.randn(n, generator=generator).to(dtype) for n in (1, 7, 5000) for dtype in (torch.float32, torch.bfloat16)]
+        xs = [
+            torch.randn(n, generator=generator).to(dtype)
+            for n in (1, 7, 5000)
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
         return [parallel.tp.all_reduce(x) for x in xs]
 
     first, *others = run_ranks(sums, 4)
@@ -184,13 +191,18 @@ assert not torch.distributed.is_initialized()
 """
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **os.environ}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", code, str(i)], env=env | {"RANK": str(i)}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(i)], env=env | {"RANK": str(i)}, stderr=subprocess.PIPE, text=True
+        )
         for i in range(2)
     ]
     for rank in ranks:
         _, errors = rank.communicate(timeout=100)
         assert rank.returncode == 0, errors
-    with mock.patch.dict(os.environ, WORLD_SIZE="4"), pytest.raises(ValueError, match="is 2, but 4 processes were launched"):
+    with (
+        mock.patch.dict(os.environ, WORLD_SIZE="4"),
+        pytest.raises(ValueError, match="is 2, but 4 processes were launched"),
+    ):
         init_distributed_environment(2, 0, 0, "env://", "cpu")
     del store
 
@@ -336,9 +348,14 @@ def test_stages_have_global_names_and_only_their_layers() -> None:
     hf_model = tiny_model(CONFIGS["tied, biases, head_dim"]())
     first, last = run_ranks(lambda parallel: Ranked(hf_model, parallel).model, 1, 2)
     names = [list(attention_layers(model)) for model in (first, last)]
-    assert names == [["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"], ["model.layers.2.self_attn.attn"]]
+    assert names == [
+        ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"],
+        ["model.layers.2.self_attn.attn"],
+    ]
     assert isinstance(first.lm_head, PPMissingLayer) and isinstance(first.model.norm, PPMissingLayer)
-    assert last.lm_head.weight is last.model.embed_tokens.weight  # tied: the head reads the embedding, on the last stage too
+    assert (
+        last.lm_head.weight is last.model.embed_tokens.weight
+    )  # tied: the head reads the embedding, on the last stage too
     assert isinstance(last.model.layers[0], PPMissingLayer) and len(last.model.layers) == 3
 
 
@@ -374,7 +391,9 @@ def test_heads_that_cannot_be_shared(size: int, heads: int, kv_heads: int, choic
 
 def test_matrices_that_cannot_be_cut() -> None:
     for make in (lambda: ColumnParallelLinear(4, 10, context(4)), lambda: RowParallelLinear(10, 4, context(4))):
-        with pytest.raises(ValueError, match="tensor_parallel_size=4 does not divide a matrix of 10 .*: choose 1, 2, 5, 10$"):
+        with pytest.raises(
+            ValueError, match="tensor_parallel_size=4 does not divide a matrix of 10 .*: choose 1, 2, 5, 10$"
+        ):
             make()
     with pytest.raises(ValueError, match="pipeline_parallel_size=4: the model has only 3 layers"):
         get_pp_indices(3, mock.Mock(pp_rank=0, pp_size=4))
@@ -498,7 +517,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
             own = ModelContext(TorchSDPABackend, 4, torch.float32, parallel=parallel)
             load_weights(get_model_class(hf_model.config)(hf_model.config, own), (state | {name: wrong}).items())
 
-        with pytest.raises(WeightsError, match=rf"{name} has shape \({wrong.shape[0]}, {wrong.shape[1]}\), the model needs"):
+        with pytest.raises(
+            WeightsError, match=rf"{name} has shape \({wrong.shape[0]}, {wrong.shape[1]}\), the model needs"
+        ):
             run_ranks(run, 2)
 
 
@@ -531,7 +552,9 @@ def test_sharded_state(saved: tuple[Path, Any], split: tuple[int, int], tmp_path
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_a_part_takes_little_more_than_the_part(tmp_path: Path) -> None:
     "Own memory at its peak: the part and a tensor. In a process for each rank, as in an engine."
-    config = LlamaConfig(**SIZES | {"vocab_size": 4000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6})
+    config = LlamaConfig(
+        **SIZES | {"vocab_size": 4000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6}
+    )
     tiny_model(config).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     largest = max(tensor.nbytes for tensor in tensors.values())

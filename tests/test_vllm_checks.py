@@ -75,7 +75,6 @@ def stream(llm: LLM, said: list[int], **params: Any) -> list[str]:
     return pieces
 
 
-
 # Why a request ends (vLLM: stop_reason is the stop string or token id that was found, None for EOS and for a length)
 
 SAID = "one two three, four five"
