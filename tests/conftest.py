@@ -16,17 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    "With `pytest -n`: a file's tests share engines and clusters, so they stay together."
-    item.add_marker(pytest.mark.xdist_group(item.path.name))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    if hasattr(config, "workerinput"):  # the longest file begins first
+    if hasattr(config, "workerinput"):  # with `pytest -n` the longest file begins first
         items.sort(key=lambda item: item.path.name != "test_notebooks.py")
     if not config.getoption("--slow"):
         for item in items:
