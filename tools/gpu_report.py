@@ -478,7 +478,7 @@ def how_to_run() -> list[str]:
         "## How to measure",
         "On a machine with an NVIDIA GPU:",
         f"```bash\ngit clone {REPOSITORY} && cd teachvllm && {install} && python tools/gpu_report.py\n```",
-        "On Colab choose Runtime → Change runtime type → T4 GPU, and put a `!` before the line. (Nobody has tried it there "
+        "On Colab choose Runtime → Change runtime type → T4 GPU, and put a `!` before the line. (It has not been tried there "
         "yet.) bfloat16 becomes float16 there, and the bar for an H100 says 'not an H100'.",
         "What did not fit into the time, or failed, `python tools/gpu_report.py --resume` does on the same machine, as often "
         "as you like; results that are there stay.",

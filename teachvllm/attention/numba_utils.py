@@ -90,10 +90,10 @@ def _store(row, i, x):
 
     return rounded
 
-# %% ../../nbs/21b_numba_utils.ipynb #a2663767
+# %% ../../nbs/21b_numba_utils.ipynb #54835daa
 @compiled
 def exp(x):
-    "e to the float32 x, for x up to 0; below -87 it is that of -87, next to nothing. NaN stays NaN."
+    "e to the float32 x, for x up to 0; below -87 it returns that of -87, practically zero. NaN stays NaN."
     t = max(x, np.float32(-87)) * np.float32(1.4426950408889634)
     whole = math.floor(t + np.float32(0.5))
     f, p = t - np.float32(whole), np.float32(0.00015403530)
