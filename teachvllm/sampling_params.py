@@ -116,11 +116,11 @@ def check_ranges(p: SamplingParams) -> None:
     require(isinstance(kind, RequestOutputKind), f"output_kind={kind!r} must be a RequestOutputKind")
     require(keep is None or keep >= 1, f"truncate_prompt_tokens={keep} must be at least 1")
 
-# %% ../nbs/02_sampling_params.ipynb #afbe7cc3
+# %% ../nbs/02_sampling_params.ipynb #b9fa1fc4
 def is_bias(item: tuple) -> bool:
-    "Whether `item` is a token id with a finite number."
+    "Whether `item` is a token id with a number that stays finite when it is divided by a small temperature."
     token_id, value = item
-    return isinstance(token_id, int) and isinstance(value, int | float) and abs(value) < math.inf
+    return isinstance(token_id, int) and isinstance(value, int | float) and abs(value) < 1e30
 
 # %% ../nbs/02_sampling_params.ipynb #98dd4945
 def check_logits_fields(p: SamplingParams) -> None:

@@ -95,10 +95,10 @@ def test_missing_model(model: str) -> None:
 
 
 def test_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
-    from transformers import GPT2Config
+    from transformers import GPTJConfig
 
-    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel.*LlamaForCausalLM"):
+    GPTJConfig(architectures=["GPTJForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="GPTJForCausalLM.*LlamaForCausalLM"):
         LLM(str(tmp_path), skip_tokenizer_init=True, load_format="dummy", num_gpu_blocks_override=4)
 
 

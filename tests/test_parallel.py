@@ -499,7 +499,8 @@ def test_get_model_is_ready_to_run(saved: tuple[Path, Any], dtype: str, toleranc
         for layer in attention_layers(model).values():
             spec = layer.kv_cache_spec
             shape = layer.backend.get_kv_cache_shape(1, 16, spec.num_kv_heads, spec.head_size)
-            caches.append(torch.zeros(shape, dtype=context.dtype))
+            order = layer.backend.get_kv_cache_stride_order()
+            caches.append(torch.empty_permuted(shape, order, dtype=context.dtype).zero_())
             layer.backend.build(step, 16)
         return model.compute_logits(model(prompt, positions, caches, step))
 

@@ -415,7 +415,8 @@ def test_rank_one_works_on_its_own_gpu_in_any_thread() -> None:
     assert worker.device == "cuda:1"
     worker.cache_engines = [SimpleNamespace(swap_out=len, swap_in=len, copy=len, gpu_cache=[])]  # type: ignore[list-item]
     runs = lambda *_: current.append("runs")  # noqa: E731
-    worker.model_runner = SimpleNamespace(execute_model=runs, load_model=runs, model=None)  # type: ignore[assignment]
+    context = SimpleNamespace(attn_backend=SimpleNamespace(compile=lambda *_: None), dtype=None, kv_cache_dtype=None)
+    worker.model_runner = SimpleNamespace(execute_model=runs, load_model=runs, model=None, context=context)  # type: ignore[assignment]
     worker.memory_profiler = SimpleNamespace(explain_out_of_memory=lambda doing: nullcontext())  # type: ignore[assignment]
     with patch("torch.cuda.device", device):
         thread = threading.Thread(target=worker.submit, args=(SchedulerOutput(),))

@@ -150,7 +150,7 @@ def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int, rows:
         parts.append((chosen[:, 0], top.indices, top.values, (logprobs >= chosen).sum(-1)))
     return LogprobsTensors(rows, *map(torch.cat, zip(*parts, strict=True)))
 
-# %% ../../nbs/32_sampler.ipynb #01d7b0e5
+# %% ../../nbs/32_sampler.ipynb #c6bb457d
 class Sampler:
     """Greedy, temperature, top_k, top_p and min_p; one random number a row, drawn by `uniform_noise`.
 
@@ -179,7 +179,7 @@ class Sampler:
             if len(rows) and (filtered or not self.fused):
                 probs = logits[rows].div_(meta.temperature[rows, None]).softmax(-1)
                 chosen = sample_filtered(probs, meta, rows) if filtered else inverse_cdf(probs, meta.uniform[rows])
-                ids[rows] = torch.where((ids[rows] < 0) | probs[:, 0].isnan(), -1, chosen)  # infinite logits make NaN of all
+                ids[rows] = torch.where(ids[rows] < 0, -1, chosen)
         if not len(meta.scored_rows):
             return ids, None
         raw = logits[meta.scored_rows] if raw is None else raw
