@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['KV_CACHE_DTYPES', 'LOAD_FORMATS', 'NotSupportedYet', 'UnknownArgument', 'require', 'kinds_of', 'check_number',
-           'check_not_yet', 'check_names', 'html_table', 'ShowAsTable', 'defined_fields', 'PlainConfig', 'ModelConfig',
-           'CacheConfig', 'SchedulerConfig', 'resolve_class', 'ParallelConfig', 'DeviceConfig', 'LoadConfig',
-           'VllmConfig']
+           'check_not_yet', 'check_names', 'html_table', 'ShowAsTable', 'defined_fields', 'PlainConfig', 'PoolerConfig',
+           'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'resolve_class', 'ParallelConfig', 'DeviceConfig',
+           'LoadConfig', 'VllmConfig']
 
-# %% ../nbs/01_config.ipynb #fe23d325
+# %% ../nbs/01_config.ipynb #4a8b318c
 import dataclasses
 import difflib
 import functools
@@ -19,6 +19,7 @@ import math
 import numbers
 import pickle
 import types
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,27 @@ class PlainConfig:
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_original"}
 
-# %% ../nbs/01_config.ipynb #4293414a
+# %% ../nbs/01_config.ipynb #6d9783fc
+@check_names
+@dataclass(frozen=True)
+class PoolerConfig(ShowAsTable):
+    "How a sequence's hidden states become one vector; None: as the model has it. vLLM: `PoolerConfig` in `config.py`."
+
+    pooling_type: str | None = None  # "LAST" (the default): the last token's; "MEAN": the mean of all; "CLS": the first token's
+    normalize: bool | None = None  # an embedding to length 1
+    softmax: bool | None = None  # the scores of labels to probabilities
+    task: str = ""  # filled in: what the engine is for
+    has_labels: bool = False  # filled in: the model has a head for labels
+
+    NOT_YET: typing.ClassVar = dict.fromkeys(("step_tag_id", "returned_token_ids"), (None, "there are no step rewards"))
+
+    def __post_init__(self):
+        if self.pooling_type in ("ALL", "STEP"):
+            raise NotSupportedYet(f"pooling_type={self.pooling_type!r} is not in teachvllm yet: a prompt gets one vector")
+        known = self.pooling_type in (None, "LAST", "MEAN", "CLS")
+        require(known, f"pooling_type={self.pooling_type!r}: choose LAST, MEAN or CLS")
+
+# %% ../nbs/01_config.ipynb #3b890a56
 @check_names
 @dataclass(frozen=True)
 class ModelConfig(ShowAsTable):
@@ -179,6 +200,7 @@ class ModelConfig(ShowAsTable):
     attention_backend: str | type | None = None
     enforce_eager: bool = False  # True: no CUDA graphs
     max_seq_len_to_capture: int = 8192  # longest text, in tokens, that a CUDA graph decodes
+    pooler_config: PoolerConfig | None = None  # how the engine makes vectors, nothing left open; None: it writes text
 
     def __post_init__(self):
         require(self.max_seq_len_to_capture > 0, f"max_seq_len_to_capture={self.max_seq_len_to_capture} must be positive")

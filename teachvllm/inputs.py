@@ -35,7 +35,7 @@ def get_tokenizer(path: Path, trust_remote_code: bool = False, mode: str = "auto
             f"cannot read a tokenizer in {path} ({error}): pass tokenizer=, or skip_tokenizer_init=True and token ids"
         ) from error
 
-# %% ../nbs/04_inputs.ipynb #1c587858
+# %% ../nbs/04_inputs.ipynb #457cd415
 class TextPrompt(TypedDict):
     "A prompt as text. vLLM: `inputs/data.py`."
 
@@ -71,14 +71,15 @@ def encode(tokenizer: Any, text: str, max_len: int | None = None, **options: Any
     return tokenizer(text, **options).input_ids
 
 
-def too_long(num_tokens: str, max_model_len: int) -> str:
-    "The message for a prompt that leaves no room for a token of output."
+def too_long(num_tokens: str, max_model_len: int, room: int = 0) -> str:
+    "The message for a prompt that is too long, or leaves no `room` for a token of output."
+    output = "with one token of output " if room else ""
     return (
-        f"the prompt has {num_tokens}, so with one token of output it is longer than the maximum model length of "
+        f"the prompt has {num_tokens}, so {output}it is longer than the maximum model length of "
         f"{max_model_len}: shorten the prompt, raise max_model_len or set truncate_prompt_tokens"
     )
 
-# %% ../nbs/04_inputs.ipynb #21313a95
+# %% ../nbs/04_inputs.ipynb #16aa62b8
 class InputProcessor:
     """Turns a prompt into checked token ids.
 
@@ -97,7 +98,8 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         require(len(ids) > 0, "the prompt cannot be empty: at least one token is needed")
-        require(len(ids) < limit, too_long(f"{len(ids)} tokens", limit))
+        room = 0 if self.model_config.pooler_config else 1  # tokens of output that must fit, too
+        require(len(ids) + room <= limit, too_long(f"{len(ids)} tokens", limit, room))
         for token_id in (min(ids), max(ids), *params.stop_token_ids):
             require(0 <= token_id < vocab_size, f"token id {token_id} is out of vocabulary: there are {vocab_size}")
         return text, ids
@@ -191,7 +193,7 @@ def load_json(config: ModelConfig, name: str) -> dict[str, Any]:
     path = config.path / name
     return json.loads(path.read_text()) if path.is_file() else {}
 
-# %% ../nbs/04_inputs.ipynb #5da7844c
+# %% ../nbs/04_inputs.ipynb #f629e7c6
 def load_generation_config(config: ModelConfig) -> dict[str, Any]:
     "What the `generation_config.json` says: the model's own (`auto`), that of another folder, or nothing (`vllm`)."
     where = config.generation_config
@@ -203,10 +205,9 @@ def load_generation_config(config: ModelConfig) -> dict[str, Any]:
 def get_eos_token_ids(config: ModelConfig, tokenizer: Any = None) -> frozenset[int]:
     """All ids that end an answer: a chat model often has several, spread over three places.
 
-    `config.json` is read as it stands: where it names none, transformers' class has a default, whatever that token is.
+    `hf_overrides` may change the first, what `config.json` says. The other two count beside it.
     """
-    stored = load_json(config, "config.json") if config.path.is_dir() else config.hf_config.to_dict()
-    sources = [stored.get("eos_token_id"), load_generation_config(config).get("eos_token_id")]
+    sources = [getattr(config.hf_config, "eos_token_id", None), load_generation_config(config).get("eos_token_id")]
     sources.append(getattr(tokenizer, "eos_token_id", None))
     lists = [source if isinstance(source, list) else [source] for source in sources]
     return frozenset(i for ids in lists for i in ids if i is not None)

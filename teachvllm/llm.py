@@ -18,7 +18,8 @@ from typing import Any
 from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
-from .arg_utils import EngineArgs, PoolerConfig
+from .arg_utils import EngineArgs
+from .config import PoolerConfig
 from .config import NotSupportedYet, require
 from .engine.llm_engine import LLMEngine
 from .inputs import Prompt, apply_chat_template, get_default_sampling_params

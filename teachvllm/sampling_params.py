@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['RequestOutputKind', 'SamplingParams', 'check_ranges', 'check_logits_fields', 'BeamSearchParams', 'PoolingParams']
 
-# %% ../nbs/02_sampling_params.ipynb #8306f513
+# %% ../nbs/02_sampling_params.ipynb #7d76fc43
+import copy
 import math
 import typing
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ def as_list(name: str, value: Any, kind: type) -> list:
     require(ok, f"{name}={value!r} must be one {kind.__name__} or a list of them")
     return list(values)
 
-# %% ../nbs/02_sampling_params.ipynb #68a578b3
+# %% ../nbs/02_sampling_params.ipynb #f5684497
 @check_names
 @dataclass
 class SamplingParams(ShowAsTable):
@@ -83,6 +84,21 @@ class SamplingParams(ShowAsTable):
             self.temperature = 0.01
         check_ranges(self)
         check_logits_fields(self)
+
+    @classmethod
+    def from_optional(cls, *, logit_bias: dict | None = None, **values: Any) -> "SamplingParams":
+        """The same from a client's JSON: None is a field's default, the ids of `logit_bias` may be texts, and its numbers are
+        kept between -100 and 100, as in OpenAI's interface."""
+        try:
+            bias = logit_bias and {int(token_id): min(max(value, -100.0), 100.0) for token_id, value in logit_bias.items()}
+        except (AttributeError, TypeError, ValueError):
+            bias = logit_bias  # refused by name
+        return cls(logit_bias=bias, **values)
+
+    def clone(self) -> "SamplingParams":
+        "A copy that shares nothing but the `logits_processors`, and of these, none that has a `clone` of its own."
+        functions = {id(f): f.clone() if hasattr(f, "clone") else f for f in self.logits_processors or ()}
+        return copy.deepcopy(self, functions)
 
     greedy = property(lambda self: self.temperature == 0)
     num_seqs = property(lambda self: self.best_of or self.n)  # how many answers are written, of which n are given

@@ -6,7 +6,8 @@
 __all__ = ['DEFAULT_MODEL', 'GGUF_NUMBERS', 'GGUF_MODELS', 'GGUF_CONFIG', 'bundled_model', 'cache_folder', 'download',
            'find_model', 'read_gguf_header', 'gguf_rope_scaling', 'gguf_extras', 'load_gguf_config', 'load_hf_config']
 
-# %% ../nbs/01a_transformers_utils.ipynb #a8e44e69
+# %% ../nbs/01a_transformers_utils.ipynb #6515b570
+import json
 import os
 import struct
 from importlib.metadata import PackageNotFoundError, files
@@ -120,9 +121,10 @@ def read_gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[
         start = -(-file.tell() // alignment) * alignment
     return values, {name: (shape, kind, start + offset) for name, (shape, kind, offset) in tensors.items()}
 
-# %% ../nbs/01a_transformers_utils.ipynb #76acc581
+# %% ../nbs/01a_transformers_utils.ipynb #b1996538
 GGUF_MODELS = {  # its architectures, and what transformers calls them
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3",
+    "gpt2": "gpt2", "gptneox": "gpt_neox", "qwen3moe": "qwen3_moe",
 }  # fmt: skip
 GGUF_CONFIG = {  # without the architecture's name, with which most begin
     "general.name": "_model_name_or_path",
@@ -137,9 +139,13 @@ GGUF_CONFIG = {  # without the architecture's name, with which most begin
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "use_parallel_residual": "use_parallel_residual",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
     "vocab_size": "vocab_size",
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",
@@ -147,7 +153,7 @@ GGUF_CONFIG = {  # without the architecture's name, with which most begin
     "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
 
-# %% ../nbs/01a_transformers_utils.ipynb #5bffd67b
+# %% ../nbs/01a_transformers_utils.ipynb #72cfd138
 def gguf_rope_scaling(path: Path, values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any] | None:
     """The `rope_scaling` of a GGUF file; None if there is none. `values` are those of the header without the architecture.
 
@@ -181,7 +187,14 @@ def gguf_extras(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
     head_size = values.get("attention.key_length", shared_out)
     rotary_dim = values.get("rope.dimension_count", head_size)
     if architecture == "llama":
-        return {"head_dim": values.get("attention.key_length", rotary_dim)}
+        experts = {"num_local_experts": values["expert_count"]} if values.get("expert_count") else {}
+        return {"head_dim": values.get("attention.key_length", rotary_dim), **experts}
+    if architecture == "qwen3moe":
+        return {"num_experts": values["expert_count"], "norm_topk_prob": True}
+    if architecture == "gpt2":
+        return {"n_inner": values["feed_forward_length"], "layer_norm_epsilon": values["attention.layer_norm_epsilon"]}
+    if architecture == "gptneox":
+        return {"rotary_pct": rotary_dim / head_size, "rotary_emb_base": values.get("rope.freq_base", 10000.0)}
     if architecture == "phi3":
         window = values.get("attention.sliding_window") or None  # 0: none
         return {"partial_rotary_factor": rotary_dim / head_size, "sliding_window": window}
@@ -201,11 +214,12 @@ def load_gguf_config(path: Path) -> Any:
     own = {name.removeprefix(f"{architecture}."): value for name, value in values.items()}
     fields = {"vocab_size": own.get("tokenizer.ggml.tokens"), "eos_token_id": None}  # no EOS, rather than the class's default
     fields |= {name: own[key] for key, name in GGUF_CONFIG.items() if key in own} | gguf_extras(str(architecture), own)
+    model_type = "mixtral" if "num_local_experts" in fields else GGUF_MODELS[str(architecture)]
     if scaling := gguf_rope_scaling(path, own, tensors):
         fields["rope_scaling"] = scaling
-    return AutoConfig.for_model(GGUF_MODELS[str(architecture)], **fields, tie_word_embeddings="output.weight" not in tensors)
+    return AutoConfig.for_model(model_type, **fields, tie_word_embeddings="output.weight" not in tensors)
 
-# %% ../nbs/01a_transformers_utils.ipynb #e495c311
+# %% ../nbs/01a_transformers_utils.ipynb #0b394cdc
 def load_hf_config(path: Path, trust_remote_code: bool = False) -> Any:
     "The model's `transformers` configuration, from a folder's `config.json` or a GGUF file's header."
     from transformers import AutoConfig
@@ -213,6 +227,8 @@ def load_hf_config(path: Path, trust_remote_code: bool = False) -> Any:
     try:
         if path.is_file():
             return load_gguf_config(path)
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        hf_config.eos_token_id = json.loads((path / "config.json").read_text()).get("eos_token_id")
+        return hf_config
     except Exception as error:
         raise ValueError(f"cannot read the model's configuration in {path}: {error}") from error

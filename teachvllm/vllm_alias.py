@@ -46,7 +46,7 @@ NAMES: dict[str, dict[str, str]] = {  # vLLM's module -> its name -> where that 
     "vllm.sequence": dict.fromkeys(("Logprob", "RequestMetrics"), "teachvllm.outputs"),
     "vllm.beam_search": dict.fromkeys(("BeamSearchOutput", "BeamSearchSequence"), "teachvllm.outputs"),
     "vllm.config": {
-        "VllmConfig": "teachvllm.config", "ModelConfig": "teachvllm.config", "PoolerConfig": "teachvllm.arg_utils",
+        "VllmConfig": "teachvllm.config", "ModelConfig": "teachvllm.config", "PoolerConfig": "teachvllm.config",
     },
     "vllm.pooling_params": {"PoolingParams": "teachvllm.sampling_params"},
     "vllm.lora.request": {"LoRARequest": HERE},

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from helpers import make_tiny
+from transformers import LlamaConfig
 
-from teachvllm import EngineArgs, SamplingParams
+from teachvllm import LLM, EngineArgs, SamplingParams
 from teachvllm.config import NotSupportedYet
 from teachvllm.inputs import (
     InputProcessor,
@@ -118,11 +121,43 @@ def test_recommendations_are_followed(tmp_path: Path) -> None:
 
 
 def test_eos_is_what_the_files_say_not_transformers_default(tmp_path: Path) -> None:
-    config = model_config(tmp_path)
-    assert config.hf_config.eos_token_id == 2, "transformers' default for a Llama"
-    assert get_eos_token_ids(config) == frozenset()
+    assert LlamaConfig().eos_token_id == 2, "transformers' default for a Llama"
+    assert get_eos_token_ids(model_config(tmp_path)) == frozenset()
     config = model_config(tmp_path, {"eos_token_id": [5, 6]}, eos_token_id=7)
     assert get_eos_token_ids(config) == {5, 6, 7}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ends"),
+    [
+        ({"eos_token_id": 9}, {5, 9}),
+        ({"eos_token_id": [9, 10]}, {5, 9, 10}),
+        ({"eos_token_id": None}, {5}),
+        ({}, {5, 7}),
+        (lambda hf_config: setattr(hf_config, "eos_token_id", hf_config.eos_token_id + 1) or hf_config, {5, 8}),
+    ],
+)
+def test_eos_may_be_overridden(tmp_path: Path, overrides: Any, ends: set[int]) -> None:
+    "In place of what config.json says; the other places count beside it."
+    model_config(tmp_path, {"eos_token_id": 5}, eos_token_id=7)
+    args = EngineArgs(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, hf_overrides=overrides)
+    assert get_eos_token_ids(args.create_engine_config().model_config) == ends
+
+
+def test_an_overridden_eos_ends_an_answer(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 8}
+    params = SamplingParams(temperature=0, max_tokens=12)
+    with LLM(str(tmp_path), generation_config="vllm", **options) as llm:
+        whole = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0].token_ids
+    end = whole[5]
+    overrides = {"eos_token_id": end}
+    with LLM(str(tmp_path), generation_config="vllm", hf_overrides=overrides, **options) as llm:
+        answer = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0]
+    assert answer.token_ids == whole[: whole.index(end) + 1] and answer.finish_reason == "stop"
+    for wrong in ("</s>", [1, "2"], 1.5):
+        with pytest.raises(ValueError, match="hf_overrides: eos_token_id="):
+            LLM(str(tmp_path), hf_overrides={"eos_token_id": wrong}, **options)
 
 
 def test_eos_of_a_gguf_file_is_its_headers(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Models on pages equal transformers, layer by layer as configured; what a configuration asks for is served or refused."""
 
 import importlib
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,17 @@ from transformers import (
     AutoConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.activations import ACT2FN
 
@@ -319,25 +324,63 @@ GGUF_CONFIGS = {
         rope_scaling={"type": "longrope", **LONGROPE},
         sliding_window=9,
     ),
+    "mixtral": lambda: MixtralConfig(**SHARED_OUT, num_local_experts=3, num_experts_per_tok=2),
+    "qwen3moe": lambda: Qwen3MoeConfig(
+        **GGUF_SIZES, moe_intermediate_size=40, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=260, n_embd=48, n_layer=3, n_head=4, n_positions=64, n_inner=80, eos_token_id=259, bos_token_id=258
+    ),
+    "gptneox": lambda: GPTNeoXConfig(
+        **{k: v for k, v in SHARED_OUT.items() if k != "num_key_value_heads"},
+        rotary_pct=0.5,
+        use_parallel_residual=False,
+    ),
 }
 
 
+def gguf_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    "The experts of a layer in three tensors, whichever way transformers has them: 4 one by one, 5 gate and up together."
+    parts, stacks = {}, {}
+    for name, tensor in state.items():
+        expert = re.search(r"experts\.\d+", name)
+        if expert:
+            stacks.setdefault(name.replace(expert[0], "experts"), []).append(tensor)
+        elif name.endswith("experts.gate_up_proj"):
+            for kind, part in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1)):
+                parts[name.replace("gate_up_proj", kind) + ".weight"] = part.contiguous()
+        else:
+            parts[name + ".weight" if name.endswith("experts.down_proj") else name] = tensor
+    return parts | {name: torch.stack(tensors) for name, tensors in stacks.items()}
+
+
 def write_gguf(path: Path, architecture: str, hf_model: Any) -> None:
-    "As llama.cpp's converter does: its names, Gemma's norms plus one, Llama's rows of q and k in another order."
+    """As llama.cpp's converter does: its names, Gemma's norms plus one, Llama's rows of q and k in another order, GPT-2's
+    matrices upright, GPT-NeoX's queries, keys and values each together."""
     import gguf
+
+    architecture = "llama" if architecture == "mixtral" else architecture
 
     config, writer = hf_model.config, gguf.GGUFWriter(path, architecture)
     rope, heads = rope_parameters(config, "full_attention"), config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    more = {
+        "head_count_kv": "num_key_value_heads", "layer_norm_rms_eps": "rms_norm_eps", "key_length": "head_dim",
+        "parallel_residual": "use_parallel_residual", "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+    }  # fmt: skip
     values = {
         "context_length": config.max_position_embeddings, "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size, "embedding_length": config.hidden_size, "head_count": heads,
-        "head_count_kv": config.num_key_value_heads, "rope_dimension_count": size, "rope_freq_base": rope["rope_theta"],
-        "layer_norm_rms_eps": config.rms_norm_eps, "vocab_size": config.vocab_size, "tokenizer_model": "gpt2",
+        "feed_forward_length": getattr(config, "intermediate_size", None) or config.n_inner,
+        "embedding_length": config.hidden_size, "head_count": heads, "rope_freq_base": rope["rope_theta"],
+        "rope_dimension_count": int(size * rope["partial_rotary_factor"]),
+        "layer_norm_eps": getattr(config, "layer_norm_epsilon", None) or getattr(config, "layer_norm_eps", None),
+        "vocab_size": config.vocab_size, "tokenizer_model": "gpt2",
         "token_list": [*byte_letters(), "th", "the", "<s>", "</s>"], "token_types": [1] * 258 + [3] * 2,
         "token_merges": ["t h", "th e"], "bos_token_id": 258, "eos_token_id": 259,
-        "key_length": getattr(config, "head_dim", None), "sliding_window": getattr(config, "sliding_window", None),
+        "sliding_window": getattr(config, "sliding_window", None),
         **{name: getattr(config, name, None) for name in CAPS},
+        **{name: getattr(config, field, None) for name, field in more.items()},
     }  # fmt: skip
     state = {
         k: v for k, v in hf_model.state_dict().items() if not (k == "lm_head.weight" and config.tie_word_embeddings)
@@ -358,8 +401,12 @@ def write_gguf(path: Path, architecture: str, hf_model: Any) -> None:
     names = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
     )
-    for name, tensor in state.items():
+    for name, tensor in gguf_state(state).items():
         base, _, leaf = name.rpartition(".")
+        if architecture == "gpt2" and ".c_" in base and leaf == "weight":
+            tensor = tensor.T.contiguous()
+        if base.endswith("query_key_value"):
+            tensor = torch.cat(tensor.unflatten(0, (heads, 3, -1)).unbind(1)).flatten(0, 1)
         if architecture == "llama" and base.endswith(("q_proj", "k_proj")):
             tensor = tensor.view(-1, 2, size // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
         if architecture.startswith("gemma") and "norm" in base:
@@ -376,6 +423,8 @@ def write_gguf(path: Path, architecture: str, hf_model: Any) -> None:
 def test_gguf(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Configuration, weights and tokenizer of a file, converted to a folder: transformers' logits, and the text's tokens."
     pytest.importorskip("gguf")
+    if architecture == "gptneox":  # earlier versions of transformers read no tokenizer from such a file
+        pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     monkeypatch.setenv("TEACHVLLM_CACHE", str(tmp_path / "cache"))
     hf_model = tiny_model(GGUF_CONFIGS[architecture]())
     write_gguf(tmp_path / "model.gguf", architecture, hf_model)
@@ -397,7 +446,7 @@ def test_a_gguf_file_that_is_not_served_is_refused_by_name(tmp_path: Path) -> No
         (
             "mamba",
             "block_count",
-            "architecture 'mamba' are not supported; only llama, qwen2, qwen3, gemma2, gemma3, phi3 are",
+            "architecture 'mamba' are not supported; only llama, qwen2, qwen3, gemma2, gemma3, phi3, gpt2, gptneox, qwen3moe are",
         ),
         ("qwen2", "rope.scaling.yarn_ext_factor", "scaled positions of kind 'none'.*not supported yet"),
     ):

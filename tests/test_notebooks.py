@@ -1,15 +1,13 @@
 """Every notebook runs top to bottom where the package is installed and nbdev is not, as on Colab.
 
-Each is executed by `jupyter nbconvert --execute` from an empty folder, in a kernel that cannot import nbdev. Two run
-at a time, each with one thread, so that two cores are busy. How long each took is printed; only one that is stuck is ended.
+Each is executed by nbclient, as `jupyter nbconvert --execute` does, from an empty folder, in a kernel that cannot import
+nbdev. Two run at a time, each with one thread. How long each took is printed; only one that is stuck is ended.
 """
 
 import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +16,8 @@ from typing import Any
 
 import nbformat
 import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(ROOT.glob("nbs/*.ipynb"))
@@ -55,34 +55,24 @@ def parameter(notebook: Path) -> Any:
 
 def execute(notebook: Path, folder: Path) -> tuple[str, float]:
     "Run `notebook` in the empty `folder`; what went wrong ('' if nothing did) and the seconds that it took."
-    blocked, kernel, work = folder / "blocked", folder / "jupyter" / "kernels" / "plain", folder / "work"
-    for path in (blocked, kernel, work):
+    blocked, work = folder / "blocked", folder / "work"
+    for path in (blocked, work):
         path.mkdir(parents=True)
     (blocked / "sitecustomize.py").write_text(NO_NBDEV)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (kernel / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "plain", "language": "python"}))
-    (work / notebook.name).write_bytes(notebook.read_bytes())
-    search = os.pathsep.join(filter(None, [str(blocked), os.environ.get("PYTHONPATH")]))
     env = {
         **os.environ,
-        "PYTHONPATH": search,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(blocked), os.environ.get("PYTHONPATH")])),
         "PYTHONHASHSEED": "0",
-        "JUPYTER_PATH": str(folder / "jupyter"),
         "IPYTHONDIR": str(folder / "ipython"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "nbconvert", "--execute", "--ExecutePreprocessor.kernel_name=plain"]
-    command += ["--to=notebook", "--output=executed", notebook.name]
-    start = time.perf_counter()
+    client = NotebookClient(nbformat.read(notebook, as_version=4), timeout=LIMIT, kernel_name="python3")
+    start, problem = time.perf_counter(), ""
     try:
-        done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return f"{notebook.name} was still running after {LIMIT:.0f} s", LIMIT
-    seconds = time.perf_counter() - start
-    if done.returncode == 0:
-        return "", seconds
-    cell = done.stderr.find("An error occurred while executing")
-    return done.stderr[max(cell, 0) :], seconds
+        client.execute(env=env, cwd=str(work))
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        problem = f"{notebook.name}: {error}"
+    return problem, time.perf_counter() - start
 
 
 @pytest.fixture(scope="module")

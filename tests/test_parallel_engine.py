@@ -1,22 +1,29 @@
 """One engine over several worker processes: the tokens that one worker gives, for requests of all kinds."""
 
+import itertools
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from fake_worker import is_alive, wait_until
+import torch
+from fake_worker import SOON, is_alive, wait_until
 from helpers import VOCAB, make_tiny
 from test_async_scheduling import EOS, GREEDY, Answers, Told, core_of, make_requests
 
 from teachvllm import LLM
 from teachvllm.executor.executor_base import EngineDeadError
+from teachvllm.executor.multiproc_executor import PACKAGE_ROOT
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu", "block_size": 4}
 SPLITS = [
@@ -195,7 +202,6 @@ def test_kv_heads_are_repeated(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path)
     config = LlamaConfig.from_pretrained(tmp_path)
     config.num_key_value_heads, config.vocab_size = 1, VOCAB - 1
-    import torch
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -209,7 +215,40 @@ def test_kv_heads_are_repeated(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-# Faults of real workers
+# Faults of real workers. After each nothing is left, and the next engine starts.
+
+
+def processes() -> dict[int, int]:
+    "The processes of this machine that run, and the parent of each."
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+            parents |= {int(path.name): int(parent)} if state != "Z" else {}
+    return parents
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    "The sockets on which processes listen for TCP connections, by their inodes."
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    found = {f"socket:[{line[9]}]" for line in lines if line[3] == "0A"}
+    held = set()
+    for pid in pids:
+        with suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    held.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found & held
+
+
+def traces() -> set[str]:
+    "What an engine of this process could leave: processes, shared memory, ports."
+    if sys.platform != "linux":
+        return set()
+    children = {f"process {pid}" for pid, parent in processes().items() if parent == os.getpid()}
+    return children | set(os.listdir("/dev/shm")) | listening([os.getpid()])
 
 
 def make_dying_worker(phase: str) -> type:
@@ -225,30 +264,114 @@ def make_dying_worker(phase: str) -> type:
     return DyingWorker
 
 
-@pytest.mark.parametrize("phase", ["init_device", "initialize_cache", "submit"])
-def test_a_worker_is_killed(folder: str, phase: str) -> None:
-    "In the middle of the start, at its end, or in a step, while the other one waits for it in shared memory."
-    before = {*Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
-    workers: list[int] = []
-    with pytest.raises(EngineDeadError, match=r"worker rank=1 \(process \d+\) was killed by SIGKILL") as died:
-        with LLM(
-            folder, num_gpu_blocks_override=64, tensor_parallel_size=2, worker_cls=make_dying_worker(phase), **OPTIONS
-        ) as llm:
-            assert phase == "submit", "it should not have started"
-            executor = core_of(llm).executor
-            workers = [worker.process.pid for worker in executor.group.workers]
-            began = time.monotonic()
-            llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    if phase == "submit":
-        assert time.monotonic() - began < 30
-    pid = int(str(died.value).partition("process ")[2].partition(")")[0])
-    wait_until(lambda: not any(map(is_alive, [pid, *workers])))
-    assert not before or {*Path("/dev/shm").iterdir()} <= before
+def make_fault(where: str) -> Callable[[Any], None]:
+    "For `collective_rpc`: let rank 1 be killed in it, or in a step; or hang there. Rank 0 waits for it in an all_reduce."
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def spoil(worker: Any) -> None:
+        tp = worker.parallel.tp
+        if where == "collective_rpc":
+            die() if worker.rank == 1 else tp.all_reduce(torch.ones(1))
+        elif worker.rank == 1 and where == "all_reduce":
+            shared = tp.device_communicator
+            owner, name = (shared, "_wait") if shared else (tp, "all_reduce")
+            wait, calls = getattr(owner, name), itertools.count()
+            setattr(owner, name, lambda *args: wait(*args) if next(calls) < 2 else die())
+        elif worker.rank == 1:
+            worker.submit = die if where == "submit" else lambda out: time.sleep(3600)
+
+    return spoil
+
+
+PAIRS = [
+    ("init_device", "submit"),
+    ("load_model", "all_reduce"),
+    ("determine_num_available_blocks", "collective_rpc"),
+    ("initialize_cache", "hang"),
+]
+
+
+@pytest.mark.parametrize("phase, where", PAIRS)
+def test_faults(folder: str, expected: Answers, phase: str, where: str) -> None:
+    """A worker is killed while it starts; the next engine starts and serves, until its worker is killed or hangs in `where`.
+
+    The other worker waits for it in shared memory. After the last fault the tests below start engines.
+    """
+    killed = r"worker rank=1 \(process \d+\) was killed by SIGKILL"
+    options = {
+        **OPTIONS,
+        "tensor_parallel_size": 2,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+    }
+    before = traces()
+    with pytest.raises(EngineDeadError, match=killed):
+        LLM(
+            folder, worker_cls=make_dying_worker(phase), **options
+        )  # it is not said how many blocks: they are found out
+    wait_until(lambda: traces() <= before)
+
+    with LLM(folder, num_gpu_blocks_override=100, **options) as llm:
+        [output] = llm.generate([make_requests()["greedy"][0]], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected["greedy"][0][0]
+        executor, fault = core_of(llm).executor, make_fault(where)
+        workers = executor.group.workers
+        assert {f"process {worker.process.pid}" for worker in workers} <= traces() or sys.platform != "linux"
+        if where == "hang":
+            executor.step_timeout = executor.reset_timeout = 0.5
+        if where == "collective_rpc":
+            with pytest.raises(EngineDeadError, match=killed):
+                llm.collective_rpc(fault)
+        else:
+            llm.collective_rpc(fault)
+            hangs = TimeoutError, "execute_model: no answer from worker rank=0"  # which waits for rank 1
+            error, says = hangs if where == "hang" else (EngineDeadError, killed)
+            with pytest.raises(error, match=says):
+                llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        says = "could not be reset .TimeoutError" if where == "hang" else killed
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=says):
+                llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        wait_until(lambda: traces() <= before)  # before it is closed
+        assert all(worker.process.returncode is not None for worker in workers)
+    wait_until(lambda: traces() <= before)
+
+
+SCRIPT = """
+    import sys
+    from teachvllm import LLM, SamplingParams
+
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu", "block_size": 4}
+    llm = LLM(sys.argv[1], num_gpu_blocks_override=64, tensor_parallel_size=2, **options)
+    while True:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
+        print("served", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and /dev/shm")
+def test_the_parent_is_killed(folder: str, tmp_path: Path) -> None:
+    "While it serves with two workers: they end, and with them all that they held."
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    memory, env = set(os.listdir("/dev/shm")), {**os.environ, "PYTHONPATH": PACKAGE_ROOT}
+    script = subprocess.Popen([sys.executable, str(path), folder], stdout=subprocess.PIPE, text=True, env=env)
+    assert script.stdout and [script.stdout.readline() for _ in range(2)] == ["served\n"] * 2
+    workers = [pid for pid, parent in processes().items() if parent == script.pid]
+    sockets = listening([script.pid, *workers])
+    assert len(workers) == 2 and sockets, "two workers, and at least the address at which they met"
+    script.kill()
+    assert script.wait(SOON) == -signal.SIGKILL
+    script.stdout.close()
+    wait_until(lambda: not any(map(is_alive, workers)) and set(os.listdir("/dev/shm")) <= memory)
+    assert not sockets & listening(processes())
 
 
 def make_mistral(path: Path) -> None:
     "A tiny model with a window, whose heads and layers can be cut in two."
-    import torch
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)

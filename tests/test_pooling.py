@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from teachvllm import LLM, EngineArgs, LLMEngine, SamplingParams
-from teachvllm.arg_utils import PoolerConfig, find_pooler_config, read_stored_pooling
-from teachvllm.config import NotSupportedYet, UnknownArgument
+from teachvllm.arg_utils import read_stored_pooling
+from teachvllm.config import NotSupportedYet, PoolerConfig, UnknownArgument
 from teachvllm.messages import EngineCoreRequest
 from teachvllm.outputs import ScoringRequestOutput
 from teachvllm.sampling_params import BeamSearchParams, PoolingParams
@@ -230,6 +230,36 @@ def test_what_sentence_transformers_wrote(tmp_path: Path) -> None:
         assert llm.generate(PROMPTS[:1], use_tqdm=False)[0].finished
 
 
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("kind", POOL)
+def test_a_prompt_may_fill_the_model(folders: dict, kind: str, chunk: int) -> None:
+    "A vector needs no room for a token of output; an answer does."
+    folder, model = folders["causal"]
+    longest, longer, config = list(range(3, 43)), list(range(3, 44)), PoolerConfig(pooling_type=kind, normalize=False)
+    options: dict[str, Any] = {"max_model_len": 40, "max_num_batched_tokens": chunk, "num_gpu_blocks_override": 25}
+    with engine(folder, task="embed", override_pooler_config=config, **options) as llm:
+        outputs = llm.embed([longest, longest[:-1], longest], use_tqdm=False)
+        close(outputs, [POOL[kind](hidden_states(model, ids)) for ids in (longest, longest[:-1], longest)])
+        with pytest.raises(ValueError, match="41 tokens, so it is longer than the maximum model length of 40"):
+            llm.embed(longer, use_tqdm=False)
+        cut = llm.score([longer], [[7, *longer]], truncate_prompt_tokens=40, use_tqdm=False)[0]
+        assert cut.outputs.score == pytest.approx(1, abs=1e-4) and len(cut.prompt_token_ids) == 80
+        with pytest.raises(ValueError, match="maximum model length of 40"):
+            llm.score([longer], [longer], truncate_prompt_tokens=41, use_tqdm=False)
+
+
+def test_a_prompt_of_text_leaves_room_for_a_token(folders: dict) -> None:
+    with engine(folders["causal"][0], max_model_len=40) as llm:
+        assert len(llm.generate(list(range(3, 42)), use_tqdm=False)[0].outputs[0].token_ids) == 1
+        for keep in (None, 40):
+            with pytest.raises(
+                ValueError, match="so with one token of output it is longer than the maximum model length"
+            ):
+                llm.generate(list(range(3, 43)), SamplingParams(truncate_prompt_tokens=keep), use_tqdm=False)
+        cut = SamplingParams(truncate_prompt_tokens=39, max_tokens=4)
+        assert len(llm.generate(list(range(3, 43)), cut, use_tqdm=False)[0].outputs[0].token_ids) == 1
+
+
 def test_the_wrong_kind_of_request(folders: dict) -> None:
     with engine(folders["causal"][0]) as llm:
         for call in (llm.encode, llm.embed, llm.classify, lambda x: llm.score(x, x)):
@@ -264,9 +294,7 @@ def test_arguments(folders: dict) -> None:
     causal, labels = str(folders["causal"][0]), str(folders["labels"][0])
 
     def pooler(model: str, **options: Any) -> PoolerConfig | None:
-        return find_pooler_config(
-            EngineArgs(model, device="cpu", **options).create_engine_config().model_config.hf_config
-        )
+        return EngineArgs(model, device="cpu", **options).create_engine_config().model_config.pooler_config
 
     assert pooler(causal) is None is pooler(causal, runner="generate", task="generate")
     assert pooler(causal, runner="pooling") == pooler(causal, convert="embed") == pooler(causal, task="embed")

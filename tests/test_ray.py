@@ -286,7 +286,7 @@ def test_the_tokens_of_one_worker(folder: str, shared: RayDistributedExecutor, t
 SCRIPT = """
     import os, subprocess, sys, time
     sys.path.insert(0, sys.argv[1])
-    from test_ray import RayDistributedExecutor, make_config, ray
+    from test_ray import RayDistributedExecutor, command, make_config, ray
 
     def pids():
         return {pid: parent for pid, parent in (map(int, line.split()) for line in os.popen("ps -eo pid=,ppid=").readlines())}
@@ -299,7 +299,7 @@ SCRIPT = """
 
     alone = RayDistributedExecutor(make_config(1))
     alone.shutdown()
-    assert not ray.is_initialized() and not [pid for pid in mine() if "ray" in open(f"/proc/{pid}/cmdline").read()]
+    assert not ray.is_initialized() and "ray" not in "".join(map(command, mine()))
     first = RayDistributedExecutor(make_config(1))
     second = RayDistributedExecutor(make_config(1))
     first.shutdown()
@@ -320,16 +320,24 @@ def test_ray_begins_and_ends_with_the_executor(tmp_path: Path) -> None:
         "RAY_ADDRESS": "local",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, str(path), str(ROOT / "tests")]
-    script = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    argv = [sys.executable, str(path), str(ROOT / "tests")]
+    script = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
     assert script.stdout
     pids = [int(pid) for pid in script.stdout.readline().split() if is_alive(int(pid))]
     assert len(pids) >= 3 and not listening_beyond_the_loopback(pids)
-    pids = [pid for pid in pids if "Agent" not in Path(f"/proc/{pid}/cmdline").read_text()]
+    pids = [pid for pid in pids if "Agent" not in command(pid)]
     script.kill()
     assert script.wait(SOON) == -signal.SIGKILL
     script.stdout.close()
     wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def command(pid: int) -> str:
+    "The command line of a process; empty if it has ended."
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def listening_beyond_the_loopback(pids: list[int]) -> list[str]:

@@ -517,6 +517,56 @@ def test_min_tokens_bans_eos_even_where_eos_would_not_end(
             assert not {*output.outputs[0].token_ids[:2]} & {*first}
 
 
+class Remembers:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def clone(self) -> "Remembers":
+        return Remembers()
+
+
+def test_a_clone_shares_nothing_but_plain_processors() -> None:
+    original = SamplingParams(
+        stop=["a"], bad_words=["b"], logit_bias={3: 1.0}, allowed_token_ids=[3], extra_args={"deep": [1]}, seed=7,
+        logits_processors=[without_repeat, Remembers()],
+    )  # fmt: skip
+    copied = original.clone()
+    assert copied.logits_processors[0] is without_repeat
+    assert isinstance(copied.logits_processors[1], Remembers)
+    assert copied.logits_processors[1] is not original.logits_processors[1]
+    copied.logits_processors = original.logits_processors
+    assert copied == original and original.clone() is not original
+    for changed in (copied.stop, copied.bad_words, copied.allowed_token_ids, copied.extra_args["deep"]):
+        changed.append("more")
+    copied.logit_bias[4] = 2.0
+    assert (original.stop, original.bad_words, original.logit_bias) == (["a"], ["b"], {3: 1.0})
+    assert (original.allowed_token_ids, original.extra_args) == ([3], {"deep": [1]})
+
+
+def test_from_optional_reads_what_json_holds() -> None:
+    names = (
+        "n",
+        "presence_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+        "min_tokens",
+        "detokenize",
+    )
+    assert SamplingParams.from_optional(**dict.fromkeys(names)) == SamplingParams.from_optional() == SamplingParams()
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    given = SamplingParams.from_optional(logit_bias={"3": 500, 4: -1000.0, "5": 0.5}, temperature=0.5)
+    assert given == SamplingParams(logit_bias={3: 100.0, 4: -100.0, 5: 0.5}, temperature=0.5)
+    for wrong in ({"x": 1.0}, {"3": "much"}, {"3": float("nan")}, [3]):
+        with pytest.raises(ValueError, match="logit_bias="):
+            SamplingParams.from_optional(logit_bias=wrong)
+
+
 def test_values_out_of_range_name_their_field() -> None:
     nan = float("nan")
     for wrong in (

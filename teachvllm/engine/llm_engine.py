@@ -15,7 +15,7 @@ from dataclasses import replace
 from threading import RLock
 from typing import Any
 
-from ..arg_utils import EngineArgs, find_pooler_config
+from ..arg_utils import EngineArgs
 from ..config import VllmConfig, require
 from .core import InprocClient
 from .output_processor import OutputProcessor
@@ -69,7 +69,7 @@ class LLMEngine:
         how = model.trust_remote_code, model.tokenizer_mode
         self.output_processor = OutputProcessor(None)
         self.set_tokenizer(None if model.skip_tokenizer_init else get_tokenizer(model.tokenizer, *how))
-        self.pooler_config = find_pooler_config(model.hf_config)  # None: it generates text
+        self.pooler_config = model.pooler_config  # None: it generates text
         self.trace: Trace | None = None
         self._outputs: list[Any] = []  # made, and not given out yet
         self._random = random.Random(model.seed)  # gives a seed to each request that brings none

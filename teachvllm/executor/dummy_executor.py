@@ -146,7 +146,7 @@ def invented_logprobs(
     rows = zip(logprobs[:, 0].tolist(), ids.tolist(), logprobs[:, :num_top].tolist(), strict=True)
     return [(own, list(zip(top_ids, top_logprobs, strict=True))) for own, top_ids, top_logprobs in rows]
 
-# %% ../../nbs/51_simulator.ipynb #306e2ed2
+# %% ../../nbs/51_simulator.ipynb #77e01572
 class DummyWorker:
     "Has the methods of a `Worker` and computes nothing: it counts tokens and makes some up."
 
@@ -237,7 +237,7 @@ class DummyWorker:
         for _, seq, j in done:
             if j == 0:  # the others become the forks' own
                 seq.num_tokens, seq.num_samples = seq.num_tokens + 1, 1
-        return ModelRunnerOutput([i for i, _, _ in done], token_ids.tolist(), logprobs)
+        return ModelRunnerOutput([i for i, _, _ in done], token_ids.tolist(), logprobs, ranks=dict.fromkeys(logprobs, 1))
 
 # %% ../../nbs/51_simulator.ipynb #76db812e
 class DummyExecutor(ExecutorBase):

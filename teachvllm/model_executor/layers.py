@@ -7,15 +7,16 @@ __all__ = ['ACTIVATIONS', 'WeightsError', 'default_weight_loader', 'set_weight_a
            'packed_linear', 'UnquantizedLinearMethod', 'ModelContext', 'LinearBase', 'Partition', 'equal_part',
            'ReplicatedLinear', 'ColumnParallelLinear', 'MergedColumnParallelLinear', 'RowParallelLinear',
            'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices', 'make_layers', 'load_weights', 'vocab_part',
-           'VocabParallelEmbedding', 'ParallelLMHead', 'RMSNorm', 'get_act_fn', 'ActAndMul', 'Attention',
-           'attention_layers', 'config_field']
+           'VocabParallelEmbedding', 'ParallelLMHead', 'import_fused_ops', 'fused_ops', 'RMSNorm', 'get_act_fn',
+           'ActAndMul', 'Attention', 'attention_layers', 'config_field']
 
-# %% ../../nbs/31_layers.ipynb #17d99c04
+# %% ../../nbs/31_layers.ipynb #d6a15e5f
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from itertools import starmap
 from typing import Any
 
@@ -391,7 +392,22 @@ class ParallelLMHead(LinearBase):
         logits = self.linear_method.apply(self, x)
         return logits if self.tp is None else self.tp.all_gather(logits)[:, : self.output_sizes[0]]
 
-# %% ../../nbs/31_layers.ipynb #5b50df32
+# %% ../../nbs/31_layers.ipynb #24d8c6f5
+@cache
+def import_fused_ops() -> Any:
+    "Chapter 30b's module; None if Numba is not installed."
+    try:
+        return import_module("teachvllm.model_executor.fused_ops")
+    except ImportError:
+        return None
+
+
+def fused_ops(x: torch.Tensor) -> Any:
+    "Chapter 30b's module if it is there and takes tensors like `x`, else None."
+    ops = import_fused_ops()
+    return ops if ops is not None and ops.serves(x) else None
+
+
 class RMSNorm(nn.Module):
     "Scale to a root mean square of one, then by a learned weight (Zhang and Sennrich 2019). In float32 inside."
 
@@ -400,11 +416,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        "[num_tokens, size] -> the same shape."
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """[num_tokens, size] -> the same shape. With a `residual`: the norm of their sum, and the sum."""
+        if fused := fused_ops(x):
+            normed, x = fused.rms_norm(x, self.weight, self.eps, residual)
+        else:
+            x = x if residual is None else x + residual
+            normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return normed if residual is None else (normed, x)
 
-# %% ../../nbs/31_layers.ipynb #a76f7617
+# %% ../../nbs/31_layers.ipynb #094d1749
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_new": _tanh_gelu, "gelu_pytorch_tanh": _tanh_gelu,
@@ -425,10 +446,13 @@ class ActAndMul(nn.Module):
 
     def __init__(self, name: str):
         super().__init__()
-        self.act = get_act_fn(name)
+        self.name, self.act = name, get_act_fn(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, 2 * size] -> [num_tokens, size]."
+        fused = fused_ops(x)
+        if fused and self.name in fused.GATES:
+            return fused.sigmoid_and_mul(x, self.name)
         gate, up = x.chunk(2, dim=-1)
         return self.act(gate) * up
 

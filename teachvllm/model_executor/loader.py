@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['GGUF_NAMES', 'GGUF_OTHER_NAMES', 'SHARD_NAME', 'KV_SCALE', 'weight_files', 'TensorSlice', 'safetensors_weights',
-           'bin_weights', 'dummy_weights', 'hf_name', 'unpermute', 'gguf_tensor', 'gguf_weights', 'convert_gguf',
-           'shard_files', 'load_sharded_state', 'find_weights', 'default_tensors', 'take_kv_scales', 'make_context',
-           'get_model', 'save_sharded_state']
+           'bin_weights', 'dummy_weights', 'hf_name', 'unpermute', 'gguf_tensor', 'hf_layout', 'gguf_weights',
+           'convert_gguf', 'shard_files', 'load_sharded_state', 'find_weights', 'default_tensors', 'take_kv_scales',
+           'make_context', 'get_model', 'save_sharded_state']
 
 # %% ../../nbs/34_loader.ipynb #06ada17d
 import json
@@ -104,9 +104,9 @@ def dummy_weights(model: nn.Module, seed: int = 0) -> None:
         values = torch.empty_like(parameter, dtype=torch.float32).uniform_(-1e-2, 1e-2, generator=generator)
         parameter.data.copy_(values)
 
-# %% ../../nbs/34_loader.ipynb #274d3781
+# %% ../../nbs/34_loader.ipynb #e6e634f1
 GGUF_NAMES = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "blk": "model.layers", "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
@@ -117,15 +117,33 @@ GGUF_OTHER_NAMES = {  # by the configuration's model_type
     "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
     "gemma3_text": {"ffn_norm": "pre_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
-}
+    "mixtral": {
+        "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3", "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    },
+    "qwen3_moe": {
+        "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
+    },
+    "gpt2": {
+        "blk": "transformer.h", "token_embd": "transformer.wte", "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f", "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+    },
+    "gpt_neox": {
+        "blk": "gpt_neox.layers", "token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out", "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h",
+    },
+}  # fmt: skip
 
 
 def hf_name(name: str, model_type: str = "llama") -> str:
-    "What Hugging Face calls a tensor of a GGUF file; an unknown name comes back as it is."
+    "What Hugging Face calls a tensor of a GGUF file, with `{}` for the number of an expert; an unknown name stays as it is."
     path, _, leaf = name.rpartition(".")
     block, _, part = path.rpartition(".")
     names = GGUF_NAMES | GGUF_OTHER_NAMES.get(model_type, {})
-    layer = block.replace("blk.", "model.layers.") + "." if block else ""
+    layer = block.replace("blk", names["blk"], 1) + "." if block else ""
     return f"{layer}{names[part]}.{leaf}" if part in names else name
 
 # %% ../../nbs/34_loader.ipynb #7e089b56
@@ -134,7 +152,7 @@ def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     pairs = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
-# %% ../../nbs/34_loader.ipynb #4d355916
+# %% ../../nbs/34_loader.ipynb #b1c5fe03
 def gguf_tensor(data: np.ndarray, shape: tuple[int, ...], kind: int, start: int) -> torch.Tensor:
     "One tensor from the bytes of a GGUF file: float32 if it was stored as float32 or float16, else bfloat16."
     import gguf
@@ -147,22 +165,33 @@ def gguf_tensor(data: np.ndarray, shape: tuple[int, ...], kind: int, start: int)
     return weight if plain else weight.bfloat16()
 
 
-def gguf_weights(path: Path, hf_config) -> Weights:
+def hf_layout(name: str, weight: torch.Tensor, hf_config: Any) -> torch.Tensor:
+    "A GGUF file's tensor, called `name` by Hugging Face, with its rows, columns and numbers as they are there."
+    model_type, heads = hf_config.model_type, hf_config.num_attention_heads
+    if model_type in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
+        return unpermute(weight, heads if ".q_proj." in name else hf_config.num_key_value_heads)
+    if model_type in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
+        return weight - 1
+    if model_type == "gpt2" and ".c_" in name and weight.dim() == 2:
+        return weight.T.contiguous()
+    if ".query_key_value." in name:
+        return weight.unflatten(0, (3, heads, -1)).transpose(0, 1).reshape(weight.shape)
+    return weight
+
+
+def gguf_weights(path: Path, hf_config: Any) -> Weights:
     "The tensors of a GGUF file under their Hugging Face names; quantized ones come out as bfloat16."
-    model_type = hf_config.model_type
-    heads = {"q_proj": hf_config.num_attention_heads, "k_proj": hf_config.num_key_value_heads}
-    one_more = model_type in ("gemma2", "gemma3_text")
     try:
         _, tensors = read_gguf_header(path)
         data = np.asarray(np.memmap(path, mode="r"))
         for gguf_name, place in tqdm(tensors.items(), desc=f"Converting {path.name}", delay=0.5, unit=" tensors"):
             if gguf_name.startswith(("rope_freqs.", "rope_factors_")):
                 continue  # the configuration has them
-            name, weight = hf_name(gguf_name, model_type), gguf_tensor(data, *place)
-            part = name.split(".")[-2:][0]
-            if part in heads and model_type == "llama":
-                weight = unpermute(weight, heads[part])
-            yield name, weight - 1 if one_more and name.endswith("norm.weight") else weight
+            name, weight = hf_name(gguf_name, hf_config.model_type), gguf_tensor(data, *place)
+            if "{}" in name:
+                yield from ((name.format(i), expert) for i, expert in enumerate(weight))
+            else:
+                yield name, hf_layout(name, weight, hf_config)
     except Exception as error:  # a damaged file shows as nearly any error
         raise WeightsError(f"{path} is corrupt or cut short: {error}") from error
 
@@ -292,7 +321,7 @@ def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) 
 def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.Module:
     "This rank's part of the model on `device`, as the checkpoint has it."
     model_config, load_format, parallel = config.model_config, config.load_config.load_format, context.parallel
-    model_class = get_model_class(model_config.hf_config)
+    model_class = get_model_class(model_config.hf_config, model_config.pooler_config)
     with default_tensors(context.dtype, device):
         model = model_class(model_config.hf_config, context)
     if load_format == "dummy":

@@ -112,7 +112,7 @@ def changes_logits(params: SamplingParams) -> bool:
         or params.allowed_token_ids or params.bad_words_token_ids or params.logits_processors
     )  # fmt: skip
 
-# %% ../../nbs/32b_logits_processors.ipynb #12718760
+# %% ../../nbs/32b_logits_processors.ipynb #084d3cbc
 NONE_LEFT = "allowed_token_ids, bad_words, min_tokens and logits_processors together leave no token (or the logits are NaN)"
 
 
@@ -218,7 +218,7 @@ class LogitsProcessors:
         """Change `logits` [num_rows, vocab_size] in place. `x` is `inputs` on the device, and `host` as it was, both with
         `banned_rows` and `banned_ids`: tokens that `min_tokens` forbids. `errors` gets what to say if a row has no token.
         """
-        errors.update((i, NONE_LEFT) for i in host["limited_rows"].tolist())
+        errors.update(dict.fromkeys(host["limited_rows"].tolist(), NONE_LEFT))
         if "function_ends" in host:
             self._call_functions(logits, host["function_ends"], slots, errors)
         if "bias_rows" in x:

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['Pooler', 'as_pooling_model']
 
-# %% ../../nbs/32c_pooler.ipynb #027ae9d9
+# %% ../../nbs/32c_pooler.ipynb #33e2703d
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ..arg_utils import PoolerConfig
+from ..config import PoolerConfig
 from .layers import ModelContext, ParallelLMHead, PPMissingLayer, ReplicatedLinear
 
 # %% ../../nbs/32c_pooler.ipynb #c81e0f86

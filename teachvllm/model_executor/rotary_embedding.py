@@ -6,7 +6,7 @@
 __all__ = ['ROPE_KINDS', 'default_frequencies', 'RotaryEmbedding', 'apply_rotary_emb', 'linear_frequencies', 'llama3_frequencies',
            'yarn_frequencies', 'longrope_frequencies', 'get_rope', 'rope_parameters']
 
-# %% ../../nbs/31a_rotary_embedding.ipynb #f4b130c1
+# %% ../../nbs/31a_rotary_embedding.ipynb #54f07302
 import math
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..config import NotSupportedYet
+from .layers import fused_ops
 
 # %% ../../nbs/31a_rotary_embedding.ipynb #50904cfa
 def default_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
@@ -23,7 +24,7 @@ def default_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Te
     """
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim), 1.0
 
-# %% ../../nbs/31a_rotary_embedding.ipynb #dcea9549
+# %% ../../nbs/31a_rotary_embedding.ipynb #7290f55a
 class RotaryEmbedding(nn.Module):
     """Positions as rotations (Su et al. 2021): dimension i and i + rotary_dim / 2 turn together.
 
@@ -47,6 +48,8 @@ class RotaryEmbedding(nn.Module):
 def apply_rotary_emb(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     "Turn the first dimensions of every head of `x` [num_tokens, num_heads, head_size] by its token's position."
     cos, sin = cos_sin
+    if (fused := fused_ops(x)) and x.stride(-2) == x.shape[-1]:
+        return fused.rotary_embedding(x, cos, sin)
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
         return torch.cat((apply_rotary_emb(x[..., :rotary_dim], cos_sin), x[..., rotary_dim:]), -1)

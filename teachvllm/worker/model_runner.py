@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arg_utils import find_pooler_config
 from ..attention.backend import AttentionMetadata, KVCacheSpec
 from ..config import VllmConfig
 from ..core.block_manager import num_blocks_for
@@ -293,7 +292,7 @@ def dummy_batch(
     scheduled = [1] * num_decodes + [len(chunk) for chunk in chunks]
     blocks = [0] * num_blocks_for(max(lengths), config.cache_config.block_size)
     params = SamplingParams(top_p=0.99, top_k=vocab_size - 1)
-    num_samples = find_pooler_config(config.model_config.hf_config) is None
+    num_samples = config.model_config.pooler_config is None
     new = [
         NewSequenceData(i, [0] * length, length, length - now, blocks, params, [], 0, int(num_samples))
         for i, (length, now) in enumerate(zip(lengths, scheduled, strict=True))
@@ -329,7 +328,7 @@ class ModelRunner:
         self.model: Any
         self.attention_layers: dict[str, Attention]
         self.reset()
-        pooler = find_pooler_config(config.model_config.hf_config)  # None: this engine generates
+        pooler = config.model_config.pooler_config  # None: this engine generates
         self.pooler = Pooler(pooler, self.input_batch.num_slots) if pooler else None
         # Each slot's last token, so that the next step need not wait for it; the last entry is spare.
         self.last_sampled_token_ids = torch.zeros(self.input_batch.num_slots + 1, dtype=torch.int64, device=device)

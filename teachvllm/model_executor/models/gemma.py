@@ -34,7 +34,7 @@ from teachvllm.model_executor.models.llama import (
 from .qwen import Qwen3Attention
 from ..rotary_embedding import get_rope, rope_parameters
 
-# %% ../../../nbs/33e_gemma.ipynb #0820704e
+# %% ../../../nbs/33e_gemma.ipynb #8cbb4d97
 class GemmaRMSNorm(RMSNorm):
     "Scales by 1 + the checkpoint's weight, in float32. The 1 is added when the weight is loaded, not in every step."
 
@@ -48,9 +48,11 @@ class GemmaRMSNorm(RMSNorm):
         "The `weight_loader` of its weight."
         default_weight_loader(param, 1 + loaded_weight.float())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        "[num_tokens, size] -> the same shape."
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """[num_tokens, size] -> the same shape. With a `residual`: the norm of their sum, and the sum."""
+        x = x if residual is None else x + residual
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+        return normed if residual is None else (normed, x)
 
 # %% ../../../nbs/33e_gemma.ipynb #eeac9d2e
 class GemmaEmbedding(VocabParallelEmbedding):

@@ -95,7 +95,7 @@ class LlamaAttention(nn.Module):
         q, k = self.rotate(qk, cos_sin).split((self.num_heads, self.num_kv_heads), dim=1)
         return self.o_proj(self.attn(q, k, v, kv_cache, meta))
 
-# %% ../../../nbs/33a_llama.ipynb #dfbfed86
+# %% ../../../nbs/33a_llama.ipynb #df368d4a
 class LlamaMLP(nn.Module):
     "The gated feed-forward part: down(act(gate(x)) * up(x)). Relatives name the activation in another field."
 
@@ -133,8 +133,9 @@ class LlamaDecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
+        normed, x = self.post_attention_layernorm(attended, x)
+        return x + self.mlp(normed)
 
 # %% ../../../nbs/33a_llama.ipynb #27dd58ea
 class LlamaModel(nn.Module):

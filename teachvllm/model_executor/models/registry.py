@@ -9,8 +9,7 @@ __all__ = ['ARCHITECTURES', 'WITHOUT_EFFECT', 'register_model', 'architectures_o
 # %% ../../../nbs/33c_registry.ipynb #a8e5e2fb
 from typing import Any
 
-from ...arg_utils import PoolerConfig, find_pooler_config
-from ...config import NotSupportedYet, defined_fields, resolve_class
+from ...config import NotSupportedYet, PoolerConfig, defined_fields, resolve_class
 from ..pooler import as_pooling_model
 
 # %% ../../../nbs/33c_registry.ipynb #bd407053
@@ -78,12 +77,12 @@ def causal_names(name: str, pooler: PoolerConfig | None) -> list[str]:
     return [name, *(body + end for body in bodies for end in ("ForCausalLM", "LMHeadModel"))]
 
 
-def get_model_class(hf_config: Any) -> type:
+def get_model_class(hf_config: Any, pooler: PoolerConfig | None = None) -> type:
     """The class that serves `hf_config`; `ValueError` lists what is supported, or names the field that is not.
 
-    For an engine that pools (`hf_config.pooler_config`) it has no head, or one for labels in its place.
+    For an engine that pools (`pooler`) it has no head, or one for labels in its place.
     """
-    asked, pooler = architectures_of(hf_config), find_pooler_config(hf_config)
+    asked = architectures_of(hf_config)
     for name in [known for one in asked for known in causal_names(one, pooler) if known in ARCHITECTURES]:
         model_class = resolve_class(ARCHITECTURES[name])
         check_config_fields(model_class, hf_config)
