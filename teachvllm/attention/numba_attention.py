@@ -6,9 +6,9 @@
 __all__ = ['SPLIT', 'dot4', 'dot1', 'add4', 'add1', 'exponentials', 'score_pages', 'add_pages', 'attend', 'first_item', 'decode',
            'merge', 'write', 'NumbaPlan', 'NumbaBackend']
 
-# %% ../../nbs/21d_numba_attention.ipynb #4f4616fb
+# %% ../../nbs/21d_numba_attention.ipynb #e15d689b
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.ir
@@ -205,26 +205,26 @@ def first_item(ends, each, part, parts):
     before = ends[i - 1] if i else 0
     return i * each + (target - before) * each // (ends[i] - before)
 
-# %% ../../nbs/21d_numba_attention.ipynb #ebfa1951
+# %% ../../nbs/21d_numba_attention.ipynb #0e98e1cd
 SPLIT = 256  # a part of a sequence is not shorter than so many tokens
 
 
 @compiled
 def decode(words, floats, dtype, cache_dtype):
     "One thread's items of a step: see `NumbaBackend.decode` for the arguments."
-    n, heads, kv_heads, size = words[0], words[1], words[2], words[3]
-    num_blocks, block_size, width, longest, window, splits = words[4], words[5], words[6], words[7], words[8], words[9]
-    scale, soft_cap, thread, threads = np.float32(floats[10]), np.float32(floats[11]), thread_num(), num_threads()
-    q, out = array_at(words[12], (n, words[21]), dtype), array_at(words[13], (n, heads, size), dtype)
+    n, width, longest, window, splits = words[0], words[1], words[2], words[3], words[4]
+    heads, kv_heads, size, num_blocks, block_size = words[15], words[16], words[17], words[18], words[19]
+    scale, soft_cap, thread, threads = np.float32(floats[20]), np.float32(floats[21]), thread_num(), num_threads()
+    table, seq_lens = array_at(words[5], (n, width), np.int32), array_at(words[6], (n,), np.int64)
+    q, out = array_at(words[11], (n, words[12]), dtype), array_at(words[13], (n, heads, size), dtype)
     head_bytes = num_blocks * block_size * size * array_at(words[14], (1,), cache_dtype).itemsize
-    table, seq_lens = array_at(words[16], (n, width), np.int32), array_at(words[17], (n,), np.int64)
-    scores = array_at(words[18], (threads, 4, longest), np.float32)[thread]
+    scores = array_at(words[7], (threads, 4, longest), np.float32)[thread]
     group = heads // kv_heads
     passes = (group + 3) // 4
     items = n * kv_heads * passes * splits
-    sums = array_at(words[19], (max(items, threads), 4, size), np.float32)
-    stats = array_at(words[20], (max(items, threads), 4, 2), np.float32)
-    ends, each = array_at(words[22], (n,), np.int64), kv_heads * passes * splits
+    sums = array_at(words[8], (max(items, threads), 4, size), np.float32)
+    stats = array_at(words[9], (max(items, threads), 4, 2), np.float32)
+    ends, each = array_at(words[10], (n,), np.int64), kv_heads * passes * splits
     for item in range(first_item(ends, each, thread, threads), first_item(ends, each, thread + 1, threads)):
         split, head = item % splits, item // splits
         i, kv_head, first_row = head // passes // kv_heads, head // passes % kv_heads, head % passes * 4
@@ -234,7 +234,9 @@ def decode(words, floats, dtype, cache_dtype):
         first, last = begin + seen * split // splits, begin + seen * (split + 1) // splits
         place = item if splits > 1 else thread
         queries = q[i, first_head * size : (first_head + rows) * size].reshape((rows, size))
-        k, v, acc, stat = words[14] + kv_head * head_bytes, words[15] + kv_head * head_bytes, sums[place], stats[place]
+        acc, stat = sums[place], stats[place]
+        k = words[14] + kv_head * head_bytes  # the values stand behind the keys of all heads
+        v = k + kv_heads * head_bytes
         attend(queries, k, v, table[i], block_size, first, last, scale, soft_cap, scores, acc, stat, cache_dtype)
         if splits == 1:
             for r in range(rows):
@@ -246,12 +248,12 @@ def decode(words, floats, dtype, cache_dtype):
 @compiled
 def merge(words, dtype):
     "One thread's part of the heads whose tokens were split: the same arguments."
-    n, heads, kv_heads, size, splits = words[0], words[1], words[2], words[3], words[9]
+    n, splits, heads, kv_heads, size = words[0], words[4], words[15], words[16], words[17]
     group = heads // kv_heads
     passes = (group + 3) // 4
     out, items = array_at(words[13], (n, heads, size), dtype), n * kv_heads * passes
-    sums = array_at(words[19], (items, splits, 4, size), np.float32)
-    stats = array_at(words[20], (items, splits, 4, 2), np.float32)
+    sums = array_at(words[8], (items, splits, 4, size), np.float32)
+    stats = array_at(words[9], (items, splits, 4, 2), np.float32)
     begin, end = share(n * heads)
     for row in range(begin, end):
         i, head = row // heads, row % heads
@@ -310,16 +312,16 @@ DECODE = {pair: _decode(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_D
 MERGE = {dtype: _merge(seen) for dtype, seen in DTYPES.items()}
 WRITE = {dtype: _write(seen) for dtype, seen in {**DTYPES, torch.uint8: np.uint8}.items()}
 
-# %% ../../nbs/21d_numba_attention.ipynb #f3e8a413
+# %% ../../nbs/21d_numba_attention.ipynb #a7376bd7
 @dataclass
 class NumbaPlan:
-    "What a step's layers of one window need: tensors of the decoding sequences as the kernel takes them, and a list of chunks."
+    "What layers of one shape need in a step: the kernel's arguments for the sequences that decode, and a list of chunks."
 
-    table: torch.Tensor  # [num_decodes, width] int32
-    seq_lens: torch.Tensor  # [num_decodes] int64
-    longest: int  # tokens that a decoding sequence sees, at most
-    ends: torch.Tensor  # [num_decodes] int64: the tokens that they see, added up
-    chunks: list[tuple[int, int, int, torch.Tensor]] = field(default_factory=list)  # first token, last + 1, seq_len, table
+    chunks: list[tuple[int, int, int, torch.Tensor]]  # first token, the one after the last, seq_len, table [width] int32
+    threads: int = 1  # for so many there is scratch memory
+    splits: int = 1  # parts that each decoding sequence is cut into
+    decode_args: tuple[Any, ...] = ()  # see `decode`; without the three that are a layer's own
+    scratch: tuple[torch.Tensor, ...] = ()  # scores, sums and stats, for one layer after the other
 
 
 class NumbaBackend(AttentionBackend):
@@ -358,18 +360,34 @@ class NumbaBackend(AttentionBackend):
             if kernel.entry is None:
                 kernel.compile()
 
+    @property
+    def plan_key(self) -> tuple[Any, ...]:
+        "Layers that agree in it share a step's plan."
+        return self.name, self.window, self.num_heads, self.num_kv_heads, self.head_size
+
     def build(self, meta, block_size):
-        "The table in the kernels' dtype, how many tokens the decodes see, and where the chunks are."
-        if (self.name, self.window) in meta.plans:
-            return
-        n, table = meta.num_decodes, meta.block_table.to(torch.int32).contiguous()
-        seq_lens = meta.seq_lens[:n].contiguous()
-        seen = seq_lens if self.window is None else seq_lens.clamp(max=self.window)
-        plan = NumbaPlan(table[:n], seq_lens, int(seen.max()) if n else 0, seen.cumsum(0))
-        if n < len(table):
+        "Where the chunks are; for the decodes, tables in the kernel's dtype, and its memory."
+        if self.plan_key not in meta.plans:
+            n, table = meta.num_decodes, meta.block_table.to(torch.int32).contiguous()
             bounds, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
-            plan.chunks = [(bounds[i], bounds[i + 1], lens[i], table[i]) for i in range(n, len(table))]
-        meta.plans[self.name, self.window] = plan
+            plan = NumbaPlan([(bounds[i], bounds[i + 1], lens[i], table[i]) for i in range(n, len(table))])
+            if n:
+                self.plan_decodes(plan, table[:n], meta.seq_lens[:n].contiguous())
+            meta.plans[self.plan_key] = plan
+
+    def plan_decodes(self, plan: NumbaPlan, table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        "One token for each row of table [n, width] int32, which sees seq_lens [n] int64 tokens, or the window's."
+        seen = seq_lens if self.window is None else seq_lens.clamp(max=self.window)
+        n, threads, longest = len(table), torch.get_num_threads(), int(seen.max())
+        items = n * self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // 4)
+        few = threads > 1 and items < 4 * threads and self.window is None
+        plan.threads, plan.splits = threads, max(1, min(threads, longest // SPLIT)) if few else 1
+        places = max(items * plan.splits, threads)
+        sizes = threads * 4 * longest, places * 4 * self.head_size, places * 8
+        plan.scratch = torch.empty(sum(sizes), dtype=torch.float32).split(sizes)
+        plan.decode_args = (
+            n, table.shape[1], longest, self.window or 0, plan.splits, table, seq_lens, *plan.scratch, seen.cumsum(0)
+        )  # fmt: skip
 
     def do_kv_cache_update(self, key, value, kv_cache, meta):
         "One pass over the new tokens, for keys and values."
@@ -380,7 +398,7 @@ class NumbaBackend(AttentionBackend):
 
     def forward(self, q, kv_cache, meta):
         "[num_tokens, num_heads, head_size] in and out."
-        plan, out = meta.plans[self.name, self.window], torch.empty(q.shape, dtype=q.dtype)
+        plan, out = meta.plans[self.plan_key], torch.empty(q.shape, dtype=q.dtype)
         if meta.num_decodes:
             self.decode(q, out, kv_cache, plan)
             if self.v_scale != 1:
@@ -391,20 +409,12 @@ class NumbaBackend(AttentionBackend):
         return out
 
     def decode(self, q: torch.Tensor, out: torch.Tensor, kv_cache: torch.Tensor, plan: NumbaPlan) -> None:
-        "Attention of the first tokens, one for each row of `plan.table`, into `out`."
-        n, threads, longest = len(plan.table), torch.get_num_threads(), plan.longest
-        items = n * self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // 4)
-        few = threads > 1 and items < 4 * threads and self.window is None
-        splits = max(1, min(threads, longest // SPLIT)) if few else 1
-        q = q[:n].flatten(1)  # a view, if a token's heads are neighbours
-        places = max(items * splits, threads)
-        room = q.new_empty(threads * 4 * longest + places * 4 * (self.head_size + 2), dtype=torch.float32)
-        scores, sums, stats = room.split((threads * 4 * longest, places * 4 * self.head_size, places * 8))
+        "Attention of the first tokens of q [num_tokens, num_heads, head_size] into `out`, by a plan of theirs."
+        assert q.stride(1) == self.head_size or self.num_heads == 1
         args = (
-            n, self.num_heads, self.num_kv_heads, self.head_size, *kv_cache.shape[1:3], plan.table.shape[1], longest,
-            self.window or 0, splits, float(self.scale * self.k_scale), float(self.soft_cap or 0), q, out, *kv_cache,
-            plan.table, plan.seq_lens, scores, sums, stats, q.stride(0), plan.ends,
+            *plan.decode_args, q, q.stride(0), out, kv_cache, self.num_heads, self.num_kv_heads, self.head_size,
+            *kv_cache.shape[1:3], float(self.scale * self.k_scale), float(self.soft_cap or 0),
         )  # fmt: skip
-        DECODE[q.dtype, kv_cache.dtype](*args)
-        if splits > 1:
+        DECODE[q.dtype, kv_cache.dtype](*args, threads=plan.threads)
+        if plan.splits > 1:
             MERGE[q.dtype](*args)
