@@ -6,7 +6,7 @@
 __all__ = ['SPLIT', 'dot4', 'dot1', 'add4', 'add1', 'exponentials', 'score_pages', 'add_pages', 'attend', 'first_item', 'decode',
            'merge', 'write', 'NumbaPlan', 'NumbaBackend']
 
-# %% ../../nbs/21d_numba_attention.ipynb #e15d689b
+# %% ../../nbs/21d_numba_attention.ipynb #1de774c7
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +50,11 @@ from teachvllm.attention.numba_utils import (
     store,
     thread_num,
 )
+from ..config import require
 
-# %% ../../nbs/21d_numba_attention.ipynb #caf44d7e
+# %% ../../nbs/21d_numba_attention.ipynb #54784892
 LARGEST_HEAD = 512  # numbers of a head
+AHEAD = 4096  # bytes of the next page that are fetched: the processor's first cache holds only some tens of thousands
 
 
 def _to_room(typing_context):
@@ -108,7 +110,7 @@ def add1(a, row, weight):
     for i in range(a.shape[0]):
         a[i] += weight * load(row[i])
 
-# %% ../../nbs/21d_numba_attention.ipynb #ce3b7ef6
+# %% ../../nbs/21d_numba_attention.ipynb #688c7b11
 @compiled
 def exponentials(scores, soft_cap):
     "Make scores [n] the numerators of their softmax; returns the largest score, and the sum of the numerators."
@@ -131,7 +133,7 @@ def score_pages(q, rows, k, table, block_size, first, last, scores, dtype):
     while at < n:  # page by page
         here, page = min(block_size - offset, n - at), k + (table[block] * block_size + offset) * step
         if at + here < n:
-            prefetch(k + table[block + 1] * block_size * step, min(block_size, n - at - here) * step)
+            prefetch(k + table[block + 1] * block_size * step, min(min(block_size, n - at - here) * step, AHEAD))
         for t in range(here):
             row = array_at(page + t * step, (size,), dtype)
             if rows == 1:
@@ -154,7 +156,7 @@ def add_pages(weights, rows, v, table, block_size, first, last, out, dtype):
     while at < n:
         here, page, t = min(block_size - offset, n - at), v + (table[block] * block_size + offset) * step, 0
         if at + here < n:
-            prefetch(v + table[block + 1] * block_size * step, min(block_size, n - at - here) * step)
+            prefetch(v + table[block + 1] * block_size * step, min(min(block_size, n - at - here) * step, AHEAD))
         while rows > 1 and t + 4 <= here:
             r0, r1 = array_at(page + t * step, (size,), dtype), array_at(page + (t + 1) * step, (size,), dtype)
             r2, r3 = array_at(page + (t + 2) * step, (size,), dtype), array_at(page + (t + 3) * step, (size,), dtype)
@@ -205,7 +207,7 @@ def first_item(ends, each, part, parts):
     before = ends[i - 1] if i else 0
     return i * each + (target - before) * each // (ends[i] - before)
 
-# %% ../../nbs/21d_numba_attention.ipynb #0e98e1cd
+# %% ../../nbs/21d_numba_attention.ipynb #23afcd3e
 SPLIT = 256  # a part of a sequence is not shorter than so many tokens
 
 
@@ -218,7 +220,7 @@ def decode(words, floats, dtype, cache_dtype):
     table, seq_lens = array_at(words[5], (n, width), np.int32), array_at(words[6], (n,), np.int64)
     q, out = array_at(words[11], (n, words[12]), dtype), array_at(words[13], (n, heads, size), dtype)
     head_bytes = num_blocks * block_size * size * array_at(words[14], (1,), cache_dtype).itemsize
-    scores = array_at(words[7], (threads, 4, longest), np.float32)[thread]
+    scores, v_scale = array_at(words[7], (threads, 4, longest), np.float32)[thread], np.float32(floats[22])
     group = heads // kv_heads
     passes = (group + 3) // 4
     items = n * kv_heads * passes * splits
@@ -240,13 +242,13 @@ def decode(words, floats, dtype, cache_dtype):
         attend(queries, k, v, table[i], block_size, first, last, scale, soft_cap, scores, acc, stat, cache_dtype)
         if splits == 1:
             for r in range(rows):
-                row, total, result = acc[r], stat[r, 1], out[i, first_head + r]
+                row, result, factor = acc[r], out[i, first_head + r], v_scale / stat[r, 1]
                 for x in range(size):
-                    store(result, x, row[x] / total)
+                    store(result, x, row[x] * factor)
 
 
 @compiled
-def merge(words, dtype):
+def merge(words, floats, dtype):
     "One thread's part of the heads whose tokens were split: the same arguments."
     n, splits, heads, kv_heads, size = words[0], words[4], words[15], words[16], words[17]
     group = heads // kv_heads
@@ -254,22 +256,27 @@ def merge(words, dtype):
     out, items = array_at(words[13], (n, heads, size), dtype), n * kv_heads * passes
     sums = array_at(words[8], (items, splits, 4, size), np.float32)
     stats = array_at(words[9], (items, splits, 4, 2), np.float32)
-    begin, end = share(n * heads)
-    for row in range(begin, end):
-        i, head = row // heads, row % heads
+    v_scale, (begin, end) = np.float32(floats[22]), share(n * heads)
+    for index in range(begin, end):
+        i, head = index // heads, index % heads
         item, r = (i * kv_heads + head // group) * passes + head % group // 4, head % group % 4
-        largest, total = stats[item, 0, r, 0], np.float32(0)
+        largest, total, row = stats[item, 0, r, 0], np.float32(0), sums[item, 0, r]
         for split in range(splits):
             largest = max(largest, stats[item, split, r, 0])
         for split in range(splits):
-            total += stats[item, split, r, 1] * math.exp(stats[item, split, r, 0] - largest)
+            correction, part = np.float32(math.exp(stats[item, split, r, 0] - largest)), sums[item, split, r]
+            total += stats[item, split, r, 1] * correction
+            if split == 0:
+                for x in range(size):
+                    row[x] = row[x] * correction
+            else:
+                for x in range(size):
+                    row[x] = row[x] + part[x] * correction
+        result, scale = out[i, head], v_scale / total
         for x in range(size):
-            value = np.float32(0)
-            for split in range(splits):
-                value += sums[item, split, r, x] * math.exp(stats[item, split, r, 0] - largest)
-            store(out[i, head], x, value / total)
+            store(result, x, row[x] * scale)
 
-# %% ../../nbs/21d_numba_attention.ipynb #c861e76c
+# %% ../../nbs/21d_numba_attention.ipynb #f3f8bc24
 @compiled
 def write(words, dtype):
     "One thread's tokens: key and value [num_tokens, kv_heads, size], rows `stride` apart, into the slots' rows of the pages."
@@ -281,11 +288,11 @@ def write(words, dtype):
     first, last = share(n)
     for i in range(first, last):
         block, row = slots[i] // block_size, slots[i] % block_size
-        for head in range(kv_heads):
+        for head in range(kv_heads if slots[i] >= 0 else 0):  # -1: no slot
             pages[0, head, block, row] = key[i, head * size : (head + 1) * size]
             pages[1, head, block, row] = value[i, head * size : (head + 1) * size]
 
-# %% ../../nbs/21d_numba_attention.ipynb #a2858951
+# %% ../../nbs/21d_numba_attention.ipynb #82d5d1e5
 def _decode(dtype, cache_dtype):
     def run(p):
         words, floats = arguments(p)
@@ -296,7 +303,8 @@ def _decode(dtype, cache_dtype):
 
 def _merge(dtype):
     def run(p):
-        merge(arguments(p)[0], dtype)
+        words, floats = arguments(p)
+        merge(words, floats, dtype)
 
     return Kernel(run)
 
@@ -312,7 +320,7 @@ DECODE = {pair: _decode(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_D
 MERGE = {dtype: _merge(seen) for dtype, seen in DTYPES.items()}
 WRITE = {dtype: _write(seen) for dtype, seen in {**DTYPES, torch.uint8: np.uint8}.items()}
 
-# %% ../../nbs/21d_numba_attention.ipynb #a7376bd7
+# %% ../../nbs/21d_numba_attention.ipynb #0ce442a5
 @dataclass
 class NumbaPlan:
     "What layers of one shape need in a step: the kernel's arguments for the sequences that decode, and a list of chunks."
@@ -320,7 +328,7 @@ class NumbaPlan:
     chunks: list[tuple[int, int, int, torch.Tensor]]  # first token, the one after the last, seq_len, table [width] int32
     threads: int = 1  # for so many there is scratch memory
     splits: int = 1  # parts that each decoding sequence is cut into
-    decode_args: tuple[Any, ...] = ()  # see `decode`; without the three that are a layer's own
+    decode_args: tuple[Any, ...] = ()  # see `decode`; without those that are a layer's own
     scratch: tuple[torch.Tensor, ...] = ()  # scores, sums and stats, for one layer after the other
 
 
@@ -372,19 +380,21 @@ class NumbaBackend(AttentionBackend):
             bounds, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
             plan = NumbaPlan([(bounds[i], bounds[i + 1], lens[i], table[i]) for i in range(n, len(table))])
             if n:
-                self.plan_decodes(plan, table[:n], meta.seq_lens[:n].contiguous())
+                self.plan_decodes(plan, table[:n], meta.seq_lens[:n].to(torch.int64).contiguous())
             meta.plans[self.plan_key] = plan
 
     def plan_decodes(self, plan: NumbaPlan, table: torch.Tensor, seq_lens: torch.Tensor) -> None:
         "One token for each row of table [n, width] int32, which sees seq_lens [n] int64 tokens, or the window's."
+        require(self.head_size <= LARGEST_HEAD, f"head size {self.head_size}: at most {LARGEST_HEAD}")
         seen = seq_lens if self.window is None else seq_lens.clamp(max=self.window)
-        n, threads, longest = len(table), torch.get_num_threads(), int(seen.max())
+        n, longest, numbers = len(table), int(seen.max()), int(seen.sum()) * 2 * self.num_kv_heads * self.head_size
+        plan.threads = threads = torch.get_num_threads() if numbers >= GRAIN else 1
         items = n * self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // 4)
-        few = threads > 1 and items < 4 * threads and self.window is None
-        plan.threads, plan.splits = threads, max(1, min(threads, longest // SPLIT)) if few else 1
+        few = items < 4 * threads and (n > 1 or items % threads > 0)
+        plan.splits = max(1, min(threads, longest // SPLIT)) if few else 1
         places = max(items * plan.splits, threads)
         sizes = threads * 4 * longest, places * 4 * self.head_size, places * 8
-        plan.scratch = torch.empty(sum(sizes), dtype=torch.float32).split(sizes)
+        plan.scratch = table.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
         plan.decode_args = (
             n, table.shape[1], longest, self.window or 0, plan.splits, table, seq_lens, *plan.scratch, seen.cumsum(0)
         )  # fmt: skip
@@ -393,16 +403,15 @@ class NumbaBackend(AttentionBackend):
         "One pass over the new tokens, for keys and values."
         shape, key, value = key.shape, key.flatten(1), value.flatten(1)  # a view, if a token's heads are neighbours
         strides, slots = (key.stride(0), value.stride(0)), meta.slot_mapping
+        assert slots.dtype == torch.int64 and kv_cache.permute(HEAD_FIRST).is_contiguous()
         args = (*shape, *kv_cache.shape[1:3], key, strides[0], value, strides[1], kv_cache, slots)
         WRITE[key.dtype](*args, threads=1 + key.numel() // GRAIN)
 
     def forward(self, q, kv_cache, meta):
         "[num_tokens, num_heads, head_size] in and out."
-        plan, out = meta.plans[self.plan_key], torch.empty(q.shape, dtype=q.dtype)
+        plan, out = meta.plans[self.plan_key], q.new_empty(q.shape)
         if meta.num_decodes:
             self.decode(q, out, kv_cache, plan)
-            if self.v_scale != 1:
-                out[: meta.num_decodes] *= self.v_scale
         for first, last, seq_len, table in plan.chunks:
             chunk, pages, scale = slice(first, last), kv_cache.permute(HEAD_FIRST), float(self.scale * self.k_scale)
             prefill(q[chunk], out[chunk], pages, table, seq_len, scale, self.window, self.soft_cap, self.v_scale)
@@ -413,8 +422,8 @@ class NumbaBackend(AttentionBackend):
         assert q.stride(1) == self.head_size or self.num_heads == 1
         args = (
             *plan.decode_args, q, q.stride(0), out, kv_cache, self.num_heads, self.num_kv_heads, self.head_size,
-            *kv_cache.shape[1:3], float(self.scale * self.k_scale), float(self.soft_cap or 0),
+            *kv_cache.shape[1:3], float(self.scale * self.k_scale), float(self.soft_cap or 0), float(self.v_scale),
         )  # fmt: skip
         DECODE[q.dtype, kv_cache.dtype](*args, threads=plan.threads)
         if plan.splits > 1:
-            MERGE[q.dtype](*args)
+            MERGE[q.dtype](*args, threads=plan.threads)

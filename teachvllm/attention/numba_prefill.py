@@ -120,12 +120,12 @@ def soften_rows(words, floats, dtype):
             stat[2] = exp(stat[0] - largest)
             stat[0], stat[1] = largest, stat[1] * stat[2] + total
 
-# %% ../../nbs/21c_numba_prefill.ipynb #540c92f9
+# %% ../../nbs/21c_numba_prefill.ipynb #910fbe27
 @compiled
 def merge_rows(words, floats, dtype):
     "One thread's rows of weights x values [kv_heads, rows, size]: added to `sums`; divided and stored after the last keys."
     kv_heads, rows, group, size, all_rows, first_row = words[0], words[1], words[2], words[3], words[4], words[5]
-    n, fresh, done, factor = words[6], words[7], words[8], np.float32(floats[9])
+    n, fresh, done, v_scale = words[6], words[7], words[8], np.float32(floats[9])
     parts = array_at(words[10], (kv_heads, rows, size), dtype)
     sums = array_at(words[11], (kv_heads, all_rows, size), np.float32)
     stats = array_at(words[12], (kv_heads, all_rows, 3), np.float32)
@@ -133,15 +133,15 @@ def merge_rows(words, floats, dtype):
     first, last = share(kv_heads * rows)
     for item in range(first, last):
         head, row = item // rows, first_row + item % rows
-        part, acc, old = parts[head, item % rows], sums[head, row], stats[head, row, 2]
+        part, acc, correction = parts[head, item % rows], sums[head, row], stats[head, row, 2]
         if fresh:
             for j in range(size):
                 acc[j] = load(part[j])
         else:
             for j in range(size):
-                acc[j] = acc[j] * old + load(part[j])
+                acc[j] = acc[j] * correction + load(part[j])
         if done and row // group < n:
-            result, scale = out[row // group, head, row % group], factor / stats[head, row, 1]
+            result, scale = out[row // group, head, row % group], v_scale / stats[head, row, 1]
             for j in range(size):
                 store(result, j, acc[j] * scale)
 
@@ -183,7 +183,7 @@ SEEN_AS = {**DTYPES, torch.float8_e4m3fn: np.uint8, torch.float8_e5m2: np.int8}
 QUERIES, SOFTEN, MERGE_TILES = ({dtype: make(DTYPES[dtype]) for dtype in DTYPES} for make in (_queries, _soften, _merge))
 GATHER = {pair: _gather(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_DTYPES}
 
-# %% ../../nbs/21c_numba_prefill.ipynb #f51ce27f
+# %% ../../nbs/21c_numba_prefill.ipynb #84e41198
 TILE, KEYS = 128, 1024  # tokens whose scores are computed together; keys that they are computed for
 
 
@@ -206,15 +206,15 @@ def prefill(
     """Causal attention of a sequence's last tokens, q [n, heads, size], into `out` of that shape.
 
     Its pages in kv_cache [2, kv_heads, num_blocks, block_size, size] are those of `table` [width] int32.
-    Scores and sums are float32. Memory: TILE * heads * KEYS numbers, whatever the sequence's length. vLLM: `csrc/cpu/cpu_attn*`.
+    Scores and sums are float32. Memory: TILE * heads * KEYS numbers and a few times q. vLLM: `csrc/cpu/cpu_attn*`.
     """
     (n, heads, size), kv_heads, dtype = q.shape, kv_cache.shape[1], q.dtype
     group, position, padded = heads // kv_heads, seq_len - n, round_up(n, 16)
     first_key = 0 if window is None else max(0, position + 1 - window)
     span, rows = min(KEYS, round_up(seq_len - first_key, 64)), padded * group
-    queries, sums = torch.empty(2, kv_heads, rows, size, dtype=torch.float32)
-    stats = torch.empty(kv_heads, rows, 3, dtype=torch.float32)
-    keys, values = torch.empty(kv_heads, span, size, dtype=torch.float32), q.new_empty(kv_heads, span, size)
+    queries, sums = q.new_empty(2, kv_heads, rows, size, dtype=torch.float32)
+    stats = q.new_empty(kv_heads, rows, 3, dtype=torch.float32)
+    keys, values = q.new_empty(kv_heads, span, size, dtype=torch.float32), q.new_empty(kv_heads, span, size)
     room = q.new_empty(kv_heads * min(TILE, padded) * group * span)
     rows_of_q = q.flatten(1)  # a view, if a token's heads are neighbours
     threads = 1 + queries.numel() // GRAIN

@@ -24,13 +24,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-# %% ../../nbs/21b_numba_utils.ipynb #35334b4c
+# %% ../../nbs/21b_numba_utils.ipynb #85f342f4
 FAST: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
 
 
 def compiled(function: Callable, compiler: Callable = numba.njit) -> Any:
-    "`function`, compiled by Numba with our options; a module's is kept on disk."
-    return compiler(**FAST, cache=os.path.exists(function.__code__.co_filename))(function)
+    "`function`, compiled by Numba with our options; a module's is kept on disk, if there is a place for it."
+    try:
+        return compiler(**FAST, cache=os.path.exists(function.__code__.co_filename))(function)
+    except RuntimeError:  # nothing can be written beside the module, nor in the user's folders
+        return compiler(**FAST)(function)
 
 
 def inlined(function: Callable) -> Any:
@@ -84,7 +87,7 @@ def prefetch(address, num_bytes):
     for line in range(0, num_bytes, 64):
         _prefetch(np.uintp(address + line))
 
-# %% ../../nbs/21b_numba_utils.ipynb #1a020aed
+# %% ../../nbs/21b_numba_utils.ipynb #45e266eb
 def _to_bfloat16(typing_context, x):
     def build(context, builder, sig, args):
         bits = builder.bitcast(args[0], I32)
@@ -102,7 +105,7 @@ _bfloat16_of: Any = intrinsic(_to_bfloat16)
 @compiled
 def _float8(bits, shift, bias, largest):
     """A float8's bits as a float32. `shift` brings its exponent and mantissa to a float32's place, `bias` is what then
-    lacks in the exponent; above `largest` is NaN."""
+    lacks in the exponent; above `largest` is NaN, also what e5m2 calls infinity."""
     size = np.uint32(bits & np.uint32(0x7F))
     x = _float_of((size << shift) + bias)
     if size >> (np.uint32(23) - shift) == 0:  # no leading one: it is below the smallest exponent
@@ -203,10 +206,10 @@ def exp(x):
     p = p * f + np.float32(1)
     return p * _power_of_two(whole)
 
-# %% ../../nbs/21b_numba_utils.ipynb #c8d8a872
+# %% ../../nbs/21b_numba_utils.ipynb #98c14ab9
 @cache
 def find_openmp() -> ctypes.CDLL | None:
-    "The OpenMP library whose threads torch uses, if it is GNU's; None: there are no threads for our kernels."
+    "The OpenMP library whose threads torch uses, if it has GNU's entry point; None: there are no threads for our kernels."
     library = ctypes.CDLL(torch._C.__file__)  # its symbols, and those of the libraries that it was linked with
     if sys.platform != "linux" or not hasattr(library, "GOMP_parallel"):
         return None
@@ -230,7 +233,7 @@ def share(n):
     thread, threads = thread_num(), num_threads()
     return n * thread // threads, n * (thread + 1) // threads
 
-# %% ../../nbs/21b_numba_utils.ipynb #c2afe87f
+# %% ../../nbs/21b_numba_utils.ipynb #cd23bc5e
 MAX_ARGUMENTS, NUMBERS = 32, {int, float, bool}
 
 
@@ -260,12 +263,15 @@ class Kernel:
         self.entry = compiled(self.function, partial(numba.cfunc, types.void(types.voidptr)))
 
     def __call__(self, *args: torch.Tensor | int | float, threads: int = 1 << 16) -> None:
-        "Run on all of torch's threads, but at most on `threads` of them: `1 + numbers // GRAIN`, say."
+        """Run on all of torch's threads, or on the caller's alone if `threads` (`1 + numbers // GRAIN`, say) is 1.
+
+        Nothing in between: a smaller team makes GNU's library end the threads that are too many, and start them again later.
+        """
         if self.entry is None:
             self.compile()
         words = [x if x.__class__ in NUMBERS else x.data_ptr() for x in args]  # type: ignore[union-attr]
         packer = self.packers.get(len(args))
         if packer is None:
-            kinds = "".join("d" if isinstance(word, float) else "q" for word in words)
-            packer = self.packers[len(args)] = struct.Struct(kinds.ljust(MAX_ARGUMENTS, "q")[: len(args)])
-        self.parallel(self.entry.address, packer.pack(*words), min(threads, torch.get_num_threads()), 0)
+            packer = struct.Struct("".join("d" if isinstance(word, float) else "q" for word in words))
+            self.packers[len(args)] = packer
+        self.parallel(self.entry.address, packer.pack(*words), 1 if threads < 2 else torch.get_num_threads(), 0)

@@ -10,13 +10,14 @@ __all__ = ['ACTIVATIONS', 'WeightsError', 'default_weight_loader', 'set_weight_a
            'VocabParallelEmbedding', 'ParallelLMHead', 'import_fused_ops', 'fused_ops', 'RMSNorm', 'get_act_fn',
            'ActAndMul', 'Attention', 'attention_layers', 'config_field']
 
-# %% ../../nbs/31_layers.ipynb #d6a15e5f
+# %% ../../nbs/31_layers.ipynb #d9fcdcc8
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import starmap
 from typing import Any
 
@@ -392,20 +393,17 @@ class ParallelLMHead(LinearBase):
         logits = self.linear_method.apply(self, x)
         return logits if self.tp is None else self.tp.all_gather(logits)[:, : self.output_sizes[0]]
 
-# %% ../../nbs/31_layers.ipynb #24d8c6f5
+# %% ../../nbs/31_layers.ipynb #c1af836e
 @cache
 def import_fused_ops() -> Any:
     "Chapter 30b's module; None if Numba is not installed."
-    try:
-        return import_module("teachvllm.model_executor.fused_ops")
-    except ImportError:
-        return None
+    return import_module("teachvllm.model_executor.fused_ops") if find_spec("numba") else None
 
 
-def fused_ops(x: torch.Tensor) -> Any:
-    "Chapter 30b's module if it is there and takes tensors like `x`, else None."
-    ops = import_fused_ops()
-    return ops if ops is not None and ops.serves(x) else None
+def fused_ops(x: torch.Tensor, *others: torch.Tensor) -> Any:
+    "Chapter 30b's module if it is there and takes these tensors, else None."
+    ops = import_fused_ops() if x.device.type == "cpu" else None
+    return ops if ops is not None and ops.serves(x, *others) else None
 
 
 class RMSNorm(nn.Module):
@@ -418,14 +416,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """[num_tokens, size] -> the same shape. With a `residual`: the norm of their sum, and the sum."""
-        if fused := fused_ops(x):
+        others = (self.weight,) if residual is None else (self.weight, residual)
+        if fused := fused_ops(x, *others):
             normed, x = fused.rms_norm(x, self.weight, self.eps, residual)
         else:
             x = x if residual is None else x + residual
             normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return normed if residual is None else (normed, x)
 
-# %% ../../nbs/31_layers.ipynb #094d1749
+# %% ../../nbs/31_layers.ipynb #b51b09f6
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_new": _tanh_gelu, "gelu_pytorch_tanh": _tanh_gelu,
@@ -451,7 +450,7 @@ class ActAndMul(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, 2 * size] -> [num_tokens, size]."
         fused = fused_ops(x)
-        if fused and self.name in fused.GATES:
+        if fused and self.name in fused.GATES and x.is_contiguous():
             return fused.sigmoid_and_mul(x, self.name)
         gate, up = x.chunk(2, dim=-1)
         return self.act(gate) * up

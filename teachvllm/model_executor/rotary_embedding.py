@@ -24,7 +24,7 @@ def default_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Te
     """
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim), 1.0
 
-# %% ../../nbs/31a_rotary_embedding.ipynb #7290f55a
+# %% ../../nbs/31a_rotary_embedding.ipynb #066ebd7e
 class RotaryEmbedding(nn.Module):
     """Positions as rotations (Su et al. 2021): dimension i and i + rotary_dim / 2 turn together.
 
@@ -48,7 +48,7 @@ class RotaryEmbedding(nn.Module):
 def apply_rotary_emb(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     "Turn the first dimensions of every head of `x` [num_tokens, num_heads, head_size] by its token's position."
     cos, sin = cos_sin
-    if (fused := fused_ops(x)) and x.stride(-2) == x.shape[-1]:
+    if len(cos) == len(x) and (fused := fused_ops(x, cos, sin)):
         return fused.rotary_embedding(x, cos, sin)
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:

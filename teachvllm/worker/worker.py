@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_capability', 'DeviceClock', 'init_worker_distributed_environment', 'Worker', 'WorkerWrapperBase']
 
-# %% ../../nbs/44_worker.ipynb #58ab2d57
+# %% ../../nbs/44_worker.ipynb #80540437
 import logging
 import os
 import time
@@ -23,6 +23,7 @@ from ..config import VllmConfig, require, resolve_class
 from ..core.scheduler import SchedulerOutput
 from ..distributed.cpu_communicator import CpuCommunicator
 from ..distributed.parallel_state import ParallelState, init_distributed_environment, initialize_model_parallel
+from ..model_executor.layers import import_fused_ops
 from ..model_executor.loader import save_sharded_state
 from ..model_executor.sampler import ModelRunnerOutput, SamplerOutput
 from ..plugins import load_general_plugins
@@ -86,7 +87,7 @@ def init_worker_distributed_environment(
         state.tp.device_communicator = CpuCommunicator.connect(state.tp)
     return state
 
-# %% ../../nbs/44_worker.ipynb #7ff4ec10
+# %% ../../nbs/44_worker.ipynb #a96056a6
 class Worker:
     """A device with a model and a KV cache. The executor calls its methods in this order: `init_device`, `load_model`,
     `determine_num_available_blocks`, `initialize_cache`, `compile_or_warm_up_model`, then `submit` and `collect` for
@@ -136,6 +137,8 @@ class Worker:
         "Load the weights, and measure what they took."
         context = self.model_runner.context
         context.attn_backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)  # its memory is no step's
+        if self.device == "cpu" and (operations := import_fused_ops()):
+            operations.compile(context.dtype)
         with self.on_device(), self.memory_profiler.explain_out_of_memory("loading the weights"):
             self.model_runner.load_model()
         self.memory_profiler.weights_loaded(self.model_runner.model)

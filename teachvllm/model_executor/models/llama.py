@@ -61,7 +61,7 @@ def sliding_window(config: Any, layer: int) -> int | None:
     used = kind == "sliding_attention" and config_field(config, "use_sliding_window", True)
     return config_field(config, "sliding_window") if used else None
 
-# %% ../../../nbs/33a_llama.ipynb #f522a274
+# %% ../../../nbs/33a_llama.ipynb #c41619c5
 class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary positions.
 
@@ -90,8 +90,9 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape. `cos_sin` is what the model's `rotary` gave."
-        qkv, n = self.qkv_proj(x).view(len(x), -1, self.head_size), self.num_heads
-        qk, v = qkv[:, : n + self.num_kv_heads], qkv[:, n + self.num_kv_heads :]
+        n, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv_proj(x).view(len(x), n + 2 * kv_heads, self.head_size)
+        qk, v = qkv[:, : n + kv_heads], qkv[:, n + kv_heads :]
         qk = self.rotate(qk, cos_sin)
         q, k = qk[:, :n], qk[:, n:]
         return self.o_proj(self.attn(q, k, v, kv_cache, meta))
