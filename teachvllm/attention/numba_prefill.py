@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'CACHE_DTYPES', 'SEEN_AS', 'QUERIES', 'SOFTEN', 'MERGE_TILES', 'GATHER', 'TILE', 'KEYS', 'query_rows',
-           'gather_rows', 'squash', 'numerators', 'soften_rows', 'merge_rows', 'round_up', 'dot_products', 'prefill']
+           'gather_rows', 'squash', 'soften', 'soften_rows', 'merge_rows', 'round_up', 'dot_products', 'prefill']
 
 # %% ../../nbs/21c_numba_prefill.ipynb #aa1fa79d
 import math
@@ -70,7 +70,7 @@ def gather_rows(words, dtype, cache_dtype):
                 key[:] = 0
                 value[:] = 0
 
-# %% ../../nbs/21c_numba_prefill.ipynb #59042c13
+# %% ../../nbs/21c_numba_prefill.ipynb #8833e02b
 @compiled
 def squash(row, soft_cap):
     "Each score x becomes soft_cap * tanh(x / soft_cap)."
@@ -80,27 +80,29 @@ def squash(row, soft_cap):
 
 
 @compiled
-def numerators(row, out, largest):
-    "out = exp(row - largest); returns the sum."
+def soften(row, out, largest):
+    "out: the weights of scores `row`, which sum up to 1; returns the sum of their exponentials relative to `largest`."
     total = np.float32(0)
     for j in range(row.shape[0]):
         weight = exp(row[j] - largest)
+        row[j] = weight
         total += weight
-        store(out, j, weight)
+    for j in range(row.shape[0]):
+        store(out, j, row[j] / total)
     return total
 
 
 @compiled
 def soften_rows(words, floats, dtype):
-    """One thread's rows of scores [rows, n]: their softmax's numerators, in `dtype`; zero for keys that a row must not see.
+    """One thread's rows of scores [rows, n]: their softmax, in `dtype`; zero for keys that a row must not see.
 
-    stats [rows, 3] holds what a row has seen so far, this tile of keys included: its largest score, the sum of numerators, and
-    by what sums of earlier tiles must be multiplied now.
+    stats [rows, 4] holds what a row has seen so far, this tile of keys included: its largest score, the sum of exponentials,
+    and in which proportions the average of earlier tiles and that of this one make the new average.
     """
     rows, n, group, position, window = words[0], words[1], words[2], words[3], words[4]
     soft_cap, fresh = np.float32(floats[5]), words[6]
     scores, weights = array_at(words[7], (rows, n), np.float32), array_at(words[8], (rows, n), dtype)
-    stats = array_at(words[9], (rows, 3), np.float32)
+    stats = array_at(words[9], (rows, 4), np.float32)
     first, last = share(rows)
     for r in range(first, last):
         seen, stat, out = position + r // group + 1, stats[r], weights[r]
@@ -111,39 +113,41 @@ def soften_rows(words, floats, dtype):
         out[end:] = 0
         if fresh:
             stat[0], stat[1] = np.float32(-np.inf), np.float32(0)
-        stat[2] = 1
+        stat[2], stat[3] = np.float32(1), np.float32(0)
         if begin < end:
             if soft_cap > 0:
                 squash(row, soft_cap)
-            largest = max(stat[0], largest_of(row))
-            total = numerators(row, out[begin:end], largest)
-            stat[2] = exp(stat[0] - largest)
-            stat[0], stat[1] = largest, stat[1] * stat[2] + total
+            largest = largest_of(row)
+            total, both = soften(row, out[begin:end], largest), max(stat[0], largest)
+            before, now = stat[1] * exp(stat[0] - both), total * exp(largest - both)
+            stat[0], stat[1] = both, before + now
+            stat[2], stat[3] = before / stat[1], now / stat[1]
 
-# %% ../../nbs/21c_numba_prefill.ipynb #910fbe27
+# %% ../../nbs/21c_numba_prefill.ipynb #381d2d17
 @compiled
 def merge_rows(words, floats, dtype):
-    "One thread's rows of weights x values [kv_heads, rows, size]: added to `sums`; divided and stored after the last keys."
+    "One thread's rows of weights x values [kv_heads, rows, size]: mixed into `averages`, and stored after the last keys."
     kv_heads, rows, group, size, all_rows, first_row = words[0], words[1], words[2], words[3], words[4], words[5]
     n, fresh, done, v_scale = words[6], words[7], words[8], np.float32(floats[9])
     parts = array_at(words[10], (kv_heads, rows, size), dtype)
-    sums = array_at(words[11], (kv_heads, all_rows, size), np.float32)
-    stats = array_at(words[12], (kv_heads, all_rows, 3), np.float32)
+    averages = array_at(words[11], (kv_heads, all_rows, size), np.float32)
+    stats = array_at(words[12], (kv_heads, all_rows, 4), np.float32)
     out = array_at(words[13], (n, kv_heads, group, size), dtype)
     first, last = share(kv_heads * rows)
     for item in range(first, last):
         head, row = item // rows, first_row + item % rows
-        part, acc, correction = parts[head, item % rows], sums[head, row], stats[head, row, 2]
+        part, average = parts[head, item % rows], averages[head, row]
+        before, now = stats[head, row, 2], stats[head, row, 3]
         if fresh:
             for j in range(size):
-                acc[j] = load(part[j])
+                average[j] = load(part[j])
         else:
             for j in range(size):
-                acc[j] = acc[j] * correction + load(part[j])
+                average[j] = average[j] * before + load(part[j]) * now
         if done and row // group < n:
-            result, scale = out[row // group, head, row % group], v_scale / stats[head, row, 1]
+            result = out[row // group, head, row % group]
             for j in range(size):
-                store(result, j, acc[j] * scale)
+                store(result, j, average[j] * v_scale)
 
 # %% ../../nbs/21c_numba_prefill.ipynb #6f36da56
 def _queries(dtype):
@@ -183,7 +187,7 @@ SEEN_AS = {**DTYPES, torch.float8_e4m3fn: np.uint8, torch.float8_e5m2: np.int8}
 QUERIES, SOFTEN, MERGE_TILES = ({dtype: make(DTYPES[dtype]) for dtype in DTYPES} for make in (_queries, _soften, _merge))
 GATHER = {pair: _gather(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_DTYPES}
 
-# %% ../../nbs/21c_numba_prefill.ipynb #84e41198
+# %% ../../nbs/21c_numba_prefill.ipynb #fdf2aeff
 TILE, KEYS = 128, 1024  # tokens whose scores are computed together; keys that they are computed for
 
 
@@ -212,8 +216,8 @@ def prefill(
     group, position, padded = heads // kv_heads, seq_len - n, round_up(n, 16)
     first_key = 0 if window is None else max(0, position + 1 - window)
     span, rows = min(KEYS, round_up(seq_len - first_key, 64)), padded * group
-    queries, sums = q.new_empty(2, kv_heads, rows, size, dtype=torch.float32)
-    stats = q.new_empty(kv_heads, rows, 3, dtype=torch.float32)
+    queries, averages = q.new_empty(2, kv_heads, rows, size, dtype=torch.float32)
+    stats = q.new_empty(kv_heads, rows, 4, dtype=torch.float32)
     keys, values = q.new_empty(kv_heads, span, size, dtype=torch.float32), q.new_empty(kv_heads, span, size)
     room = q.new_empty(kv_heads * min(TILE, padded) * group * span)
     rows_of_q = q.flatten(1)  # a view, if a token's heads are neighbours
@@ -238,4 +242,4 @@ def prefill(
                 SOFTEN[dtype](*what, scores, weights[head], stats[head, tile.start :], threads=1 + scores.numel() // GRAIN)
             parts = torch.bmm(weights, values[:, low:high])
             where = kv_heads, len(tile), group, size, rows, tile.start, n, fresh, done, float(v_scale)
-            MERGE_TILES[dtype](*where, parts, sums, stats, out, threads=1 + parts.numel() // GRAIN)
+            MERGE_TILES[dtype](*where, parts, averages, stats, out, threads=1 + parts.numel() // GRAIN)
