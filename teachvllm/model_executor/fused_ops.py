@@ -104,7 +104,7 @@ def _turn(dtype):
 DTYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}  # torch's, and how kernels see it
 GATE, NORM, TURN = ({dtype: make(DTYPES[dtype]) for dtype in DTYPES} for make in (_gate, _norm, _turn))
 
-# %% ../../nbs/30b_fused_ops.ipynb #caa913cf
+# %% ../../nbs/30b_fused_ops.ipynb #5ea9cec2
 def serves(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these functions take x [n, size] or [n, heads, size], and others with it: bfloat16 or float32, on a CPU whose
     threads they can use; the numbers of a row side by side, and a token's heads; the others contiguous and of x's dtype."""
@@ -139,12 +139,12 @@ def rms_norm(
     vLLM: `rms_norm` and `fused_add_rms_norm`.
     """
     heads, size = (x.shape[1] if x.dim() == 3 else 1), x.shape[-1]
-    assert weight.shape == (size,) and serves(x, weight)
+    assert weight.shape == (size,) and weight.dtype == x.dtype and (x.dim() == 2 or x.stride(1) == size)
     out = x.new_empty(x.shape)
     if added is None:
         total = other = x
     else:
-        assert x.dim() == 2 and added.shape == x.shape and serves(x, added)
+        assert x.dim() == 2 and added.shape == x.shape and added.dtype == x.dtype and added.is_contiguous()
         total, other = torch.empty_like(out), added
     threads = min(len(x), 1 + out.numel() // GRAIN)
     NORM[x.dtype](len(x), heads, size, x.stride(0), float(eps), added is not None, x, out, weight, other, total, threads=threads)
@@ -154,7 +154,7 @@ def rms_norm(
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     "Turn the first dimensions of every head of x [n, heads, size]; cos and sin [n, 1, rotary_dim] as chapter 31a has them."
     assert x.dim() == 3 and cos.shape == sin.shape == (len(x), 1, cos.shape[-1]) and cos.shape[-1] <= x.shape[-1]
-    assert serves(x, cos, sin)
+    assert x.stride(1) == x.shape[2] and cos.dtype == sin.dtype == x.dtype
     out = x.new_empty(x.shape)
     TURN[x.dtype](*x.shape, cos.shape[-1], x, x.stride(0), out, cos, sin, threads=min(len(x), 1 + out.numel() // GRAIN))
     return out
