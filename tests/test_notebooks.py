@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,7 +70,7 @@ def execute(notebook: Path, folder: Path) -> tuple[str, float]:
     client = NotebookClient(nbformat.read(notebook, as_version=4), timeout=LIMIT, kernel_name="python3")
     start, problem = time.perf_counter(), ""
     try:
-        client.execute(env=env, cwd=str(work))
+        client.execute(env=env, cwd=str(work), stderr=subprocess.DEVNULL)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = f"{notebook.name}: {error}"
     return problem, time.perf_counter() - start
