@@ -24,14 +24,13 @@ class CpuCommunicator:
 
     Each rank has two slots, for calls of odd and of even number, and a counter: the number of the call whose slot it has
     written. A counter of n also says that the rank has read what it needed of call n - 1, so its slot may be written for
-    call n + 1.
+    call n + 1. A rank that leaves turns its counter over (~n, a negative number), so a slower rank still sees that call n is done.
     vLLM: `distributed/device_communicators/cpu_communicator.py`, `csrc/cpu/shm.cpp`.
     """
 
     SLOT = 1 << 20  # bytes; larger tensors go in pieces
     LINE = 64  # bytes between counters: each has a cache line, so that writing one does not slow down reading another
     LOOKS = 2000  # at the counters before a rank begins to sleep
-    GONE = -1  # the counter of a rank that has left
 
     def __init__(self, memory: mmap.mmap, rank_in_group: int, world_size: int, timeout: float):
         self.rank, self.world_size, self.timeout, self.call = rank_in_group, world_size, timeout, 0
@@ -94,8 +93,8 @@ class CpuCommunicator:
             rows[:, piece] = parts
 
     def close(self) -> None:
-        "Leave; a rank that waits for this one gets a `RuntimeError`."
-        self.counters[self.rank] = self.GONE
+        "Leave. A rank that waits for a call this one did not come to gets a `RuntimeError`."
+        self.counters[self.rank] = ~self.call
 
     def _exchange(self, flat: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         "Piece by piece: which of the elements, and all ranks' [world_size, elements], valid until the next call."
@@ -113,13 +112,13 @@ class CpuCommunicator:
         "Until every rank has written for this call. `RuntimeError` after `timeout` seconds."
         call, counters, looks, end = self.call, self.counters, 0, 0.0
         for rank in range(self.world_size):
-            while counters[rank] < call:
+            while (seen := counters[rank]) < call and ~seen < call:
                 looks += 1
                 if looks < self.LOOKS:
                     os.sched_yield()
                     continue
                 end = end or time.monotonic() + self.timeout
-                if counters[rank] == self.GONE:
+                if seen < 0:
                     raise RuntimeError(f"rank {rank} has left the group")
                 if time.monotonic() > end:
                     raise RuntimeError(f"rank {rank} of the group did not come to the others within {self.timeout:g} s")
