@@ -6,7 +6,7 @@
 __all__ = ['SPLIT', 'dot4', 'dot1', 'add4', 'add1', 'exponentials', 'score_pages', 'add_pages', 'attend', 'first_item', 'decode',
            'merge', 'write', 'NumbaPlan', 'NumbaBackend']
 
-# %% ../../nbs/21d_numba_attention.ipynb #1de774c7
+# %% ../../nbs/21d_numba_attention.ipynb #b8daa5a4
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,6 @@ from .backend import AttentionBackend
 from .cpu import HEAD_FIRST
 from teachvllm.attention.numba_prefill import (
     CACHE_DTYPES,
-    DTYPES,
     GATHER,
     MERGE_TILES,
     QUERIES,
@@ -33,6 +32,7 @@ from teachvllm.attention.numba_prefill import (
     squash,
 )
 from teachvllm.attention.numba_utils import (
+    DTYPES,
     FLOAT,
     GRAIN,
     Kernel,
@@ -207,7 +207,7 @@ def first_item(ends, each, part, parts):
     before = ends[i - 1] if i else 0
     return i * each + (target - before) * each // (ends[i] - before)
 
-# %% ../../nbs/21d_numba_attention.ipynb #23afcd3e
+# %% ../../nbs/21d_numba_attention.ipynb #412879dc
 SPLIT = 256  # a part of a sequence is not shorter than so many tokens
 
 
@@ -251,6 +251,8 @@ def decode(words, floats, dtype, cache_dtype):
 def merge(words, floats, dtype):
     "One thread's part of the heads whose tokens were split: the same arguments."
     n, splits, heads, kv_heads, size = words[0], words[4], words[15], words[16], words[17]
+    if splits == 1:
+        return
     group = heads // kv_heads
     passes = (group + 3) // 4
     out, items = array_at(words[13], (n, heads, size), dtype), n * kv_heads * passes
@@ -320,7 +322,7 @@ DECODE = {pair: _decode(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_D
 MERGE = {dtype: _merge(seen) for dtype, seen in DTYPES.items()}
 WRITE = {dtype: _write(seen) for dtype, seen in {**DTYPES, torch.uint8: np.uint8}.items()}
 
-# %% ../../nbs/21d_numba_attention.ipynb #0ce442a5
+# %% ../../nbs/21d_numba_attention.ipynb #1cb6f74c
 @dataclass
 class NumbaPlan:
     "What layers of one shape need in a step: the kernel's arguments for the sequences that decode, and a list of chunks."
@@ -392,8 +394,9 @@ class NumbaBackend(AttentionBackend):
         items = n * self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // 4)
         few = items < 4 * threads and (n > 1 or items % threads > 0)
         plan.splits = max(1, min(threads, longest // SPLIT)) if few else 1
-        places = max(items * plan.splits, threads)
-        sizes = threads * 4 * longest, places * 4 * self.head_size, places * 8
+        all_threads = torch.get_num_threads()  # a recorded step runs on all of them, whatever this one needs
+        places = max(items * plan.splits, all_threads)
+        sizes = all_threads * 4 * longest, places * 4 * self.head_size, places * 8
         plan.scratch = table.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
         plan.decode_args = (
             n, table.shape[1], longest, self.window or 0, plan.splits, table, seq_lens, *plan.scratch, seen.cumsum(0)

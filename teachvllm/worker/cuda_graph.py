@@ -117,7 +117,7 @@ class StaticInputs:
         buffer = packed.buffer(pin_memory=self.buffer.is_cuda)
         self.buffer[: len(buffer)].copy_(buffer, non_blocking=True)
 
-# %% ../../nbs/43_cuda_graph.ipynb #f495cb52
+# %% ../../nbs/43_cuda_graph.ipynb #34d7ba45
 class CudaGraphRunner:
     """Decode steps, one graph for each of `sizes`, all in the same memory. vLLM: V0's `CUDAGraphRunner`.
 
@@ -145,7 +145,7 @@ class CudaGraphRunner:
         return num_seqs == batch.num_decodes <= self.sizes[-1] and batch.seq_lens.max() <= self.longest
 
     def run(
-        self, inputs: dict[str, np.ndarray], sampling: dict[str, np.ndarray]
+        self, inputs: dict[str, np.ndarray], sampling: dict[str, np.ndarray], batch: Batch | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Hidden states [num_seqs, hidden_size] of a batch that `can_run` accepts, and `sampling` on the device.
 

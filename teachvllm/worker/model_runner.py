@@ -312,7 +312,7 @@ def find_fused_sampler(device: str) -> Callable | None:
         return None
     return None if no_triton("cuda") else sample_rows
 
-# %% ../../nbs/41_model_runner.ipynb #70651bfd
+# %% ../../nbs/41_model_runner.ipynb #981e0a42
 class ModelRunner:
     """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for the device.
 
@@ -324,7 +324,7 @@ class ModelRunner:
         self.block_size = config.cache_config.block_size
         self.context = make_context(config, parallel)
         self.sampler = Sampler(find_fused_sampler(device))
-        self.graphs: Any = None  # a `CudaGraphRunner`, when the worker has recorded them
+        self.graphs: Any = None  # a `CudaGraphRunner` or a `CpuGraphRunner`, when the worker has recorded steps
         self.model: Any
         self.attention_layers: dict[str, Attention]
         self.reset()
@@ -366,7 +366,7 @@ class ModelRunner:
         batch = Batch(state, out.num_scheduled_tokens)
         inputs, sampling = batch.arrays(), self.head_inputs(batch) if self.parallel.is_last_stage else {}
         if self.graphs and self.graphs.can_run(batch):
-            hidden, x = self.graphs.run(inputs, sampling)
+            hidden, x = self.graphs.run(inputs, sampling, batch)
         else:
             x = to_device(inputs | sampling, self.device)
             hidden = self.forward(x, batch.num_decodes, kv_caches, batch)
@@ -400,6 +400,16 @@ class ModelRunner:
         The metadata are built once a step; where layers need more of them, they share it. `batch` has the same on the
         host; without it, as in a CUDA graph, no layer may ask for it.
         """
+        token_ids, meta = self.model_inputs(x, num_decodes, batch)
+        if self.parallel.pp is None or self.parallel.is_first_stage:
+            return self.model(token_ids, x["positions"], kv_caches, meta)
+        intermediate = self.parallel.pp.recv_tensor_dict()["hidden_states"]
+        return self.model(token_ids, x["positions"], kv_caches, meta, intermediate)
+
+    def model_inputs(
+        self, x: dict[str, torch.Tensor], num_decodes: int, batch: Batch | None = None
+    ) -> tuple[torch.Tensor, AttentionMetadata]:
+        "Token ids, with those that only the device knows yet, and what attention must know: see `forward`."
         meta = AttentionMetadata(
             x["query_start_loc"], x["seq_lens"], x["block_table"], x["slot_mapping"], num_decodes,
             batch.query_start_loc if batch else None, batch.seq_lens if batch else None,
@@ -407,11 +417,7 @@ class ModelRunner:
         for layer in self.attention_layers.values():
             layer.backend.build(meta, self.block_size)
         index = x["token_indices"]
-        token_ids = torch.where(index < 0, x["token_ids"], self.last_sampled_token_ids[index])
-        if self.parallel.pp is None or self.parallel.is_first_stage:
-            return self.model(token_ids, x["positions"], kv_caches, meta)
-        intermediate = self.parallel.pp.recv_tensor_dict()["hidden_states"]
-        return self.model(token_ids, x["positions"], kv_caches, meta, intermediate)
+        return torch.where(index < 0, x["token_ids"], self.last_sampled_token_ids[index]), meta
 
     def sample(
         self,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_capability', 'DeviceClock', 'init_worker_distributed_environment', 'Worker', 'WorkerWrapperBase']
 
-# %% ../../nbs/44_worker.ipynb #80540437
+# %% ../../nbs/44_worker.ipynb #dccffca5
 import logging
 import os
 import time
@@ -23,7 +23,7 @@ from ..config import VllmConfig, require, resolve_class
 from ..core.scheduler import SchedulerOutput
 from ..distributed.cpu_communicator import CpuCommunicator
 from ..distributed.parallel_state import ParallelState, init_distributed_environment, initialize_model_parallel
-from ..model_executor.layers import import_fused_ops
+from ..model_executor.layers import import_compiled
 from ..model_executor.loader import save_sharded_state
 from ..model_executor.sampler import ModelRunnerOutput, SamplerOutput
 from ..plugins import load_general_plugins
@@ -87,7 +87,7 @@ def init_worker_distributed_environment(
         state.tp.device_communicator = CpuCommunicator.connect(state.tp)
     return state
 
-# %% ../../nbs/44_worker.ipynb #a96056a6
+# %% ../../nbs/44_worker.ipynb #29f59e49
 class Worker:
     """A device with a model and a KV cache. The executor calls its methods in this order: `init_device`, `load_model`,
     `determine_num_available_blocks`, `initialize_cache`, `compile_or_warm_up_model`, then `submit` and `collect` for
@@ -137,8 +137,9 @@ class Worker:
         "Load the weights, and measure what they took."
         context = self.model_runner.context
         context.attn_backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)  # its memory is no step's
-        if self.device == "cpu" and (operations := import_fused_ops()):
-            operations.compile(context.dtype)
+        for operations in map(import_compiled, ("model_executor.fused_ops", "model_executor.numba_linear")) if self.device == "cpu" else ():
+            if operations:
+                operations.compile(context.dtype)
         with self.on_device(), self.memory_profiler.explain_out_of_memory("loading the weights"):
             self.model_runner.load_model()
         self.memory_profiler.weights_loaded(self.model_runner.model)
@@ -190,7 +191,7 @@ class Worker:
             self.cache_engines = [make_cache(num_gpu_blocks, num_cpu_blocks) for _ in range(stages)]
 
     def compile_or_warm_up_model(self) -> None:
-        "Run two small steps, record CUDA graphs, and leave the random state as a run without them would."
+        "Run two small steps, record what steps can be replayed, and leave the random state as a run without would."
         runner, kv_caches = self.model_runner, self.cache_engines[0].gpu_cache
         with self.on_device(), self.memory_profiler.explain_out_of_memory("warming up"):
             runner.warm_up(kv_caches)
@@ -200,6 +201,9 @@ class Worker:
                 taken, kept = free - torch.cuda.mem_get_info(self.device)[0], self.memory_profiler.graphs
                 what = (len(sizes), taken / GiB, kept / GiB)
                 logger.info("%d CUDA graphs take %.2f GiB; %.2f GiB were kept for them", *what)
+            elif self.device == "cpu" and not self.config.model_config.enforce_eager:
+                recording = import_compiled("worker.cpu_graph")
+                runner.graphs = recording and recording.record(runner, kv_caches)
         torch.manual_seed(self.config.model_config.seed)
 
     def submit(self, out: SchedulerOutput) -> None:

@@ -6,7 +6,7 @@
 __all__ = ['head_size_of', 'layer_types', 'sliding_window', 'LlamaAttention', 'LlamaMLP', 'LlamaDecoderLayer', 'LlamaModel',
            'LlamaForCausalLM']
 
-# %% ../../../nbs/33a_llama.ipynb #0aaa181e
+# %% ../../../nbs/33a_llama.ipynb #8329ae47
 from itertools import islice
 from typing import Any
 
@@ -26,6 +26,7 @@ from teachvllm.model_executor.layers import (
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
+    add,
     config_field,
     make_layers,
 )
@@ -97,7 +98,7 @@ class LlamaAttention(nn.Module):
         q, k = qk[:, :n], qk[:, n:]
         return self.o_proj(self.attn(q, k, v, kv_cache, meta))
 
-# %% ../../../nbs/33a_llama.ipynb #df368d4a
+# %% ../../../nbs/33a_llama.ipynb #d7f508d1
 class LlamaMLP(nn.Module):
     "The gated feed-forward part: down(act(gate(x)) * up(x)). Relatives name the activation in another field."
 
@@ -137,7 +138,7 @@ class LlamaDecoderLayer(nn.Module):
         "[num_tokens, hidden_size] -> the same shape."
         attended = self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
         normed, x = self.post_attention_layernorm(attended, x)
-        return x + self.mlp(normed)
+        return add(x, self.mlp(normed))
 
 # %% ../../../nbs/33a_llama.ipynb #27dd58ea
 class LlamaModel(nn.Module):
