@@ -9,6 +9,7 @@ __all__ = ['logger', 'FLOAT8', 'BACKENDS', 'PREFERRED', 'visible', 'AttentionMet
 # %% ../../nbs/20_attention.ipynb #c5fc0ff8
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,9 +127,13 @@ class AttentionBackend(ABC):
     def build(self, meta: AttentionMetadata, block_size: int) -> None:
         """Before the layers run, work out what they need of a step, and keep it in `meta.plans`.
 
-        It is called for each layer, so a plan goes by what it depends on (a window, say): layers that agree in
-        that find it made already. vLLM: `AttentionMetadataBuilder.build`.
+        It is called once for all layers that agree in `plan_key`. vLLM: `AttentionMetadataBuilder.build`.
         """
+
+    @property
+    def plan_key(self) -> Hashable:
+        "What a step's plan depends on (a window, say): by this name it is in `meta.plans`."
+        return id(self)
 
     def do_kv_cache_update(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata

@@ -92,12 +92,17 @@ class TorchSDPABackend(AttentionBackend):
         "A head's pages are pieces of their own: gathered, they are ready to be multiplied."
         return HEAD_FIRST
 
+    @property
+    def plan_key(self):
+        "What to gather depends on the window alone."
+        return self.window
+
     def build(self, meta, block_size):
-        "One part a bucket of decodes, one a tile of each other sequence. What to gather depends on the window alone."
-        if self.window in meta.plans:
+        "One part a bucket of decodes, one a tile of each other sequence."
+        if self.plan_key in meta.plans:
             return
         jobs = [*self.decode_jobs(meta), *self.chunk_jobs(meta)]
-        meta.plans[self.window] = [plan_part(*job, meta, block_size, self.window) for job in jobs]
+        meta.plans[self.plan_key] = [plan_part(*job, meta, block_size, self.window) for job in jobs]
 
     def decode_jobs(self, meta: AttentionMetadata) -> Iterator[Job]:
         "Sequences with one new token, in buckets."
@@ -115,7 +120,7 @@ class TorchSDPABackend(AttentionBackend):
 
     def forward(self, q, kv_cache, meta):
         "Run the plan: gather each part's pages, and attend."
-        plan, pages, out = meta.plans[self.window], kv_cache.permute(HEAD_FIRST), torch.empty_like(q)
+        plan, pages, out = meta.plans[self.plan_key], kv_cache.permute(HEAD_FIRST), torch.empty_like(q)
         page = 2 * self.num_kv_heads * kv_cache.shape[2] * self.head_size  # elements
         room = kv_cache.new_empty(page * max((len(part.pages) for part in plan), default=0))  # for one after the other
         for part in plan:

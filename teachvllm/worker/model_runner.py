@@ -6,7 +6,7 @@
 __all__ = ['InputBatch', 'Batch', 'prompt_rows', 'PackedArrays', 'to_device', 'sampling_inputs', 'sampling_metadata',
            'dummy_batch', 'find_fused_sampler', 'ModelRunner']
 
-# %% ../../nbs/41_model_runner.ipynb #77972a05
+# %% ../../nbs/41_model_runner.ipynb #625cd740
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..attention.backend import AttentionMetadata, KVCacheSpec
+from ..attention.backend import AttentionBackend, AttentionMetadata, KVCacheSpec
 from ..config import VllmConfig
 from ..core.block_manager import num_blocks_for
 from ..core.scheduler import ForkedSequenceData, NewSequenceData, SchedulerOutput
@@ -312,7 +312,7 @@ def find_fused_sampler(device: str) -> Callable | None:
         return None
     return None if no_triton("cuda") else sample_rows
 
-# %% ../../nbs/41_model_runner.ipynb #981e0a42
+# %% ../../nbs/41_model_runner.ipynb #8d6c0593
 class ModelRunner:
     """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for the device.
 
@@ -327,6 +327,7 @@ class ModelRunner:
         self.graphs: Any = None  # a `CudaGraphRunner` or a `CpuGraphRunner`, when the worker has recorded steps
         self.model: Any
         self.attention_layers: dict[str, Attention]
+        self.planners: list[AttentionBackend]  # one of each kind of layer: see `AttentionBackend.plan_key`
         self.reset()
         pooler = config.model_config.pooler_config  # None: this engine generates
         self.pooler = Pooler(pooler, self.input_batch.num_slots) if pooler else None
@@ -337,6 +338,7 @@ class ModelRunner:
         "Build the model and fill its weights."
         self.model = get_model(self.config, self.context)
         self.attention_layers = attention_layers(self.model)
+        self.planners = list({layer.backend.plan_key: layer.backend for layer in self.attention_layers.values()}.values())
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         "What each attention layer keeps of a token, by the layer's name, in the order in which they run."
@@ -414,8 +416,8 @@ class ModelRunner:
             x["query_start_loc"], x["seq_lens"], x["block_table"], x["slot_mapping"], num_decodes,
             batch.query_start_loc if batch else None, batch.seq_lens if batch else None,
         )  # fmt: skip
-        for layer in self.attention_layers.values():
-            layer.backend.build(meta, self.block_size)
+        for backend in self.planners:
+            backend.build(meta, self.block_size)
         index = x["token_indices"]
         return torch.where(index < 0, x["token_ids"], self.last_sampled_token_ids[index]), meta
 
