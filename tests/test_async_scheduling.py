@@ -435,7 +435,7 @@ def test_the_next_step_is_decided_while_one_runs(folder: str, monkeypatch: pytes
     "The worker's thread goes on with a step only when the next has been decided; the last step has none."
     with tiny(folder) as llm:
         expected = llm.generate([5, 6, 7], replace(GREEDY, max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids
-        scheduler, forward = core_of(llm).scheduler, runner_of(llm).forward
+        scheduler, forward = core_of(llm).scheduler, runner_of(llm).model_inputs
         schedule = scheduler.schedule
         decided, steps = threading.Semaphore(0), count(1)
 
@@ -450,7 +450,7 @@ def test_the_next_step_is_decided_while_one_runs(folder: str, monkeypatch: pytes
             return forward(*args)
 
         monkeypatch.setattr(scheduler, "schedule", deciding)
-        monkeypatch.setattr(runner_of(llm), "forward", waiting)
+        monkeypatch.setattr(runner_of(llm), "model_inputs", waiting)
         assert (
             llm.generate([5, 6, 7], replace(GREEDY, max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids == expected
         )
@@ -533,7 +533,7 @@ def test_a_step_that_fails_in_the_thread(folder: str, expected: Answers, mode: s
     "Before the model or after it, with the next step waiting behind: what ran ends with an error, the others do not notice."
     with tiny(folder, 24, preemption_mode=mode) as llm:
         runner, running, calls = runner_of(llm), set(), count(1)
-        forward = runner.forward
+        forward = runner.model_inputs
 
         def failing_once(*args: Any) -> Any:
             fails = next(calls) == failing
@@ -543,7 +543,7 @@ def test_a_step_that_fails_in_the_thread(folder: str, expected: Answers, mode: s
                 raise ZeroDivisionError(f"step {failing}")
             return result
 
-        runner.forward = failing_once
+        runner.model_inputs = failing_once
         failed = check_but_for_errors(answer(llm, make_requests()), expected, make_requests(), f"step {failing}")
         assert 0 < len(failed) < len(expected) and running
         assert answer(llm, make_requests()) == expected
@@ -566,7 +566,7 @@ def test_every_step_fails_now_and_then(folder: str, expected: Answers) -> None:
             return maybe
 
         for owner, name in (
-            (runner, "forward"), (core.executor, "submit"),
+            (runner, "model_inputs"), (core.executor, "submit"),
             (core.scheduler, "schedule"), (core.scheduler, "update_from_output"), (core.look_ahead, "can_run_ahead"),
         ):  # fmt: skip
             setattr(owner, name, now_and_then(getattr(owner, name)))
@@ -599,7 +599,7 @@ def test_ctrl_c_while_the_host_waits(folder: str, expected: Answers, step: int) 
 
     with tiny(folder, 24) as llm:
         runner = runner_of(llm)
-        forward = runner.forward
+        forward = runner.model_inputs
 
         def interrupted(*args: Any) -> Any:
             if next(calls) == step:
@@ -607,7 +607,7 @@ def test_ctrl_c_while_the_host_waits(folder: str, expected: Answers, step: int) 
                     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             return forward(*args)
 
-        runner.forward = interrupted
+        runner.model_inputs = interrupted
         signal.signal(signal.SIGINT, interrupt)
         try:
             answers = answer(llm, make_requests(), KeyboardInterrupt)
@@ -624,7 +624,7 @@ def test_ctrl_c_twice(folder: str, expected: Answers, where: str) -> None:
     with tiny(folder, 24) as llm:
         core, runner = core_of(llm), runner_of(llm)
         owner: Any = {"recover": core.scheduler, "reset": runner, "drain": core.executor}[where]
-        forward, call, calls, interrupts = runner.forward, getattr(owner, where), count(1), count()
+        forward, call, calls, interrupts = runner.model_inputs, getattr(owner, where), count(1), count()
 
         def interrupted(*args: Any) -> None:
             if next(interrupts) == 0:
@@ -632,7 +632,7 @@ def test_ctrl_c_twice(folder: str, expected: Answers, where: str) -> None:
             call(*args)
 
         setattr(owner, where, interrupted)
-        runner.forward = lambda *args: forward(*args) if next(calls) != 9 else 1 / 0
+        runner.model_inputs = lambda *args: forward(*args) if next(calls) != 9 else 1 / 0
         answers = answer(llm, make_requests(), (ZeroDivisionError, KeyboardInterrupt))
         failed = check_but_for_errors(answers, expected, make_requests(), "ZeroDivisionError")
         assert 0 < len(failed) < len(expected) and next(interrupts) > 0
@@ -693,7 +693,7 @@ def test_generate_works_after_what_was_given_up(folder: str, monkeypatch: pytest
 def test_close_with_a_step_in_flight(folder: str, fails: bool) -> None:
     "It waits for it, whatever becomes of it, and the thread is gone."
     with tiny(folder) as llm:
-        engine, forward, calls = llm.llm_engine, runner_of(llm).forward, count(1)
+        engine, forward, calls = llm.llm_engine, runner_of(llm).model_inputs, count(1)
         begun, may_end = threading.Event(), threading.Event()
 
         def third_waits(*args: Any) -> Any:
@@ -703,7 +703,7 @@ def test_close_with_a_step_in_flight(folder: str, fails: bool) -> None:
                 return 1 / 0 if fails else forward(*args)
             return forward(*args)
 
-        runner_of(llm).forward = third_waits
+        runner_of(llm).model_inputs = third_waits
         engine.add_request("a", [5, 6, 7], GREEDY)
         engine.step()
         engine.step()
@@ -803,8 +803,8 @@ def test_metrics(folder: str) -> None:
 def test_a_recording(folder: str, expected: Answers, tmp_path: Path) -> None:
     "Every sequence that finished is listed once; host and device do one thing at a time, and steps come in order."
     with tiny(folder, 24) as llm:
-        forward = runner_of(llm).forward
-        runner_of(llm).forward = lambda *args: (time.sleep(0.005), forward(*args))[1]
+        forward = runner_of(llm).model_inputs
+        runner_of(llm).model_inputs = lambda *args: (time.sleep(0.005), forward(*args))[1]
         with llm.record() as trace:
             assert answer(llm, make_requests()) == expected
     listed = [name for step in trace.steps for name in step.finished]
@@ -868,8 +868,8 @@ def test_random_loads_on_a_model(folder: str, alone: LLM, seed: int) -> None:
     told, todo, aborted = Told(requests), deque(requests), set()
     with tiny(folder, **options) as llm:
         engine, runner = llm.llm_engine, runner_of(llm)
-        forward = runner.forward
-        runner.forward = lambda *args: forward(*args) if rng.random() > 0.03 else 1 / 0
+        forward = runner.model_inputs
+        runner.model_inputs = lambda *args: forward(*args) if rng.random() > 0.03 else 1 / 0
         while todo or engine.has_unfinished_requests():
             if todo and rng.random() < 0.5:
                 name = todo.popleft()
@@ -884,7 +884,7 @@ def test_random_loads_on_a_model(folder: str, alone: LLM, seed: int) -> None:
             except ZeroDivisionError:
                 pass
             core_of(llm).scheduler.block_manager.check_integrity()
-        runner.forward = forward
+        runner.model_inputs = forward
         check_nothing_left(llm)
     assert told.finished | aborted == set(requests) and not told.finished & aborted
     wanted = {name: answer(alone, {name: requests[name]})[name] for name in told.finished}

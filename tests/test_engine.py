@@ -312,7 +312,7 @@ def test_a_failed_step_leaves_a_usable_engine(folder: str, error: BaseException,
     prompts = random_prompts(4)
     with tiny(folder) as llm:
         expected = texts(llm, prompts)
-        with failing(runner_of(llm), "forward", error, after), pytest.raises(type(error)):
+        with failing(runner_of(llm), "model_inputs", error, after), pytest.raises(type(error)):
             texts(llm, prompts)
         assert all_blocks_free(llm) and not llm.llm_engine.has_unfinished_requests()
         assert texts(llm, prompts) == expected
@@ -323,10 +323,10 @@ def test_a_failed_step_leaves_a_usable_engine(folder: str, error: BaseException,
     [
         (error, where, asynchronous)
         for asynchronous in (False, True)
-        for where in ("schedule", "forward", "update_from_output")
+        for where in ("schedule", "model_inputs", "update_from_output")
         for error in (RuntimeError("the device fell over"), KeyboardInterrupt())
         # Ctrl-C never comes in a thread:
-        if not (asynchronous and where == "forward" and isinstance(error, KeyboardInterrupt))
+        if not (asynchronous and where == "model_inputs" and isinstance(error, KeyboardInterrupt))
     ],
 )
 def test_a_failed_step_ends_the_requests_that_ran(
@@ -341,7 +341,7 @@ def test_a_failed_step_ends_the_requests_that_ran(
         known: dict[str, Any] = {}
         for _ in range(3):
             known |= {output.request_id: output for output in engine.step()}
-        with failing(runner_of(llm) if where == "forward" else core_of(llm).scheduler, where, error):
+        with failing(runner_of(llm) if where == "model_inputs" else core_of(llm).scheduler, where, error):
             with pytest.raises(type(error)):
                 for _ in range(2):  # a worker in a thread may have done the step before: then the next one fails
                     known |= {output.request_id: output for output in engine.step()}
@@ -371,7 +371,7 @@ def test_a_preempted_request_survives_a_failed_step(folder: str, mode: str) -> N
             engine.add_request(str(i), prompt, params)
         while not llm.get_metrics()["num_preemptions"]:
             outputs += engine.step()
-        with failing(runner_of(llm), "forward", RuntimeError("the device fell over")), pytest.raises(RuntimeError):
+        with failing(runner_of(llm), "model_inputs", RuntimeError("the device fell over")), pytest.raises(RuntimeError):
             engine.step()
         while engine.has_unfinished_requests():
             outputs += engine.step()
@@ -389,7 +389,7 @@ def test_the_engine_is_dead_when_the_workers_cannot_be_reset(folder: str, asynch
         engine.add_request("ran", [5, 6], GREEDY)
         engine.add_request("waited", [5, 6], GREEDY)
         engine.step()
-        with failing(runner, "forward", RuntimeError("a cable")), failing(runner, "reset", OSError("no device")):
+        with failing(runner, "model_inputs", RuntimeError("a cable")), failing(runner, "reset", OSError("no device")):
             with pytest.raises(RuntimeError, match="a cable"):
                 for _ in range(2):  # a worker in a thread may have done the step before
                     engine.step()

@@ -154,9 +154,9 @@ def test_after_a_failed_step_the_requests_that_waited_go_on(folder: str, monkeyp
     with tiny(folder, num_gpu_blocks_override=64, max_num_seqs=2) as llm:
         wanted = [o.outputs[0].token_ids for o in llm.generate(list(prompts.values()), params, use_tqdm=False)]
         runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
-        forward = runner.forward
+        forward = runner.model_inputs
         monkeypatch.setattr(
-            runner, "forward", lambda *args: forward(*args) if calls.append(1) or len(calls) != 4 else 1 / 0
+            runner, "model_inputs", lambda *args: forward(*args) if calls.append(1) or len(calls) != 4 else 1 / 0
         )
         for name, prompt in prompts.items():
             llm.llm_engine.add_request(name, prompt, params)
