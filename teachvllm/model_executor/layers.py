@@ -87,7 +87,7 @@ def import_compiled(name: str) -> Any:
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
-    "A matrix as `packed_linear` likes it: chapter 30c's panels or else oneDNN's blocks; None where neither serves."
+    "A matrix as `packed_linear` likes it: chapter 21c's panels or else oneDNN's blocks; None where neither serves."
     if (own := import_compiled("model_executor.numba_linear")) and own.serves(weight):
         return own.pack(weight.data)
     ops, served = torch.ops.mkldnn, weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)

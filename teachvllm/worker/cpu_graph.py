@@ -163,7 +163,7 @@ class CpuGraphRunner:
         x["token_ids"], meta = runner.model_inputs(x, max_num_seqs)
         for plan in meta.plans.values():
             if not isinstance(plan, NumbaPlan):
-                raise NotRecordable("attention is not chapter 21d's")
+                raise NotRecordable("attention is not chapter 21f's")
             plan.splits = 2  # so that merging is noted; with one split it returns at once
         with Recorder() as recorder:
             self.hidden = runner.model(x["token_ids"], x["positions"], kv_caches, meta)
