@@ -162,10 +162,10 @@ def run_demo(parsed: argparse.Namespace) -> None:
         figure.savefig(parsed.out / name, bbox_inches="tight", dpi=200)
         print(f"saved {parsed.out / name}")
 
-# %% ../nbs/98_command_line.ipynb #33b5e793
+# %% ../nbs/98_command_line.ipynb #0881bca1
 def memory_facts(config: VllmConfig) -> dict[str, Any]:
     "The model's attention, weights and KV cache in numbers, and whether they fit: from its shapes, without its weights."
-    from teachvllm.model_executor.layers import attention_layers
+    from teachvllm.model_executor.layers import attention_layers, import_compiled
     from teachvllm.model_executor.loader import default_tensors, make_context
     from teachvllm.model_executor.models.registry import get_model_class
     from teachvllm.worker.memory_profiling import GiB, MemoryProfiler
@@ -187,12 +187,16 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
         "enforce_eager": model.enforce_eager,
         "this attention decides on the host": not context.attn_backend.supports_graphs,
     }
+    own = import_compiled("model_executor.numba_linear") if device == "cpu" else None
+    lacking = "the processor lacks its instructions, or has better ones" if own else "without teachvllm[numba], which is faster"
+    by_us = own is not None and context.dtype in own.dtypes_served()
     heads = f"{model.num_attention_heads} query heads, {model.num_kv_heads} KV heads, head size {model.head_size}"
     return {
         "attention": f"{context.attn_backend.name} ({heads})",
         "weights": f"{profiler.weights / GiB:.2f} GiB",
         "KV block": f"{block_bytes:,} bytes for {size} tokens",
         "KV cache": room,
+        "products": "chapter 21c's loop" if by_us else f"oneDNN's ({lacking})" if device == "cpu" else "cuBLAS's",
         "CUDA graphs": next((f"no ({why})" for why, is_so in against_graphs.items() if is_so), "yes"),
     }
 

@@ -154,7 +154,7 @@ class EngineArgs(ShowAsTable):
     swap_space: float | None = arg(None, "GiB of host memory for swapped-out blocks; default 4, less if memory is short")
     max_num_seqs: int = arg(256, "sequences running at once")
     max_num_batched_tokens: int | None = arg(None, "tokens computed in one step; default 2048")
-    enforce_eager: bool = arg(False, "never record CUDA graphs: launch each kernel of each step")
+    enforce_eager: bool = arg(False, "record no steps (CUDA graphs, or chapter 43a on a CPU): run each operation of each step")
     max_seq_len_to_capture: int = arg(8192, "longest text, in tokens, that CUDA graphs decode; longer ones run eagerly")
     async_scheduling: bool | None = arg(None, "decide a step while the one before it runs; default: on a GPU")
     enable_prefix_caching: bool = arg(True, "find blocks again that an earlier prompt with the same beginning has computed")

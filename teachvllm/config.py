@@ -198,7 +198,7 @@ class ModelConfig(ShowAsTable):
     generation_config: str = "auto"  # "auto" = the model's generation_config.json, "vllm" = ignore it, or a folder that has one
     max_logprobs: int = 20  # the most log-probabilities that a request may ask for, for each token; -1: all
     attention_backend: str | type | None = None
-    enforce_eager: bool = False  # True: no CUDA graphs
+    enforce_eager: bool = False  # True: no CUDA graphs, and no recorded steps on a CPU
     max_seq_len_to_capture: int = 8192  # longest text, in tokens, that a CUDA graph decodes
     pooler_config: PoolerConfig | None = None  # how the engine makes vectors, nothing left open; None: it writes text
 

@@ -95,7 +95,7 @@ def pack_tiles(words, dtype, cache_dtype):
                 count = min(TOKENS, chunk[SEQ_LEN] - first)
                 pack_tile(pages, tables[chunk[TABLE_ROW]], block_size, size, first, count, panels, dtype, cache_dtype)
 
-# %% ../../nbs/21e_numba_chunks.ipynb #32b4b697
+# %% ../../nbs/21e_numba_chunks.ipynb #822008a2
 BLOCK, TILES = 48, 8  # rows of queries, and tiles of keys, whose scores are computed together
 SCORES = TILES * TOKENS  # of a row
 
@@ -129,13 +129,14 @@ def weigh(row, out, begin, end, scale, soft_cap, stat):
     stat[2] = 1
     if begin < end:
         seen, weights, total = row[begin:end], out[begin:end], np.float32(0)
-        for j in range(seen.shape[0]):
-            seen[j] *= scale
         if soft_cap > 0:
+            for j in range(seen.shape[0]):
+                seen[j] *= scale
             squash(seen, soft_cap)
-        largest = max(stat[0], largest_of(seen))
+            scale = np.float32(1)
+        largest = max(stat[0], largest_of(seen) * scale)
         for j in range(seen.shape[0]):
-            weight = exp(seen[j] - largest)
+            weight = exp(seen[j] * scale - largest)
             store(weights, j, weight)
             total += weight
         stat[2] = exp(stat[0] - largest)
