@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -325,7 +326,7 @@ def stand_in(folder: str, **options: Any) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def expected(folder: str) -> dict[str, list[list[list[int]]]]:
     "What the engine says on a CPU, with its own backend and no graphs."
-    with LLM(folder, num_gpu_blocks_override=100, **LIMITS) as llm:
+    with LLM(folder, num_gpu_blocks_override=100, enforce_eager=True, **LIMITS) as llm:
         return {name: answers(llm, params) for name, params in PARAMS.items()}
 
 

@@ -219,15 +219,15 @@ def test_four_samples_share_their_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 21}, {"num_blocks": 21, "preemption_mode": "recompute"}])
 def test_sample_j_has_a_seed_of_its_own(folder: str, options: dict[str, Any]) -> None:
     prompts = random_prompts(3, longest=20, seed=2)
-    params = SamplingParams(temperature=1, seed=11, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(temperature=1, seed=12, max_tokens=12, ignore_eos=True)
     with tiny(folder) as llm:
-        seeds = [sequence_seed(11, j) for j in range(4)]
+        seeds = [sequence_seed(12, j) for j in range(4)]
         alone = [[samples(llm, [prompt], replace(params, seed=seed))[0][0] for seed in seeds] for prompt in prompts]
     with tiny(folder, **options) as llm:
         assert samples(llm, prompts, replace(params, n=4)) == alone
         assert samples(llm, prompts, replace(params, n=4, top_p=0.9, top_k=20)) != alone
         assert (llm.get_metrics()["num_preemptions"] > 0) == bool(options)
-    assert seeds[0] == 11 and len({tuple(tokens) for tokens in alone[0]}) == 4
+    assert seeds[0] == 12 and len({tuple(tokens) for tokens in alone[0]}) == 4
 
 
 def test_the_second_answer_of_seed_0_is_not_the_first_of_seed_1(folder: str) -> None:

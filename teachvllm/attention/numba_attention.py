@@ -452,7 +452,7 @@ DECODE = {pair: _decode(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_D
 MERGE = {dtype: _merge(seen) for dtype, seen in DTYPES.items()}
 WRITE = {dtype: _write(seen) for dtype, seen in {**DTYPES, torch.uint8: np.uint8}.items()}
 
-# %% ../../nbs/21f_numba_attention.ipynb #466a1fa1
+# %% ../../nbs/21f_numba_attention.ipynb #0ed45ac6
 @dataclass
 class NumbaPlan:
     "What layers of one shape need in a step: the kernel's arguments for the sequences that decode, and a list of chunks."
@@ -532,6 +532,7 @@ class NumbaBackend(AttentionBackend):
         items = n * self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // 4)
         few = items < 4 * threads and (n > 1 or items % threads > 0)
         plan.splits = max(1, min(threads, longest // SPLIT)) if few else 1
+        longest = -(-longest // plan.splits)
         all_threads = torch.get_num_threads()  # a recorded step runs on all of them, whatever this one needs
         places = max(items * plan.splits, all_threads)
         sizes = all_threads * 4 * longest, places * 4 * self.head_size, places * 8

@@ -95,34 +95,34 @@ def pack_tiles(words, dtype, cache_dtype):
                 count = min(TOKENS, chunk[SEQ_LEN] - first)
                 pack_tile(pages, tables[chunk[TABLE_ROW]], block_size, size, first, count, panels, dtype, cache_dtype)
 
-# %% ../../nbs/21e_numba_chunks.ipynb #822008a2
+# %% ../../nbs/21e_numba_chunks.ipynb #99dfcf9a
 BLOCK, TILES = 48, 8  # rows of queries, and tiles of keys, whose scores are computed together
 SCORES = TILES * TOKENS  # of a row
 
 
 @inlined
-def add_steps(tile, x, stride, panel, steps):
-    "Add so many steps of a product to a tile's sums: rows of x, `stride` bytes apart, times a panel."
+def add_steps(acc, x, stride, panel, steps):
+    "Add so many steps of a product to the sums: rows of x, `stride` bytes apart, times a panel."
     for k in range(steps):
-        tile = add_products(tile, x + 4 * k, stride, panel + 4 * COLUMNS * k)
-    return tile
+        acc = add_products(acc, x + 4 * k, stride, panel + 4 * COLUMNS * k)
+    return acc
 
 
 @compiled
 def score_rows(q, rows, tiles, tile_bytes, num, scores, dtype):
-    "scores [rows, 512]: queries [rows, width] times the keys of `num` tiles."
+    "scores [rows, SCORES]: queries [rows, width] times the keys of `num` tiles."
     stride = q.shape[1] * q.itemsize
     for row in range(0, rows, ROWS):
         for i in range(num):
-            sums = add_steps(zeros(ROWS, dtype), q[row:].ctypes.data, stride, tiles + i * tile_bytes, stride // 4)
-            put_sums(sums, scores[row, i * TOKENS :].ctypes.data, SCORES * 4)
+            acc = add_steps(zeros(ROWS, dtype), q[row:].ctypes.data, stride, tiles + i * tile_bytes, stride // 4)
+            put_sums(acc, scores[row, i * TOKENS :].ctypes.data, SCORES * 4)
 
 
 @compiled
 def weigh(row, out, begin, end, scale, soft_cap, stat):
     """Scores of a row -> exponentials relative to the largest that the row has met; zero outside of begin to end.
 
-    stat: that largest score, the sum of all exponentials, and what earlier sums were scaled with.
+    stat: that largest score, the sum of all exponentials, and the factor with which `add_values` must scale earlier sums.
     """
     out[:begin] = 0
     out[end:] = 0
@@ -145,24 +145,24 @@ def weigh(row, out, begin, end, scale, soft_cap, stat):
 
 @compiled
 def add_values(weights, rows, tiles, tile_bytes, num, sums, stats, part, dtype):
-    "sums [rows, 64 * panels]: scaled as stats say, plus weights [rows, 512] times the values of `num` tiles, which begin at `tiles`."
+    "sums [rows, 64 * panels]: scaled as stats say, plus weights [rows, SCORES] times the values of `num` tiles, which begin at `tiles`."
     item = weights.itemsize
     for row in range(0, rows, ROWS):
         for i in range(sums.shape[1] // COLUMNS):
-            tile, panel = zeros(ROWS, dtype), tiles + i * COLUMNS * TOKENS * item
+            acc, panel = zeros(ROWS, dtype), tiles + i * COLUMNS * TOKENS * item
             for j in range(num):
                 x = weights[row, j * TOKENS :].ctypes.data
-                tile = add_steps(tile, x, SCORES * item, panel + j * tile_bytes, TOKENS * item // 4)
-            put_sums(tile, part.ctypes.data, COLUMNS * 4)
+                acc = add_steps(acc, x, SCORES * item, panel + j * tile_bytes, TOKENS * item // 4)
+            put_sums(acc, part.ctypes.data, COLUMNS * 4)
             for r in range(ROWS):
                 some, factor, new = sums[row + r, i * COLUMNS : (i + 1) * COLUMNS], stats[row + r, 2], part[r]
                 for j in range(COLUMNS):
                     some[j] = some[j] * factor + new[j]
 
-# %% ../../nbs/21e_numba_chunks.ipynb #c0db6700
+# %% ../../nbs/21e_numba_chunks.ipynb #7556d122
 @compiled
 def room_at(address, size, dtype):
-    "A thread's arrays: queries, scores, weights, one tile's sums, all sums, and three numbers a row."
+    "A thread's arrays: queries, scores, weights, one tile's sums, all sums, and three numbers a row (with one for alignment)."
     width, columns = (size + 15) // 16 * 16, (size + COLUMNS - 1) // COLUMNS * COLUMNS
     scores = address + BLOCK * width * 4
     weights = scores + BLOCK * SCORES * 4
@@ -195,10 +195,11 @@ def attend_block(room, rows, group, position, first_key, tiles, tile_bytes, key_
         add_values(weights, rows, here + key_bytes, tile_bytes, num, sums, stats, part, dtype)
         begin += num
 
-# %% ../../nbs/21e_numba_chunks.ipynb #d3939b2a
+# %% ../../nbs/21e_numba_chunks.ipynb #d40df86a
 @compiled
 def attend_blocks(words, floats, dtype):
     "One thread's blocks of all chunks: see `attend_chunks` for the arguments."
+    # n, kv_heads, size, group, chunks, window, three floats, q, stride, out, tiles, room, num_tokens, room_bytes
     n, kv_heads, size, group, window, num_tokens = words[0], words[1], words[2], words[3], words[5], words[14]
     scale, soft_cap, v_scale = np.float32(floats[6]), np.float32(floats[7]), np.float32(floats[8])
     chunks, q = array_at(words[4], (n, FIELDS), np.int64), array_at(words[9], (num_tokens, words[10]), dtype)
@@ -247,8 +248,8 @@ def _attend(dtype):
 PACK = {pair: _pack(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_DTYPES}
 ATTEND = {dtype: _attend(seen) for dtype, seen in DTYPES.items()}
 
-# %% ../../nbs/21e_numba_chunks.ipynb #0b3d4676
-MOST_BYTES = 1 << 26  # of packed keys and values
+# %% ../../nbs/21e_numba_chunks.ipynb #c2f1f30b
+MOST_BYTES = 1 << 28  # of packed keys and values, if they were float32
 
 
 @dataclass
@@ -281,7 +282,7 @@ def group_chunks(
     groups: list[list[list[int]]] = [[]]
     alone, total = [], 0
     for index, (first, last, seq_len, row) in enumerate(chunks):
-        first_key = 0 if window is None else max(0, seq_len - (last - first) + 1 - window) // TOKENS * TOKENS
+        first_key = 0 if window is None else max(0, seq_len - (last - first) + 1 - window)  # earlier blocks may be another's
         num_tiles = -(-(seq_len - first_key) // TOKENS)
         if num_tiles > largest:
             alone.append(index)

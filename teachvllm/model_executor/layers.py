@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'WeightsError', 'default_weight_loader', 'set_weight_attrs', 'LinearMethod', 'import_compiled',
-           'pack_weight', 'packed_linear', 'UnquantizedLinearMethod', 'ModelContext', 'LinearBase', 'Partition',
-           'equal_part', 'ReplicatedLinear', 'ColumnParallelLinear', 'MergedColumnParallelLinear', 'RowParallelLinear',
-           'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices', 'make_layers', 'load_weights', 'vocab_part',
-           'VocabParallelEmbedding', 'ParallelLMHead', 'fused_ops', 'add', 'RMSNorm', 'get_act_fn', 'ActAndMul',
+           'fused_ops', 'pack_weight', 'packed_linear', 'UnquantizedLinearMethod', 'ModelContext', 'LinearBase',
+           'Partition', 'equal_part', 'ReplicatedLinear', 'ColumnParallelLinear', 'MergedColumnParallelLinear',
+           'RowParallelLinear', 'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices', 'make_layers', 'load_weights',
+           'vocab_part', 'VocabParallelEmbedding', 'ParallelLMHead', 'add', 'RMSNorm', 'get_act_fn', 'ActAndMul',
            'Attention', 'attention_layers', 'config_field']
 
 # %% ../../nbs/31_layers.ipynb #d9fcdcc8
@@ -79,11 +79,17 @@ class LinearMethod(ABC):
     def apply(self, layer: "LinearBase", x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, input_size] -> [num_tokens, sum(output_sizes)]."
 
-# %% ../../nbs/31_layers.ipynb #e8932361
+# %% ../../nbs/31_layers.ipynb #a64aa582
 @cache
 def import_compiled(name: str) -> Any:
     "A module of compiled loops, such as `model_executor.fused_ops`; None if Numba is not installed."
     return import_module(f"teachvllm.{name}") if find_spec("numba") else None
+
+
+def fused_ops(x: torch.Tensor, *others: torch.Tensor) -> Any:
+    "Chapter 30b's module if it is there and takes these tensors, else None."
+    ops = import_compiled("model_executor.fused_ops") if x.device.type == "cpu" else None
+    return ops if ops is not None and ops.serves(x, *others) else None
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
@@ -354,7 +360,7 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
     if unused:
         logger.warning("%d tensors of the checkpoint are not used, among them %s", len(unused), unused[:5])
 
-# %% ../../nbs/31_layers.ipynb #791d32b5
+# %% ../../nbs/31_layers.ipynb #668ad1eb
 def vocab_part(num_embeddings: int, parallel: ParallelState) -> range:
     "The token ids of this rank. Equal parts: a vocabulary that does not divide is padded, past its end."
     count = -(-num_embeddings // parallel.tp_size)
@@ -379,7 +385,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         "[num_tokens] -> [num_tokens, size]."
         if self.tp is None:
-            fused = fused_ops(self.weight) if ids.dim() == 1 and ids.is_contiguous() else None
+            fused = fused_ops(self.weight) if ids.dim() == 1 and ids.dtype == torch.int64 and ids.is_contiguous() else None
             return fused.embedding(self.weight, ids) if fused else F.embedding(ids, self.weight)
         elsewhere = (ids < self.ids.start) | (ids >= self.ids.stop)
         x = F.embedding((ids - self.ids.start).masked_fill_(elsewhere, 0), self.weight)
@@ -404,16 +410,10 @@ class ParallelLMHead(LinearBase):
         logits = self.linear_method.apply(self, x)
         return logits if self.tp is None else self.tp.all_gather(logits)[:, : self.output_sizes[0]]
 
-# %% ../../nbs/31_layers.ipynb #de93df40
-def fused_ops(x: torch.Tensor, *others: torch.Tensor) -> Any:
-    "Chapter 30b's module if it is there and takes these tensors, else None."
-    ops = import_compiled("model_executor.fused_ops") if x.device.type == "cpu" else None
-    return ops if ops is not None and ops.serves(x, *others) else None
-
-
+# %% ../../nbs/31_layers.ipynb #3beba8ec
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     "x + y, [num_tokens, size]."
-    fused = fused_ops(x, y) if x.is_contiguous() else None
+    fused = fused_ops(x, y) if x.dim() == 2 and x.shape == y.shape and x.is_contiguous() else None
     return fused.add(x, y) if fused else x + y
 
 

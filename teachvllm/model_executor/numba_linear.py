@@ -46,7 +46,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     pair = 4 // weight.itemsize
     return weight.view(-1, COLUMNS, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
 
-# %% ../../nbs/21c_numba_linear.ipynb #b4940d3e
+# %% ../../nbs/21c_numba_linear.ipynb #949a31b7
 I64 = llvmlite.ir.IntType(64)
 FLOATS, WORDS, HALVES = (llvmlite.ir.VectorType(kind, LANES) for kind in (FLOAT, I32, I16))
 
@@ -60,7 +60,7 @@ class _BFloat(llvmlite.ir.types._BaseFloatType):
         return "bfloat"
 
 
-_BFloat._create_instance()
+_BFloat._create_instance()  # llvmlite keeps one object of each such type
 PAIRS = llvmlite.ir.VectorType(_BFloat(), 2 * LANES)
 
 
@@ -74,7 +74,7 @@ class Tile(types.Type):
 
 @register_model(Tile)
 class TileModel(models.PrimitiveModel):
-    "Numba's question what a `Tile` is for LLVM: an array of vectors."
+    "Numba asks this what a `Tile` is in LLVM: an array of vectors."
 
     def __init__(self, manager, tile):
         super().__init__(manager, tile, llvmlite.ir.ArrayType(FLOATS, tile.rows * VECTORS))
@@ -186,7 +186,7 @@ def put_sums(typing_context, tile, out, stride):
 
     return types.void(tile, types.intp, types.intp), build
 
-# %% ../../nbs/21c_numba_linear.ipynb #3b1641d4
+# %% ../../nbs/21c_numba_linear.ipynb #a4a11399
 def _fetch(typing_context, address):
     def build(context, builder, sig, args):
         void = llvmlite.ir.IntType(8).as_pointer()
@@ -220,10 +220,12 @@ def linear_rows(words, dtype):
     n, size, width, x, panels, bias, out = words[0], words[1], words[2], words[3], words[4], words[5], words[6]
     item = array_at(out, (1,), dtype).itemsize
     steps, stride, out_stride, panel_bytes = width * item // 4, width * item, size * item, width * item * COLUMNS
+    each = steps * 64 // TOGETHER  # bytes that a pass over rows asks for
     first, last = share(size // COLUMNS)
     for i in range(first, last):
         panel, to, i_bias = panels + i * panel_bytes, out + i * COLUMNS * item, bias + i * COLUMNS * item
-        coming, end = panel + panel_bytes, panel + (2 if i + 1 < last else 1) * panel_bytes - steps * 64 // TOGETHER
+        coming = panel + panel_bytes  # the next one
+        end = panel + (2 if i + 1 < last else 1) * panel_bytes - each  # the last place to ask for
         row = 0
         while row < n:
             at, here = x + row * stride, min(coming, end)
@@ -237,7 +239,7 @@ def linear_rows(words, dtype):
                 single = biased(single, i_bias) if bias else single
                 multiply(single, at, stride, panel, steps, to + row * out_stride, out_stride, here)
                 row += 1
-            coming = here + steps * 64 // TOGETHER
+            coming = here + each
 
 # %% ../../nbs/21c_numba_linear.ipynb #7a0ba8ad
 def _linear(dtype):
@@ -249,13 +251,17 @@ def _linear(dtype):
 
 LINEAR = {dtype: _linear(seen) for dtype, seen in DTYPES.items()}
 
-# %% ../../nbs/21c_numba_linear.ipynb #43c60ee4
+# %% ../../nbs/21c_numba_linear.ipynb #858f33a0
 @cache
 def dtypes_served() -> frozenset[torch.dtype]:
     "The dtypes for which this processor has the instructions, and nothing better."
-    if find_openmp() is None or numba.config.CPU_NAME or numba.config.CPU_FEATURES is not None:
+    chosen = numba.config.CPU_NAME or numba.config.CPU_FEATURES is not None or not numba.config.ENABLE_AVX
+    if find_openmp() is None or chosen:  # Numba was told what it may use
         return frozenset()
-    found = llvmlite.binding.get_host_cpu_features()
+    try:
+        found = llvmlite.binding.get_host_cpu_features()
+    except RuntimeError:  # this platform does not say
+        return frozenset()
     floats, pairs = found.get("avx512f", False), found.get("avx512bf16", False) and not found.get("amx-bf16", False)
     return frozenset([torch.float32] * floats + [torch.bfloat16] * pairs)
 

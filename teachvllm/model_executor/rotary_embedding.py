@@ -24,7 +24,7 @@ def default_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Te
     """
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim), 1.0
 
-# %% ../../nbs/31a_rotary_embedding.ipynb #8a00f854
+# %% ../../nbs/31a_rotary_embedding.ipynb #973bb81a
 class RotaryEmbedding(nn.Module):
     """Positions as rotations (Su et al. 2021): dimension i and i + rotary_dim / 2 turn together.
 
@@ -41,7 +41,8 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         "[num_tokens] -> cosine, and sine with its sign, each [num_tokens, 1, rotary_dim]: see `apply_rotary_emb`."
-        if positions.is_contiguous() and (fused := fused_ops(self.table[0])):
+        plain = positions.dim() == 1 and positions.dtype == torch.int64 and positions.is_contiguous()
+        if plain and (fused := fused_ops(self.table[0])):
             return fused.embedding(self.table[0], positions)[:, None], fused.embedding(self.table[1], positions)[:, None]
         cos, sin = self.table[:, positions, None]
         return cos, sin

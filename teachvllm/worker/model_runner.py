@@ -312,7 +312,7 @@ def find_fused_sampler(device: str) -> Callable | None:
         return None
     return None if no_triton("cuda") else sample_rows
 
-# %% ../../nbs/41_model_runner.ipynb #8d6c0593
+# %% ../../nbs/41_model_runner.ipynb #5bc1880b
 class ModelRunner:
     """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for the device.
 
@@ -367,7 +367,7 @@ class ModelRunner:
             return SamplerOutput([], torch.empty(0, dtype=torch.int64))
         batch = Batch(state, out.num_scheduled_tokens)
         inputs, sampling = batch.arrays(), self.head_inputs(batch) if self.parallel.is_last_stage else {}
-        if self.graphs and self.graphs.can_run(batch):
+        if self.graphs and self.graphs.kv_caches is kv_caches and self.graphs.can_run(batch):
             hidden, x = self.graphs.run(inputs, sampling, batch)
         else:
             x = to_device(inputs | sampling, self.device)

@@ -87,7 +87,7 @@ def init_worker_distributed_environment(
         state.tp.device_communicator = CpuCommunicator.connect(state.tp)
     return state
 
-# %% ../../nbs/44_worker.ipynb #29f59e49
+# %% ../../nbs/44_worker.ipynb #fa17d365
 class Worker:
     """A device with a model and a KV cache. The executor calls its methods in this order: `init_device`, `load_model`,
     `determine_num_available_blocks`, `initialize_cache`, `compile_or_warm_up_model`, then `submit` and `collect` for
@@ -194,6 +194,7 @@ class Worker:
         "Run two small steps, record what steps can be replayed, and leave the random state as a run without would."
         runner, kv_caches = self.model_runner, self.cache_engines[0].gpu_cache
         with self.on_device(), self.memory_profiler.explain_out_of_memory("warming up"):
+            runner.graphs = None
             runner.warm_up(kv_caches)
             if sizes := self.graph_sizes():
                 free = torch.cuda.mem_get_info(self.device)[0]
@@ -201,10 +202,14 @@ class Worker:
                 taken, kept = free - torch.cuda.mem_get_info(self.device)[0], self.memory_profiler.graphs
                 what = (len(sizes), taken / GiB, kept / GiB)
                 logger.info("%d CUDA graphs take %.2f GiB; %.2f GiB were kept for them", *what)
-            elif self.device == "cpu" and not self.config.model_config.enforce_eager:
-                recording = import_compiled("worker.cpu_graph")
-                runner.graphs = recording and recording.record(runner, kv_caches)
+            elif self.device == "cpu":
+                self.record_on_cpu()
         torch.manual_seed(self.config.model_config.seed)
+
+    def record_on_cpu(self) -> None:
+        "Record decode steps for chapter 43a's runner, if they can be."
+        recording = None if self.config.model_config.enforce_eager else import_compiled("worker.cpu_graph")
+        self.model_runner.graphs = recording and recording.record(self.model_runner, self.cache_engines[0].gpu_cache)
 
     def submit(self, out: SchedulerOutput) -> None:
         "Launch a step: move blocks as ordered, then run the batch. On a GPU this returns before the device is done."
@@ -264,9 +269,13 @@ class Worker:
             self.compile_or_warm_up_model()
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
-        "Call `func` on this worker's part of the model."
+        "Call `func` on this worker's part of the model. On a CPU, steps are recorded anew: it may have changed the model."
         require(self.model_runner.model is not None, "the worker sleeps, and has no weights: call wake_up() first")
-        return func(self.model_runner.model)
+        try:
+            return func(self.model_runner.model)
+        finally:
+            if self.device == "cpu" and self.cache_engines:
+                self.record_on_cpu()
 
     def start_profile(self) -> None:
         "Record what torch does from now on, into the folder that `VLLM_TORCH_PROFILER_DIR` names."

@@ -1,0 +1,199 @@
+"""Decode steps that were recorded on a CPU give what steps operation by operation give, and nothing of them stays behind."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers import VOCAB, make_tiny, random_prompts
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
+
+from teachvllm import LLM, BeamSearchParams, SamplingParams
+from teachvllm.model_executor.layers import import_compiled
+
+own = import_compiled("model_executor.numba_linear")
+pytestmark = pytest.mark.skipif(
+    own is None or torch.float32 not in own.dtypes_served(), reason="no Numba, or a processor without AVX-512"
+)
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "block_size": 4}
+OPTIONS |= {"max_num_seqs": 6, "device": "cpu", "num_gpu_blocks_override": 150, "swap_space": 0.001}
+PROMPTS = random_prompts(9, 40)
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+PARAMS = {
+    "greedy": GREEDY,
+    "seeds": SamplingParams(seed=3, max_tokens=12, ignore_eos=True),
+    "n=3": SamplingParams(n=3, seed=1, max_tokens=9, ignore_eos=True),
+    "penalties": SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
+}
+
+
+def runner_of(llm: LLM) -> Any:
+    return llm.collective_rpc(lambda worker: worker.model_runner)[0]
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[list[list[int]]]:
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+def replays(llm: LLM) -> Any:
+    "Counts the steps that are replayed."
+    graphs = runner_of(llm).graphs
+    return patch.object(graphs, "run", wraps=graphs.run)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: str) -> dict[str, list]:
+    with LLM(folder, enforce_eager=True, **OPTIONS) as llm:
+        assert runner_of(llm).graphs is None
+        return {name: answers(llm, params) for name, params in PARAMS.items()}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_equals_eager(folder: str, expected: dict, asynchronous: bool) -> None:
+    with LLM(folder, async_scheduling=asynchronous, **OPTIONS) as llm:
+        for name, params in PARAMS.items():
+            with replays(llm) as run:
+                assert answers(llm, params) == expected[name], name
+            assert run.call_count > 5, name
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_equals_eager_when_preempted(folder: str, expected: dict, mode: str) -> None:
+    options = OPTIONS | {"num_gpu_blocks_override": 36, "preemption_mode": mode}
+    with LLM(folder, **options) as llm:
+        for name in ("greedy", "n=3"):
+            with replays(llm) as run:
+                assert answers(llm, PARAMS[name]) == expected[name]
+            assert run.call_count > 5
+        assert llm.get_metrics()["num_preemptions"] > 0
+
+
+def test_beams(folder: str) -> None:
+    params, found = BeamSearchParams(beam_width=3, max_tokens=8), []
+    for eager in (True, False):
+        with LLM(folder, enforce_eager=eager, **OPTIONS) as llm:
+            outputs = llm.beam_search(PROMPTS[:3], params)
+            found.append([[list(one.token_ids) for one in output.outputs] for output in outputs])
+    assert found[0] == found[1]
+
+
+CONFIGS = {
+    "qwen2": lambda sizes: Qwen2Config(**sizes),  # biases
+    "qwen3": lambda sizes: Qwen3Config(head_dim=16, **sizes),  # norms of queries and keys
+    "window": lambda sizes: MistralConfig(sliding_window=7, **sizes),
+    "one head": lambda sizes: MistralConfig(**(sizes | {"num_key_value_heads": 1, "head_dim": 64}), sliding_window=None),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param](sizes)).float()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    path = tmp_path_factory.mktemp("other")
+    model.save_pretrained(path)
+    yield str(path)
+
+
+def test_other_models(other: str, request: pytest.FixtureRequest) -> None:
+    "Qwen3 puts queries and keys together with torch, so it is not recorded."
+    found, torch_too = [], request.node.callspec.params["other"] == "qwen3"
+    for eager in (True, False):
+        with LLM(other, enforce_eager=eager, **OPTIONS) as llm:
+            assert (runner_of(llm).graphs is None) == (eager or torch_too)
+            found.append([answers(llm, params) for params in PARAMS.values()])
+    assert found[0] == found[1]
+
+
+def test_a_model_with_operations_of_torchs_runs_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    "OPT has torch's layer norms: the log says so, and the engine answers."
+    make_tiny("opt", tmp_path)
+    with caplog.at_level("INFO", logger="teachvllm"), LLM(str(tmp_path), **OPTIONS) as llm:
+        assert runner_of(llm).graphs is None
+        assert "operation by operation" in caplog.text and "is done by torch" in caplog.text
+        assert all(len(one[0]) == 20 for one in answers(llm, GREEDY))
+
+
+@pytest.mark.parametrize("options", [{"attention_backend": "torch_sdpa"}, {"kv_cache_dtype": "fp8"}, {"dtype": "float16"}])
+def test_what_is_not_recorded(folder: str, options: dict) -> None:
+    with LLM(folder, **(OPTIONS | options)) as llm:
+        assert runner_of(llm).graphs is None
+        assert all(len(one[0]) == 20 for one in answers(llm, GREEDY))
+
+
+def test_workers_in_a_group_do_not_record(folder: str, expected: dict) -> None:
+    with LLM(folder, tensor_parallel_size=2, distributed_executor_backend="mp", **OPTIONS) as llm:
+        assert llm.collective_rpc(lambda worker: worker.model_runner.graphs is None) == [True, True]
+        assert answers(llm, GREEDY) == expected["greedy"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_is_recorded_again_after_a_sleep(folder: str, expected: dict, level: int) -> None:
+    with LLM(folder, **OPTIONS) as llm:
+        before = runner_of(llm).graphs
+        llm.sleep(level)
+        assert runner_of(llm).graphs is None
+        llm.wake_up()
+        assert runner_of(llm).graphs is not before
+        assert answers(llm, GREEDY) == expected["greedy"]
+
+
+def test_a_failed_step_leaves_the_recording_usable(folder: str, expected: dict) -> None:
+    with LLM(folder, **OPTIONS) as llm:
+        graphs = runner_of(llm).graphs
+        with patch.object(graphs, "run", side_effect=RuntimeError("a cable")), pytest.raises(RuntimeError, match="a cable"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert answers(llm, GREEDY) == expected["greedy"]
+
+
+def test_engines_in_threads(folder: str, expected: dict) -> None:
+    "One engine answers while others record: what one thread records, no other thread's kernels get into."
+    found: list[Any] = []
+
+    def make_and_ask() -> None:
+        for _ in range(3):
+            with LLM(folder, **OPTIONS) as llm:
+                found.append(answers(llm, GREEDY))
+
+    threads = [threading.Thread(target=make_and_ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with LLM(folder, **OPTIONS) as llm:
+        while any(thread.is_alive() for thread in threads):
+            assert answers(llm, GREEDY) == expected["greedy"]
+    for thread in threads:
+        thread.join()
+    assert found == [expected["greedy"]] * 6
+
+
+def test_the_number_of_threads_may_change(folder: str, expected: dict) -> None:
+    threads = torch.get_num_threads()
+    try:
+        with LLM(folder, **OPTIONS) as llm:
+            for number in (1, 3, 2):
+                torch.set_num_threads(number)
+                assert answers(llm, GREEDY) == expected["greedy"]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_pool_does_not_grow_with_the_layers(folder: str, tmp_path: Path) -> None:
+    "A layer's memory is the next one's: twice the layers, the same pool."
+    config = json.loads((Path(folder) / "config.json").read_text())
+    sizes = []
+    for layers in (2, 8):
+        path = tmp_path / str(layers)
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        with LLM(str(path), load_format="dummy", **OPTIONS) as llm:
+            sizes.append(runner_of(llm).graphs.pool.num_bytes)
+    assert sizes[0] == sizes[1]
