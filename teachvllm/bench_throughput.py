@@ -418,7 +418,7 @@ class StepProfile:
         "The same as plain data."
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-# %% ../nbs/92_bench_throughput.ipynb #50bd95c0
+# %% ../nbs/92_bench_throughput.ipynb #1c63a570
 def wrapped_methods(llm: Any, profile: StepProfile) -> Iterator[tuple[Any, str, str, Callable | None]]:
     "What `profile_steps` times in an engine: the object, the method's name, the part, and what counts its work."
     from teachvllm.model_executor.layers import LinearBase
@@ -454,8 +454,10 @@ def profile_steps(llm: Any) -> Iterator[StepProfile]:
     """Inside, every step of the engine is timed; at the end its methods are as before. With None nothing is.
 
     Two looks at the clock and a Python call around every layer cost something, too: a step that takes a millisecond becomes
-    visibly longer, one that takes twenty hardly. Recorded steps (chapter 43a) are run operation by operation. `ValueError` where parts do not run one after the other in this process:
-    on a GPU a call returns before its work is done, other workers are elsewhere, and `async_scheduling` has two threads.
+    visibly longer, one that takes twenty hardly. Recorded steps (chapter 43a) are run operation by operation.
+
+    `ValueError` where parts do not run one after the other in this process: on a GPU a call returns before its work is
+    done, other workers are elsewhere, and `async_scheduling` has two threads.
     """
     profile = StepProfile()
     with ExitStack() as stack:

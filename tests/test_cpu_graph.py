@@ -87,7 +87,9 @@ CONFIGS = {
     "qwen2": lambda sizes: Qwen2Config(**sizes),  # biases
     "qwen3": lambda sizes: Qwen3Config(head_dim=16, **sizes),  # norms of queries and keys
     "window": lambda sizes: MistralConfig(sliding_window=7, **sizes),
-    "one head": lambda sizes: MistralConfig(**(sizes | {"num_key_value_heads": 1, "head_dim": 64}), sliding_window=None),
+    "one head": lambda sizes: MistralConfig(
+        **(sizes | {"num_key_value_heads": 1, "head_dim": 64}), sliding_window=None
+    ),
 }
 
 
@@ -123,7 +125,9 @@ def test_a_model_with_operations_of_torchs_runs_without(tmp_path: Path, caplog: 
         assert all(len(one[0]) == 20 for one in answers(llm, GREEDY))
 
 
-@pytest.mark.parametrize("options", [{"attention_backend": "torch_sdpa"}, {"kv_cache_dtype": "fp8"}, {"dtype": "float16"}])
+@pytest.mark.parametrize(
+    "options", [{"attention_backend": "torch_sdpa"}, {"kv_cache_dtype": "fp8"}, {"dtype": "float16"}]
+)
 def test_what_is_not_recorded(folder: str, options: dict) -> None:
     with LLM(folder, **(OPTIONS | options)) as llm:
         assert runner_of(llm).graphs is None
@@ -150,7 +154,10 @@ def test_it_is_recorded_again_after_a_sleep(folder: str, expected: dict, level: 
 def test_a_failed_step_leaves_the_recording_usable(folder: str, expected: dict) -> None:
     with LLM(folder, **OPTIONS) as llm:
         graphs = runner_of(llm).graphs
-        with patch.object(graphs, "run", side_effect=RuntimeError("a cable")), pytest.raises(RuntimeError, match="a cable"):
+        with (
+            patch.object(graphs, "run", side_effect=RuntimeError("a cable")),
+            pytest.raises(RuntimeError, match="a cable"),
+        ):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert answers(llm, GREEDY) == expected["greedy"]
 

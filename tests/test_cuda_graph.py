@@ -450,7 +450,11 @@ def test_a_decode_step_reads_no_values_on_the_host(name: str) -> None:
             last = torch.zeros(9, dtype=torch.int64)
             x = {name: torch.from_numpy(array).to("meta") for name, array in decodes(num_seqs).items()}
             layers = attention_layers(model)
-            parts = {"model": model, "planners": [layer.backend for layer in layers.values()], "last_sampled_token_ids": last}
+            parts = {
+                "model": model,
+                "planners": [layer.backend for layer in layers.values()],
+                "last_sampled_token_ids": last,
+            }
             runner = SimpleNamespace(**parts, block_size=16, parallel=ParallelState())
             runner.model_inputs = partial(ModelRunner.model_inputs, runner)
             return ModelRunner.forward(runner, x, num_seqs, caches)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ __all__ = ['WIDE', 'SPLIT', 'dot4', 'add_dots', 'add_row', 'put_totals', 'dot1',
            'score_pages', 'add_page_tiles', 'add_pages', 'attend', 'first_item', 'decode', 'merge', 'write',
            'NumbaPlan', 'NumbaBackend']
 
-# %% ../../nbs/21f_numba_attention.ipynb #dfe10b77
+# %% ../../nbs/21f_numba_attention.ipynb #4f82dc0f
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from .backend import AttentionBackend
 from .cpu import HEAD_FIRST
@@ -73,6 +72,7 @@ from teachvllm.attention.numba_utils import (
     largest_of,
     load,
     num_threads,
+    operation,
     prefetch,
     share,
     store,
@@ -80,7 +80,7 @@ from teachvllm.attention.numba_utils import (
 )
 from ..config import require
 
-# %% ../../nbs/21f_numba_attention.ipynb #e5a132bb
+# %% ../../nbs/21f_numba_attention.ipynb #5a41dd01
 LARGEST_HEAD = 512  # numbers of a head
 AHEAD = 2  # so many pages before it is needed a page is fetched
 
@@ -93,9 +93,9 @@ def _to_room(typing_context):
     return types.CPointer(types.float32)(), build
 
 
-_room: Any = intrinsic(_to_room)  # memory of a function's own, on its stack
+_room = operation(_to_room)  # memory of a function's own, on its stack
 
-# %% ../../nbs/21f_numba_attention.ipynb #c31c3bc5
+# %% ../../nbs/21f_numba_attention.ipynb #f3fd65fa
 @inlined
 def dot4(q, row):
     "Four products of a row with q [4, size]."
@@ -117,7 +117,7 @@ def _sixteen(builder, address, offset, dtype):
     return builder.bitcast(builder.shl(bits, _each(16)), FLOATS)
 
 
-@intrinsic
+@operation
 def add_dots(typing_context, tile, q, stride, rows, row_stride, dtype):
     "Add the products of sixteen numbers of four queries (float32) and four rows of `dtype`, to a tile's vector for each pair."
 
@@ -136,7 +136,7 @@ def add_dots(typing_context, tile, q, stride, rows, row_stride, dtype):
     return tile(tile, types.intp, types.intp, types.intp, types.intp, dtype), build
 
 
-@intrinsic
+@operation
 def add_row(typing_context, tile, weights, stride, row, dtype):
     "Add 64 numbers of a row of `dtype` to a tile's four rows of sums, times a float32 weight for each."
 
@@ -155,7 +155,7 @@ def add_row(typing_context, tile, weights, stride, row, dtype):
     return tile(tile, types.intp, types.intp, types.intp, dtype), build
 
 
-@intrinsic
+@operation
 def put_totals(typing_context, tile, out, stride):
     "Write the total of each of a tile's vectors: those of query r go to four places from `out` + r * `stride` bytes on."
 
@@ -166,7 +166,8 @@ def put_totals(typing_context, tile, out, stride):
             one = [i + (i & bit and LANES) for i in range(LANES)]
             other = [(i ^ bit) + (i & bit and LANES) for i in range(LANES)]
             pairs = [(vectors[i], vectors[i + bit]) for i in range(bit)]
-            shuffled = [[builder.shuffle_vector(a, b, llvmlite.ir.Constant(WORDS, mask)) for mask in (one, other)] for a, b in pairs]
+            masks = [llvmlite.ir.Constant(WORDS, mask) for mask in (one, other)]
+            shuffled = [[builder.shuffle_vector(a, b, mask) for mask in masks] for a, b in pairs]
             vectors = [builder.fadd(x, y) for x, y in shuffled]
         four = llvmlite.ir.VectorType(I32, 4)
         for r in range(4):
@@ -207,7 +208,7 @@ def add1(a, row, weight):
     for i in range(a.shape[0]):
         a[i] += weight * load(row[i])
 
-# %% ../../nbs/21f_numba_attention.ipynb #d0c56dea
+# %% ../../nbs/21f_numba_attention.ipynb #6e913b57
 @compiled
 def exponentials(scores, soft_cap):
     "Make scores [n] the numerators of their softmax; returns the largest score, and the sum of the numerators."
@@ -247,12 +248,12 @@ def score_pages(q, rows, k, table, block_size, first, last, scores, dtype):
                 tile = add_dots(tile, q.ctypes.data + 4 * i, 4 * size, page + t * step + i * item, step, dtype)
             put_totals(tile, sa[at + t :].ctypes.data, scores.strides[0])
             t += 4
-        for t in range(t, here):
-            row = array_at(page + t * step, (size,), dtype)
+        for i in range(t, here):
+            row = array_at(page + i * step, (size,), dtype)
             if rows == 1:
-                sa[at + t] = dot1(q, row)
+                sa[at + i] = dot1(q, row)
             else:
-                sa[at + t], sb[at + t], sc[at + t], sd[at + t] = dot4(q, row)
+                sa[at + i], sb[at + i], sc[at + i], sd[at + i] = dot4(q, row)
         at, block, offset = at + here, block + 1, 0
 
 
@@ -452,7 +453,7 @@ DECODE = {pair: _decode(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_D
 MERGE = {dtype: _merge(seen) for dtype, seen in DTYPES.items()}
 WRITE = {dtype: _write(seen) for dtype, seen in {**DTYPES, torch.uint8: np.uint8}.items()}
 
-# %% ../../nbs/21f_numba_attention.ipynb #0ed45ac6
+# %% ../../nbs/21f_numba_attention.ipynb #99d00059
 @dataclass
 class NumbaPlan:
     "What layers of one shape need in a step: the kernel's arguments for the sequences that decode, and a list of chunks."
@@ -497,7 +498,7 @@ class NumbaBackend(AttentionBackend):
     def compile(cls, dtype, kv_cache_dtype):
         "Compile the kernels of these dtypes, or load them, before a step needs them."
         stored = torch.uint8 if kv_cache_dtype != dtype else dtype
-        prompts = GATHER[dtype, kv_cache_dtype], QUERIES[dtype], SOFTEN[dtype], MERGE_TILES[dtype]
+        prompts: tuple[Kernel, ...] = GATHER[dtype, kv_cache_dtype], QUERIES[dtype], SOFTEN[dtype], MERGE_TILES[dtype]
         if dtype in dtypes_served():
             prompts = PACK[dtype, kv_cache_dtype], ATTEND[dtype]
         for kernel in (*prompts, DECODE[dtype, kv_cache_dtype], MERGE[dtype], WRITE[stored]):

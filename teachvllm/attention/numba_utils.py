@@ -29,7 +29,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-# %% ../../nbs/21b_numba_utils.ipynb #7ed58b67
+# %% ../../nbs/21b_numba_utils.ipynb #dfd9daff
 FAST: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
 
 
@@ -50,21 +50,23 @@ def kernel_folder() -> str:
 
 def compiled(function: Callable, compiler: Callable = numba.njit) -> Any:
     "`function`, compiled by Numba with our options; a module's is kept on disk, if there is a place for it."
-    kept, folder = os.path.exists(function.__code__.co_filename), numba.config.CACHE_DIR
+    config: Any = numba.config
+    kept, folder = os.path.exists(function.__code__.co_filename), config.CACHE_DIR
     try:
-        numba.config.CACHE_DIR = folder or (kernel_folder() if kept else "")
+        config.CACHE_DIR = folder or (kernel_folder() if kept else "")
         return compiler(**FAST, cache=kept)(function)
     except RuntimeError:  # nothing can be written beside the module, nor in the user's folders
         return compiler(**FAST)(function)
     finally:
-        numba.config.CACHE_DIR = folder
+        config.CACHE_DIR = folder
 
 
 def inlined(function: Callable) -> Any:
     "The same, but its text is put in place of each call: then the compiler knows where its arrays come from."
     return compiled(function, partial(numba.njit, inline="always"))
 
-# %% ../../nbs/21b_numba_utils.ipynb #f31ff7ef
+# %% ../../nbs/21b_numba_utils.ipynb #cb3b28a6
+operation: Any = intrinsic  # which has no types that a checker could use
 I16, I32, FLOAT = llvmlite.ir.IntType(16), llvmlite.ir.IntType(32), llvmlite.ir.FloatType()
 word = partial(llvmlite.ir.Constant, I32)
 

@@ -18,13 +18,14 @@ import torch
 
 from .parallel_state import GroupCoordinator
 
-# %% ../../nbs/30a_cpu_communicator.ipynb #380cad06
+# %% ../../nbs/30a_cpu_communicator.ipynb #ca8453ab
 class CpuCommunicator:
     """All-reduce and all-gather for processes of one machine, through memory that they share.
 
     Each rank has two slots, for calls of odd and of even number, and a counter: the number of the call whose slot it has
     written. A counter of n also says that the rank has read what it needed of call n - 1, so its slot may be written for
-    call n + 1. A rank that leaves turns its counter over (~n, a negative number), so a slower rank still sees that call n is done.
+    call n + 1. A rank that leaves turns its counter over (~n, a negative number): a slower rank still sees that it was at
+    call n.
     vLLM: `distributed/device_communicators/cpu_communicator.py`, `csrc/cpu/shm.cpp`.
     """
 

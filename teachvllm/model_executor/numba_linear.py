@@ -4,21 +4,20 @@
 
 # %% auto #0
 __all__ = ['COLUMNS', 'LANES', 'VECTORS', 'I64', 'FLOATS', 'WORDS', 'HALVES', 'PAIRS', 'fetch', 'ROWS', 'TOGETHER', 'LINEAR',
-           'LARGEST_PANEL', 'pack', 'Tile', 'TileModel', 'zeros', 'biased', 'add_products', 'put', 'put_sums',
-           'multiply', 'linear_rows', 'dtypes_served', 'compile', 'serves', 'linear']
+           'LARGEST_PANEL', 'pack', 'Tile', 'zeros', 'biased', 'add_products', 'put', 'put_sums', 'multiply',
+           'linear_rows', 'dtypes_served', 'compile', 'serves', 'linear']
 
-# %% ../../nbs/21c_numba_linear.ipynb #ba4cc7d1
+# %% ../../nbs/21c_numba_linear.ipynb #799a4ea0
 from functools import cache
 from typing import Any
 
 import llvmlite.binding
 import llvmlite.ir
 import numba
-import numpy as np
 import torch
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
 from teachvllm.attention.numba_utils import (
     DTYPES,
@@ -30,6 +29,7 @@ from teachvllm.attention.numba_utils import (
     array_at,
     compiled,
     find_openmp,
+    operation,
     share,
 )
 
@@ -46,7 +46,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     pair = 4 // weight.itemsize
     return weight.view(-1, COLUMNS, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
 
-# %% ../../nbs/21c_numba_linear.ipynb #949a31b7
+# %% ../../nbs/21c_numba_linear.ipynb #e73f9541
 I64 = llvmlite.ir.IntType(64)
 FLOATS, WORDS, HALVES = (llvmlite.ir.VectorType(kind, LANES) for kind in (FLOAT, I32, I16))
 
@@ -73,13 +73,13 @@ class Tile(types.Type):
 
 
 @register_model(Tile)
-class TileModel(models.PrimitiveModel):
+class _TileModel(models.PrimitiveModel):
     "Numba asks this what a `Tile` is in LLVM: an array of vectors."
 
     def __init__(self, manager, tile):
         super().__init__(manager, tile, llvmlite.ir.ArrayType(FLOATS, tile.rows * VECTORS))
 
-# %% ../../nbs/21c_numba_linear.ipynb #023bde3d
+# %% ../../nbs/21c_numba_linear.ipynb #d8cf843a
 def _each(value):
     return llvmlite.ir.Constant(WORDS, [value] * LANES)
 
@@ -93,7 +93,7 @@ def _spread(builder, x):
     return builder.shuffle_vector(builder.insert_element(nothing, x, llvmlite.ir.Constant(I32, 0)), nothing, _each(0))
 
 
-@intrinsic(prefer_literal=True)
+@operation(prefer_literal=True)
 def zeros(typing_context, rows, dtype):
     "A `Tile` of so many rows (a constant), all zero."
     if not isinstance(rows, types.IntegerLiteral):
@@ -102,7 +102,7 @@ def zeros(typing_context, rows, dtype):
     return tile(rows, dtype), lambda context, builder, sig, args: llvmlite.ir.Constant(context.get_value_type(tile), None)
 
 
-@intrinsic
+@operation
 def biased(typing_context, tile, bias):
     "The same, with the 64 numbers at the address `bias` in each row."
 
@@ -120,8 +120,8 @@ def biased(typing_context, tile, bias):
 
     return tile(tile, types.intp), build
 
-# %% ../../nbs/21c_numba_linear.ipynb #bfb1be00
-@intrinsic
+# %% ../../nbs/21c_numba_linear.ipynb #d35c8a59
+@operation
 def add_products(typing_context, tile, x, stride, weights):
     "Add one step's products: 4 bytes of each row of x, whose rows are `stride` bytes apart, times 256 bytes of weights."
 
@@ -144,7 +144,7 @@ def add_products(typing_context, tile, x, stride, weights):
 
     return tile(tile, types.intp, types.intp, types.intp), build
 
-# %% ../../nbs/21c_numba_linear.ipynb #d84379ad
+# %% ../../nbs/21c_numba_linear.ipynb #c87f4b91
 def _rounded(builder, x):
     "bfloat16 bits of float32 numbers: to the nearest, to the even one in the middle; NaN stays NaN."
     bits = builder.bitcast(x, WORDS)
@@ -153,7 +153,7 @@ def _rounded(builder, x):
     return builder.trunc(builder.select(builder.fcmp_unordered("uno", x, x), _each(0x7FC0), near), HALVES)
 
 
-@intrinsic
+@operation
 def put(typing_context, tile, out, stride):
     "Write the sums to rows `stride` bytes apart, from the address `out` on, rounded to the tile's dtype."
 
@@ -171,8 +171,8 @@ def put(typing_context, tile, out, stride):
 
     return types.void(tile, types.intp, types.intp), build
 
-# %% ../../nbs/21c_numba_linear.ipynb #83a0919c
-@intrinsic
+# %% ../../nbs/21c_numba_linear.ipynb #85fcde27
+@operation
 def put_sums(typing_context, tile, out, stride):
     "Write the sums as float32, to rows `stride` bytes apart from the address `out` on."
 
@@ -186,7 +186,7 @@ def put_sums(typing_context, tile, out, stride):
 
     return types.void(tile, types.intp, types.intp), build
 
-# %% ../../nbs/21c_numba_linear.ipynb #a4a11399
+# %% ../../nbs/21c_numba_linear.ipynb #b96eb8f9
 def _fetch(typing_context, address):
     def build(context, builder, sig, args):
         void = llvmlite.ir.IntType(8).as_pointer()
@@ -199,7 +199,7 @@ def _fetch(typing_context, address):
     return types.void(types.intp), build
 
 
-fetch: Any = intrinsic(_fetch)
+fetch = operation(_fetch)
 ROWS = 4  # of a tile: 16 registers of sums
 TOGETHER = 4  # steps between two lines that are fetched
 
@@ -251,11 +251,12 @@ def _linear(dtype):
 
 LINEAR = {dtype: _linear(seen) for dtype, seen in DTYPES.items()}
 
-# %% ../../nbs/21c_numba_linear.ipynb #858f33a0
+# %% ../../nbs/21c_numba_linear.ipynb #b693bded
 @cache
 def dtypes_served() -> frozenset[torch.dtype]:
     "The dtypes for which this processor has the instructions, and nothing better."
-    chosen = numba.config.CPU_NAME or numba.config.CPU_FEATURES is not None or not numba.config.ENABLE_AVX
+    config: Any = numba.config
+    chosen = config.CPU_NAME or config.CPU_FEATURES is not None or not config.ENABLE_AVX
     if find_openmp() is None or chosen:  # Numba was told what it may use
         return frozenset()
     try:

@@ -7,7 +7,7 @@ __all__ = ['aten', 'MAKES', 'NAMES', 'LOOK_UP', 'NORMALIZE', 'PRODUCT', 'ROTATE'
            'WORDS', 'RUN_ORDERS', 'Pool', 'NotRecordable', 'Recorder', 'carry_out', 'carry_out_all', 'orders_of',
            'tensors_of', 'CpuGraphRunner', 'record']
 
-# %% ../../nbs/43a_cpu_graph.ipynb #1fd689bb
+# %% ../../nbs/43a_cpu_graph.ipynb #af273dad
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attention.numba_attention import DECODE, MERGE, WRITE, NumbaPlan, decode, merge, write
-from ..attention.numba_utils import DTYPES, MAX_ARGUMENTS, Kernel, arguments, array_at, barrier, compiled, find_openmp
+from ..attention.numba_utils import DTYPES, MAX_ARGUMENTS, Kernel, arguments, array_at, barrier, compiled
 from teachvllm.model_executor.fused_ops import (
     ADD,
     GATE,

@@ -87,7 +87,7 @@ def init_worker_distributed_environment(
         state.tp.device_communicator = CpuCommunicator.connect(state.tp)
     return state
 
-# %% ../../nbs/44_worker.ipynb #fa17d365
+# %% ../../nbs/44_worker.ipynb #35b47bb3
 class Worker:
     """A device with a model and a KV cache. The executor calls its methods in this order: `init_device`, `load_model`,
     `determine_num_available_blocks`, `initialize_cache`, `compile_or_warm_up_model`, then `submit` and `collect` for
@@ -137,8 +137,8 @@ class Worker:
         "Load the weights, and measure what they took."
         context = self.model_runner.context
         context.attn_backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)  # its memory is no step's
-        for operations in map(import_compiled, ("model_executor.fused_ops", "model_executor.numba_linear")) if self.device == "cpu" else ():
-            if operations:
+        for name in ("fused_ops", "numba_linear") if self.device == "cpu" else ():
+            if operations := import_compiled(f"model_executor.{name}"):
                 operations.compile(context.dtype)
         with self.on_device(), self.memory_profiler.explain_out_of_memory("loading the weights"):
             self.model_runner.load_model()
