@@ -234,7 +234,7 @@ def test_what_was_written_is_as_likely_as_what_is_read(llm: LLM) -> None:
     assert read is not None and answer.logprobs is not None
     for token_id, one, other in zip(answer.token_ids, answer.logprobs, read[-len(answer.token_ids) :], strict=True):
         assert one[token_id].logprob == pytest.approx(other[token_id].logprob, abs=1e-3)
-        assert one[token_id].rank == other[token_id].rank
+        assert abs(one[token_id].rank - other[token_id].rank) <= 2  # far down the list, neighbours differ in the last bits
 
 
 # Text

@@ -153,7 +153,7 @@ def _run_orders(dtype):
 
 RUN_ORDERS = {dtype: _run_orders(seen) for dtype, seen in DTYPES.items()}
 
-# %% ../../nbs/43a_cpu_graph.ipynb #7c5fb7fd
+# %% ../../nbs/43a_cpu_graph.ipynb #129fb8fb
 def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     "Parameters and buffers, and what else modules keep, such as packed weights."
     for module in model.modules():
@@ -181,7 +181,8 @@ class CpuGraphRunner:
             if not isinstance(plan, NumbaPlan):
                 raise NotRecordable("attention is not chapter 21f's")
             plan.splits = 2  # so that merging is noted; with one split it returns at once
-        if any(module._forward_hooks or module._forward_pre_hooks for module in runner.model.modules()):
+        self.hooks = [hooks for m in runner.model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        if any(self.hooks):
             raise NotRecordable("a forward hook is called in every step")
         self.kept = [tensor.detach() for tensor in tensors_of(runner.model)]  # the memory that orders point to
         with Recorder() as recorder:
@@ -204,8 +205,8 @@ class CpuGraphRunner:
         self.run_orders.compile()
 
     def can_run(self, batch: Batch) -> bool:
-        "Whether all sequences of `batch` decode, and are not too many."
-        return len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs
+        "Whether all sequences of `batch` decode, and are not too many; and no module has got a forward hook meanwhile."
+        return len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs and not any(self.hooks)
 
     @torch.inference_mode()
     def run(
