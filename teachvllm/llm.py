@@ -124,7 +124,7 @@ def cosines(outputs: list[PoolingRequestOutput], num_first: int) -> list[Pooling
         for a, b in pairs
     ]  # fmt: skip
 
-# %% ../nbs/61_llm.ipynb #55c3509e
+# %% ../nbs/61_llm.ipynb #cc653390
 class LLM:
     """A model, ready to answer: `LLM()` loads SmolLM2-135M-Instruct, `LLM("folder, .gguf or Hugging Face id")` another.
 
@@ -237,7 +237,7 @@ class LLM:
         `ValueError` if the engine generates text; `RuntimeError` if a vector holds NaNs.
         """
         refuse_lora(lora_request)
-        self.llm_engine.check_task(PoolingParams())
+        self.llm_engine.processor.check_task(PoolingParams())
         require((prompts is None) != (prompt_token_ids is None), "give prompts, or else prompt_token_ids")
         many = as_prompts(prompts if prompts is not None else prompt_token_ids)  # type: ignore[arg-type]
         one = pooling_params is None or isinstance(pooling_params, PoolingParams)
@@ -252,8 +252,8 @@ class LLM:
 
     def _pooler(self, method: str, labels: bool | None = None) -> PoolerConfig:
         "How the engine pools; `ValueError` if that is not what `method` needs."
-        self.llm_engine.check_task(PoolingParams())
-        pooler = self.llm_engine.pooler_config
+        self.llm_engine.processor.check_task(PoolingParams())
+        pooler = self.llm_engine.model_config.pooler_config
         assert pooler is not None, "else it generates"
         task, has = pooler.task, "labels" if pooler.has_labels else "embeddings"
         fits = task != "reward" and labels in (None, pooler.has_labels)
@@ -308,7 +308,7 @@ class LLM:
         return [ScoringRequestOutput.from_base(output) for output in outputs]
 
     def _last_tokens(self, prompt: Prompt, keep: int) -> list[int]:
-        return self.llm_engine.input_processor(prompt, SamplingParams(truncate_prompt_tokens=keep))[1]
+        return self.llm_engine.processor.input_processor(prompt, SamplingParams(truncate_prompt_tokens=keep))[1]
 
     def get_tokenizer(self) -> Any:
         "The `transformers` tokenizer, or None with `skip_tokenizer_init`."

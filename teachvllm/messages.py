@@ -27,7 +27,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
 # %% ../nbs/08_messages.ipynb #86f7058c
 TokenLogprobs = tuple[float, int, list[tuple[int, float]]]  # a token's log-probability, its rank, the likeliest with theirs
 
-# %% ../nbs/08_messages.ipynb #1f2a7943
+# %% ../nbs/08_messages.ipynb #e47a7e3a
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """News of one sequence of a request: its new tokens, or that it ended.
 
@@ -57,6 +57,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
 
     outputs: list[EngineCoreOutput] = []
     trace: StepTrace | None = None  # while a recording runs
+    stats: "SchedulerStats | None" = None  # from a core in a process of its own
+    refused: list[tuple[str, str]] = []  # requests that can never run, and why: from a core that was not waited for
 
 # %% ../nbs/08_messages.ipynb #fa341263
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

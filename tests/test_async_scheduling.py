@@ -246,7 +246,7 @@ def make_requests() -> dict[str, tuple[list[int], Params]]:
 def tiny(folder: str, num_blocks: int = 400, **options: Any) -> LLM:
     defaults = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "swap_space": 0.001}
     llm = LLM(folder, num_gpu_blocks_override=num_blocks, **{**defaults, "async_scheduling": True, **options})
-    llm.llm_engine.eos_token_ids = EOS
+    llm.llm_engine.processor.eos_token_ids = EOS
     return llm
 
 

@@ -316,7 +316,7 @@ class Simulation:
         )  # fmt: skip
         executor_class = type("Executor", (self.executor_class,), {"num_cpu_blocks": o["num_cpu_blocks"]})
         self.engine = LLMEngine(config, executor_class)
-        self.engine.eos_token_ids = frozenset({STOP})
+        self.engine.processor.eos_token_ids = frozenset({STOP})
         self.core = self.engine.engine_core.engine_core  # type: ignore[attr-defined]
         self.scheduler, self.worker = self.core.scheduler, self.core.executor.worker
         self.worker.scheduler = self.scheduler

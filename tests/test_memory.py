@@ -187,7 +187,7 @@ def test_beam_search_equals_transformers(models: dict[str, tuple[str, Any]], nam
     prompts = random_prompts(4, longest=30, seed=7)
     with tiny(folder, **pool) as llm:
         for eos, width, penalty in (([10**9], 3, 1.0), ([2, 5, 17, 40], 4, 0.0), ([2, 5, 17, 40], 2, 2.0)):
-            llm.llm_engine.eos_token_ids = frozenset(eos)
+            llm.llm_engine.processor.eos_token_ids = frozenset(eos)
             params = BeamSearchParams(beam_width=width, max_tokens=14, length_penalty=penalty)
             outputs = llm.beam_search(prompts, params)
             for prompt, output in zip(prompts, outputs, strict=True):

@@ -40,7 +40,7 @@ def answer(llm: LLM) -> Answers:
     "Half of the requests come at once, the others one a step."
     requests = make_requests()
     engine, told, todo = llm.llm_engine, Told(requests), list(requests)
-    engine.eos_token_ids = EOS
+    engine.processor.eos_token_ids = EOS
     while todo or engine.has_unfinished_requests():
         for name in todo[: len(requests) // 2 if len(todo) == len(requests) else 1]:
             engine.add_request(name, *requests[todo.pop(0)])

@@ -41,7 +41,7 @@ def words_tokenizer(text: str, **options: Any) -> SimpleNamespace:
 def make_llm(folder: str, **options: Any) -> LLM:
     options = {"num_gpu_blocks_override": 256, "block_size": 4, "max_model_len": 128} | options
     llm = LLM(folder, dtype="float32", device="cpu", skip_tokenizer_init=True, **options)
-    llm.llm_engine.input_processor.tokenizer = words_tokenizer
+    llm.llm_engine.processor.input_processor.tokenizer = words_tokenizer
     return llm
 
 
@@ -293,7 +293,7 @@ def test_what_depends_on_the_model_is_refused_by_name(tiny: tuple[str, Any]) -> 
         assert [len(row) for row in output.outputs[0].logprobs] == [VOCAB] * 2 and len(
             output.prompt_logprobs[1]
         ) == VOCAB
-        llm.llm_engine.input_processor.tokenizer = None
+        llm.llm_engine.processor.input_processor.tokenizer = None
         with pytest.raises(ValueError, match="bad_words"):
             llm.generate([5, 6], SamplingParams(bad_words=["no"]), use_tqdm=False)
 
@@ -511,7 +511,7 @@ def test_min_tokens_bans_eos_even_where_eos_would_not_end(
     with make_llm(folder) as llm:
         p = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         first = [output.outputs[0].token_ids[0] for output in llm.generate(prompts, p, use_tqdm=False)]
-        monkeypatch.setattr(llm.llm_engine, "eos_token_ids", frozenset(first))
+        monkeypatch.setattr(llm.llm_engine.processor, "eos_token_ids", frozenset(first))
         p.min_tokens = 2
         for output in llm.generate(prompts, p, use_tqdm=False):
             assert not {*output.outputs[0].token_ids[:2]} & {*first}

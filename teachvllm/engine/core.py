@@ -158,7 +158,7 @@ class StepRecorder:
                 trace.finished.append(name)
                 trace.token_ids[name] = list(seq.token_ids)
 
-# %% ../../nbs/52_engine_core.ipynb #3aa0a91e
+# %% ../../nbs/52_engine_core.ipynb #79ca567d
 class EngineCore:
     """A scheduler, and an executor that carries its steps out. Requests go in and tokens come out, as messages.
 
@@ -214,6 +214,10 @@ class EngineCore:
         "The requests that have not ended, or whose end is not reported yet."
         ids = [[*scheduler.groups, *(news.request_id for news in scheduler.outputs)] for scheduler in self.schedulers]
         return list(dict.fromkeys(chain(*ids)))
+
+    def has_work(self) -> bool:
+        "Whether a step has anything to do, or something to bring."
+        return bool(self.in_flight) or any(scheduler.has_unfinished_requests() for scheduler in self.schedulers)
 
     def _check(self) -> None:
         "Raise if the engine is closed or dead."

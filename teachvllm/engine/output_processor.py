@@ -107,7 +107,7 @@ class SequenceState:
             finish_reason=self.finish_reason, stop_reason=self.stop_reason,
         )  # fmt: skip
 
-# %% ../../nbs/59_output_processor.ipynb #08eebb8a
+# %% ../../nbs/59_output_processor.ipynb #fe498a5f
 class RequestState:
     "What the front knows of a request: its sequences by index, and when things happened. vLLM V1: `RequestState`."
 
@@ -148,14 +148,14 @@ class RequestState:
             metrics.finished_time = now if self.finished else None
         return must_abort
 
-    def fail(self, message: str) -> None:
-        "End the request with an error; what could not be decoded is dropped."
+    def fail(self, message: str | None, reason: str = "error") -> None:
+        "End the request with an error, or for another reason; what could not be decoded is dropped."
         self.seqs = self.seqs or {0: self._new_seq()}
         for seq in self.seqs.values():
             if seq.detokenizer:
                 seq.detokenizer.truncate(len(seq.detokenizer.text))
             if not seq.end_emitted:
-                seq.finish_reason, seq.stop_reason = "error", message
+                seq.finish_reason, seq.stop_reason = reason, message
         self.finished, self.metrics.finished_time = True, time.monotonic()
 
     def make_output(self) -> Any:
@@ -181,7 +181,7 @@ class RequestState:
             metrics=self.metrics, num_cached_tokens=self.num_cached_tokens,
         )  # fmt: skip
 
-# %% ../../nbs/59_output_processor.ipynb #52737f56
+# %% ../../nbs/59_output_processor.ipynb #dc645389
 class OutputProcessor:
     "The requests of an engine as their users see them. vLLM V1: `v1/engine/output_processor.py`."
 
@@ -197,6 +197,15 @@ class OutputProcessor:
         "Forget requests; unknown ids are passed over."
         for request_id in request_ids:
             self.request_states.pop(request_id, None)
+
+    def fail_requests(self, errors: Iterable[tuple[str, str | None]], reason: str = "error") -> list[Any]:
+        "End requests, each with a message; what their users get."
+        outputs = []
+        for request_id, message in errors:
+            if state := self.request_states.pop(request_id, None):
+                state.fail(message, reason)
+                outputs.append(state.make_output())
+        return outputs
 
     def process_outputs(self, news: Iterable[EngineCoreOutput]) -> tuple[list[Any], list[tuple[str, int | None]]]:
         "A step's news: what the users get, and the sequences (request id, index; None: all of them) that the core must end."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['logger', 'PACKAGE_ROOT', 'HEADER', 'EVERY', 'NONE', 'DONE', 'FAILED', 'STEP_FAILED', 'to_bytes', 'describe_error',
-           'rebuild_error', 'leave_with', 'carry_out', 'worker_main', 'WorkerProcess', 'stop_workers', 'WorkerGroup',
-           'MultiprocExecutor']
+           'rebuild_error', 'leave_with', 'carry_out', 'begin_process', 'end_process', 'worker_main', 'start_process',
+           'describe_exit', 'WorkerProcess', 'stop_processes', 'stop_workers', 'WorkerGroup', 'MultiprocExecutor']
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #3003a52f
 import atexit
@@ -59,7 +59,7 @@ HEADER = struct.Struct("<QQq")  # the length of what follows, the call's number,
 EVERY, NONE = -1, -2  # who answers, if it is not one rank
 DONE, FAILED, STEP_FAILED = range(3)  # kinds of answers
 
-# %% ../../nbs/50a_multiproc_executor.ipynb #f6509556
+# %% ../../nbs/50a_multiproc_executor.ipynb #a9ee3586
 def describe_error(error: Exception) -> bytes:
     "An exception as bytes: in a line, with its traceback, and itself if it can be pickled."
     line = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -69,17 +69,17 @@ def describe_error(error: Exception) -> bytes:
     return pickle.dumps((line, "".join(traceback.format_exception(error)), data))
 
 
-def rebuild_error(rank: int, data: bytes) -> Exception:
-    "The exception that `describe_error` described: of its own type if possible, with the worker's traceback as its cause."
+def rebuild_error(who: str, data: bytes) -> Exception:
+    "The exception that `describe_error` described: of its own type if possible, with the process's traceback as its cause."
     line, text, pickled = pickle.loads(data)
     error: Any = None
     with suppress(Exception):
         error = pickle.loads(pickled)
     error = error if isinstance(error, Exception) else RuntimeError(line)
-    error.__cause__ = RuntimeError(f"in worker rank={rank}:\n{text}")
+    error.__cause__ = RuntimeError(f"in {who}:\n{text}")
     return error
 
-# %% ../../nbs/50a_multiproc_executor.ipynb #4019ef0d
+# %% ../../nbs/50a_multiproc_executor.ipynb #b39d507c
 def leave_with(parent: int) -> None:
     "End this process when the process `parent`, which started it, is no more."
     while os.getppid() == parent:
@@ -98,20 +98,32 @@ def carry_out(wrapper: WorkerWrapperBase, rank: int, order: bytes, who: int) -> 
         return FAILED if who == EVERY else STEP_FAILED, describe_error(error)
 
 
-def worker_main(fd: int, rank: int, parent: int, log_level: int) -> NoReturn:
-    """The life of a worker's process: it carries out the orders that come through the socket `fd`, until that is closed.
-
-    vLLM V1: `WorkerProc.worker_main` in `v1/executor/multiproc_executor.py`.
-    """
+def begin_process(who: str, parent: int, log_level: int) -> None:
+    "The first lines of a process of ours: Ctrl-C does not concern it, it ends with its parent, its log says who it is."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since the process was born
     threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
     out: Any = sys.stdout
     out.reconfigure(line_buffering=True, write_through=False)  # whole lines, also with PYTHONUNBUFFERED
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s rank={rank}: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s {who}: %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(log_level)
+
+
+def end_process() -> NoReturn:
+    "The last lines. Python would first free every object by itself, which takes long; so the system frees all."
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def worker_main(fd: int, rank: int, parent: int, log_level: int) -> NoReturn:
+    """The life of a worker's process: it carries out the orders that come through the socket `fd`, until that is closed.
+
+    vLLM V1: `WorkerProc.worker_main` in `v1/executor/multiproc_executor.py`.
+    """
+    begin_process(f"rank={rank}", parent, log_level)
     wrapper = WorkerWrapperBase(rpc_rank=rank)
     with suppress(ConnectionError), socket.socket(fileno=fd) as sock, sock.makefile("rb") as orders:
         while len(header := orders.read(HEADER.size)) == HEADER.size:
@@ -121,11 +133,33 @@ def worker_main(fd: int, rank: int, parent: int, log_level: int) -> NoReturn:
                 sock.sendall(HEADER.pack(len(data), number, kind) + data)
     if hasattr(wrapper.worker, "shutdown"):
         wrapper.worker.shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(0)  # Python would first free every object by itself, which takes long; now the system frees all
+    end_process()
 
-# %% ../../nbs/50a_multiproc_executor.ipynb #4d9b26e3
+# %% ../../nbs/50a_multiproc_executor.ipynb #93d0e5a1
+def start_process(
+    module: str, function: str, args: tuple, label: list[str], fds: list[int], env: dict[str, str]
+) -> subprocess.Popen:
+    "A new Python that finds the modules that we find, keeps our files `fds` open and calls a function; `label` is for `ps`."
+    path = [*map(str, sys.path), PACKAGE_ROOT]
+    code = f"import sys; sys.path[:] = {path!r}; from {module} import {function}; {function}{args!r}"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits what is blocked
+    try:
+        command = [sys.executable, "-c", code, *label]
+        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=fds)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def describe_exit(process: subprocess.Popen) -> str:
+    "How a process ended: its signal or exit code."
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(2)
+    code, how = process.returncode, "closed its connection"
+    if code is not None:
+        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    return f"(process {process.pid}) {how}"
+
+# %% ../../nbs/50a_multiproc_executor.ipynb #aba4d54b
 class WorkerProcess:
     """A worker's process, seen from the engine's. None of its methods waits.
 
@@ -138,17 +172,10 @@ class WorkerProcess:
         self.arrived = bytearray()  # an answer of which the rest has not come yet
         self.sock, theirs = socket.socketpair()
         self.sock.setblocking(False)
-        path, level = [*map(str, sys.path), PACKAGE_ROOT], logger.getEffectiveLevel()
-        code = f"import sys; sys.path[:] = {path!r}; from teachvllm.executor.multiproc_executor import worker_main; "
-        code += f"worker_main({theirs.fileno()}, {rank}, {os.getpid()}, {level})"
-        command = [sys.executable, "-c", code, "teachvllm-worker", f"rank={rank}"]  # the last two are for `ps`
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits what is blocked
-        try:
-            with theirs:
-                fds = [theirs.fileno()]
-                self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=fds)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with theirs:
+            fd, label = theirs.fileno(), ["teachvllm-worker", f"rank={rank}"]
+            args = fd, rank, os.getpid(), logger.getEffectiveLevel()
+            self.process = start_process("teachvllm.executor.multiproc_executor", "worker_main", args, label, [fd], env)
 
     def write(self, order: bytes = b"") -> bool:
         "Write what the socket takes of the orders, one more if given; whether that was all."
@@ -190,31 +217,29 @@ class WorkerProcess:
 
     def describe_end(self) -> str:
         "Why the process is no more: its signal or exit code, and the last error that it sent."
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(2)
-        code = self.process.returncode
-        if code is None:
-            how = "closed its connection"
-        else:
-            how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         said = f"; its last error was\n{pickle.loads(self.last_error)[1]}" if self.last_error else ""
-        return f"worker rank={self.rank} (process {self.process.pid}) {how}{said}"
+        return f"worker rank={self.rank} {describe_exit(self.process)}{said}"
 
-# %% ../../nbs/50a_multiproc_executor.ipynb #d1f3cab7
+# %% ../../nbs/50a_multiproc_executor.ipynb #15824824
+def stop_processes(processes: list[subprocess.Popen]) -> None:
+    "End processes that were told to end, within 5 s: they get 3 s, then SIGTERM and 1 s, then SIGKILL."
+    for stop, patience in ((None, 3.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
+        end = time.monotonic() + patience
+        for process in processes:
+            if stop:
+                process.send_signal(stop)
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+
+
 def stop_workers(owner: int, workers: list[WorkerProcess], kept: list) -> None:
-    "End the processes, within 5 s: by the end of their orders, then by SIGTERM, then by SIGKILL. Then let go of `kept`."
+    "End the processes, within 5 s: they get no more orders. Then let go of `kept`."
     if os.getpid() != owner:  # a fork of the engine's process
         return
     for worker in workers:
         worker.sock.close()
-    for stop, patience in ((None, 3.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
-        end = time.monotonic() + patience
-        for worker in workers:
-            if stop:
-                worker.process.send_signal(stop)
-        for worker in workers:
-            with suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, end - time.monotonic()))
+    stop_processes([worker.process for worker in workers])
     kept.clear()
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #3c716119
@@ -228,7 +253,7 @@ class Call:
     answers: dict[int, bytes] = field(default_factory=dict)
     error: tuple[int, bytes] | None = None  # the first: rank, and what `describe_error` made of it
 
-# %% ../../nbs/50a_multiproc_executor.ipynb #c422fb52
+# %% ../../nbs/50a_multiproc_executor.ipynb #86dd2137
 class WorkerGroup:
     """Worker processes that get the same orders, and carry them out one after the other.
 
@@ -281,7 +306,7 @@ class WorkerGroup:
             failed = (self.late if after_failure is None else None) or call.error
             if failed:
                 self._look_for_the_dead()
-                raise rebuild_error(*failed)
+                raise rebuild_error(f"worker rank={failed[0]}", failed[1])
             if len(call.answers) == len(call.ranks):
                 self.calls.pop(call.number, None)
                 return [pickle.loads(call.answers[rank]) for rank in call.ranks]
