@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['logger', 'LONG_PROMPT', 'AsyncLLMEngine', 'merge_outputs', 'RequestOutputCollector', 'StatLoggerBase', 'AsyncLLM']
 
-# %% ../../nbs/62_async_llm.ipynb #70ca1c7d
+# %% ../../nbs/62_async_llm.ipynb #43f66ef9
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from .output_processor import OutputProcessor
 from ..executor.executor_base import EngineDeadError, ExecutorBase, get_executor_class
 from ..inputs import Prompt
 from ..messages import EngineCoreOutputs, EngineCoreRequest
-from ..outputs import RequestOutput
+from ..outputs import PoolingRequestOutput, RequestOutput
 from ..plugins import load_general_plugins
 from ..sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ..trace import Trace
@@ -68,7 +68,7 @@ class RequestOutputCollector:
             raise output
         return output
 
-# %% ../../nbs/62_async_llm.ipynb #f0eb6009
+# %% ../../nbs/62_async_llm.ipynb #0a602cad
 class StatLoggerBase(Protocol):
     "What watches an `AsyncLLM`: it is told of each request, of each step's news, and of requests that are aborted."
 
@@ -129,25 +129,23 @@ class AsyncLLM:
 
     # Requests
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | BeamSearchParams, request_id: str, *, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come, in the form that `sampling_params.output_kind` asks for.
 
         To stop reading, or to cancel the task that reads, aborts the request: its blocks are free by the next step.
         `ValueError` if the request is wrong, or can never run.
         """
-        async for output in self._run(prompt, sampling_params, request_id, priority):
-            yield output
+        return self._run(prompt, sampling_params, request_id, priority)  # itself: `aclose` must reach it
 
-    async def encode(
+    def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
         "The vector of one prompt, as a `PoolingRequestOutput`; see `LLM.encode`."
-        async for output in self._run(prompt, pooling_params, request_id, priority):
-            yield output
+        return self._run(prompt, pooling_params, request_id, priority)
 
-    async def _run(self, prompt: Prompt, params: Any, request_id: str, priority: int) -> AsyncIterator[Any]:
+    async def _run(self, prompt: Prompt, params: Any, request_id: str, priority: int) -> AsyncGenerator[Any, None]:
         collector = await self._add_request(request_id, prompt, params, priority)
         try:
             is_finished = False

@@ -338,7 +338,7 @@ class EngineCore:
             self.executor.drain()
             self.executor.shutdown()
 
-# %% ../../nbs/52_engine_core.ipynb #00cc2bee
+# %% ../../nbs/52_engine_core.ipynb #f88900cd
 class InprocClient:
     """What the front has of the core: here the core itself, in the same process and thread; each call is a plain call.
 
@@ -348,6 +348,8 @@ class InprocClient:
 
     def __init__(self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False):
         self.engine_core = EngineCore(config, executor_class, log_stats)
+
+    dead = property(lambda self: self.engine_core.dead)  # why it answers nothing more; empty while it does
 
     def add_request(self, request: EngineCoreRequest) -> None:
         "Queue a request; `ValueError` if it can never run."

@@ -55,7 +55,7 @@ def import_zmq() -> Any:
         raise ImportError("a core in a process of its own needs pyzmq: pip install 'teachvllm[serve]'") from error
     return zmq
 
-# %% ../../nbs/54_core_process.ipynb #03ca241c
+# %% ../../nbs/54_core_process.ipynb #b1c672ac
 def answer_to(function: Callable, *args: Any) -> list[bytes]:
     "What a function returns, or how it fails, as the two last parts of a message."
     try:
@@ -71,7 +71,7 @@ class EngineCoreProc:
     """
 
     def __init__(self, sock: Any, core: EngineCore):
-        self.sock, self.core, self.is_stopped = sock, core, False
+        self.sock, self.core, self.is_stopped, self.num_aborts = sock, core, False, 0
         self.decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
         self.decode_aborts = msgspec.msgpack.Decoder(list[tuple[str, int | None]]).decode
         self.encode = msgspec.msgpack.Encoder().encode
@@ -96,7 +96,7 @@ class EngineCoreProc:
 
     def _send(self, outputs: EngineCoreOutputs) -> None:
         outputs.stats = self.core.get_stats()
-        self.sock.send_multipart([OUTPUTS, self.encode(outputs)])
+        self.sock.send_multipart([OUTPUTS, self.encode(outputs), str(self.num_aborts).encode()])
 
     def _take(self, kind: bytes, *data: bytes) -> None:
         "Do what a message says."
@@ -104,6 +104,7 @@ class EngineCoreProc:
             self._add_request(*data)
         elif kind == ABORT:
             self.core.abort_requests(self.decode_aborts(data[0]))
+            self.num_aborts += 1
             if not self.core.has_work():  # no step will tell how the queues stand now
                 self._send(EngineCoreOutputs())
         elif kind == UTILITY:
@@ -138,7 +139,7 @@ def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
             made[0].shutdown()
     end_process()
 
-# %% ../../nbs/54_core_process.ipynb #8f8b7443
+# %% ../../nbs/54_core_process.ipynb #15de23a6
 def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[socket.socket]) -> None:
     "End the core's process, within 5 s, and close the socket."
     if os.getpid() != owner:  # a fork of the engine's process
@@ -165,6 +166,7 @@ class MPClient:
         zmq = import_zmq()
         self.dead, self.num_calls = "", count()
         self.running = set[str]()  # the requests of which the core may still have news
+        self.aborted, self.num_aborts = dict[str, int](), 0  # by which message each was aborted: older news are dropped
         self.arrived = deque[EngineCoreOutputs | Exception]()  # and not given out yet
         self.results = dict[bytes, tuple[bytes, bytes]]()  # of calls, by their number
         self.encode, self.decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(EngineCoreOutputs).decode
@@ -216,7 +218,10 @@ class MPClient:
         "End requests, or one sequence of a request."
         if aborts and not self.dead and self.stop.alive:
             self._send(ABORT, self.encode(aborts))
-            self.running.difference_update(request_id for request_id, index in aborts if index is None)
+            self.num_aborts += 1
+            whole = [request_id for request_id, index in aborts if index is None]
+            self.aborted.update(dict.fromkeys(whole, self.num_aborts))
+            self.running.difference_update(whole)
 
     def get_output(self) -> EngineCoreOutputs:
         "What the next step brings; nothing, if no request is there."
@@ -267,6 +272,9 @@ class MPClient:
         "Keep what a message brings."
         if kind == OUTPUTS:
             outputs = self.decode(data[0])
+            if self.aborted:  # their ids may be in use again
+                self.aborted = {i: number for i, number in self.aborted.items() if number > int(data[1])}
+                outputs.outputs = [news for news in outputs.outputs if news.request_id not in self.aborted]
             self.arrived.append(outputs)
             self.running.difference_update(news.request_id for news in outputs.outputs if news.request_finished)
         elif kind == RESULT:
@@ -304,7 +312,7 @@ class MPClient:
         self.shutdown()
         raise EngineDeadError(reason)
 
-# %% ../../nbs/54_core_process.ipynb #6456e4a4
+# %% ../../nbs/54_core_process.ipynb #5f39a303
 class AsyncMPClient(MPClient):
     """The same client inside an event loop: to wait for the core's news blocks no other task. vLLM V1: `AsyncMPClient`.
 
@@ -334,7 +342,7 @@ class AsyncMPClient(MPClient):
 
     def _send(self, *message: bytes) -> None:
         super()._send(*message)
-        if self.loop:
+        if self.loop and self.loop.is_running():
             self.loop.call_soon(self._drain)  # ZMQ's file tells of news once, and sending may have swallowed that
 
     async def _until(self, there: Callable[[], bool]) -> None:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['init_logger', 'Processor', 'LLMEngine']
 
-# %% ../../nbs/60_llm_engine.ipynb #52aa8b98
+# %% ../../nbs/60_llm_engine.ipynb #dd863639
 import logging
 import os
 import random
@@ -18,6 +18,7 @@ from typing import Any
 from ..arg_utils import EngineArgs
 from ..config import VllmConfig, require
 from .core import InprocClient
+from .core_proc import MPClient
 from .output_processor import OutputProcessor
 from ..executor.executor_base import ExecutorBase, HoldInterrupts, get_executor_class
 from ..executor.multiproc_executor import to_bytes
@@ -103,7 +104,7 @@ class Processor:
         ok = isinstance(params, PoolingParams) == (self.task != "generate")
         require(ok, f'task="{self.task}": this engine {does}; {hint}')
 
-# %% ../../nbs/60_llm_engine.ipynb #2f48379f
+# %% ../../nbs/60_llm_engine.ipynb #f67426b1
 class LLMEngine:
     """Takes requests, runs steps, gives outputs. It has an input processor, an output processor, and a client of the core.
 
@@ -116,7 +117,7 @@ class LLMEngine:
         vllm_config: VllmConfig,
         executor_class: type[ExecutorBase],
         log_stats: bool = False,
-        client_class: Callable[..., InprocClient] = InprocClient,
+        client_class: Callable[..., Any] = InprocClient,
     ):
         init_logger()
         self.config, self.closed, self._lock = vllm_config, False, RLock()
@@ -136,11 +137,17 @@ class LLMEngine:
         self.output_processor.tokenizer = tokenizer
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
-        "An engine from flat arguments."
+    def from_engine_args(cls, engine_args: EngineArgs, enable_multiprocessing: bool | None = None) -> "LLMEngine":
+        """An engine from flat arguments. With `enable_multiprocessing` its core has a process of its own.
+
+        If that is not said, the environment's `VLLM_ENABLE_V1_MULTIPROCESSING` says it: 1 or 0, which is the default.
+        """
         load_general_plugins()
         config = engine_args.create_engine_config()
-        return cls(config, get_executor_class(config), log_stats=not engine_args.disable_log_stats)
+        if enable_multiprocessing is None:
+            enable_multiprocessing = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") == "1"
+        client = {"client_class": MPClient} if enable_multiprocessing else {}
+        return cls(config, get_executor_class(config), log_stats=not engine_args.disable_log_stats, **client)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams | PoolingParams, priority: int = 0
@@ -187,7 +194,8 @@ class LLMEngine:
         arrived = self.engine_core.get_output()
         begin = time.perf_counter()
         outputs, aborts = self.output_processor.process_outputs(arrived.outputs)
-        outputs += self.output_processor.fail_requests(arrived.refused)
+        if arrived.refused:
+            outputs += self.output_processor.fail_requests(arrived.refused)
         if aborts:
             self.engine_core.abort_requests(aborts)
         if self.trace and arrived.trace:
@@ -218,9 +226,9 @@ class LLMEngine:
     def stop_trace(self) -> None:
         "Stop recording."
         with self._lock:
-            self.trace = None
-            if not self.closed:
+            if self.trace and not (self.closed or self.engine_core.dead):
                 self.engine_core.call_utility("stop_trace")
+            self.trace = None
 
     def _record(self, trace: Trace, step: StepTrace, seconds: float) -> None:
         "Complete what the core recorded of a step by what only the front knows: its own time, and texts."

@@ -1,0 +1,283 @@
+"""The core in a process of its own: the same answers, every way in which either side can end, and nothing left behind."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_worker import SOON, is_alive, wait_until
+from helpers import random_prompts
+
+from teachvllm import LLM, SamplingParams
+from teachvllm.arg_utils import EngineArgs
+from teachvllm.engine.core_proc import MPClient
+from teachvllm.engine.llm_engine import LLMEngine
+from teachvllm.executor.executor_base import EngineDeadError
+from teachvllm.llm import run_requests
+from teachvllm.sampling_params import BeamSearchParams
+from teachvllm.worker.worker import Worker
+
+OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 64}
+PROMPTS = random_prompts(8, longest=40)
+
+
+def make_engine(folder: str, **options: Any) -> LLMEngine:
+    return LLMEngine.from_engine_args(EngineArgs(folder, **OPTIONS | options), enable_multiprocessing=True)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str) -> Iterator[LLMEngine]:
+    "One for all tests that leave it alive."
+    engine = make_engine(folder)
+    yield engine
+    assert not engine.engine_core.dead, "a test has killed it"
+    engine.close()
+    check_gone(engine)
+
+
+def check_gone(engine: LLMEngine) -> None:
+    "No process, no socket, no file."
+    client = engine.engine_core
+    assert client.process.returncode is not None and client.sock.closed and client.sock.context.closed
+    assert client.life.fileno() == -1 and not Path(client.folder).exists()
+
+
+def at_even_positions(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    "Only even ids; a function that only this file knows."
+    logits[1::2] = float("-inf")
+    return logits
+
+
+def half_of(factor: float) -> Any:
+    return lambda output, logits: logits * factor  # a closure: it travels by value
+
+
+MANY = [
+    SamplingParams(temperature=0, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=20),
+    SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1),
+    SamplingParams(temperature=0, max_tokens=16, logits_processors=[at_even_positions]),
+    SamplingParams(temperature=1, seed=5, max_tokens=16, logits_processors=[half_of(0.5)], min_p=0.01),
+    SamplingParams(temperature=0.5, seed=7, best_of=4, n=2, max_tokens=10),
+    BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=30, stop_token_ids=list(range(3, 40)), presence_penalty=0.5),
+]
+
+
+def answers(outputs: list[Any]) -> list[Any]:
+    return [[(c.token_ids, c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
+
+
+def logprobs(outputs: list[Any]) -> list[float]:
+    "All that were asked for."
+    found = [position for o in outputs for c in o.outputs for position in c.logprobs or []]
+    found += [position for o in outputs for position in o.prompt_logprobs or [] if position]
+    return [token.logprob for position in found for token in position.values()]
+
+
+def test_the_same_answers(folder: str, engine: LLMEngine) -> None:
+    "Forks, beams, penalties, functions, log-probabilities, in a pool so small that requests are preempted."
+    requests = {str(i): (prompt, params) for i, (prompt, params) in enumerate(zip(PROMPTS, MANY))}
+    got = run_requests(engine, requests)
+    assert engine.get_metrics()["num_preemptions"] > 0 and not engine.engine_core.running
+    with LLM(folder, **OPTIONS) as llm:
+        expected = run_requests(llm.llm_engine, requests)
+    assert answers(expected) == answers(got)
+    assert len(logprobs(got)) > 100 and logprobs(got) == pytest.approx(
+        logprobs(expected), abs=1e-4
+    )  # other steps, other sums
+    assert all(o.finished for o in got) and engine.get_metrics()["num_gpu_blocks_used"] == 0
+
+
+def test_utilities_and_trace(engine: LLMEngine) -> None:
+    "Functions go to the workers, errors come back as they were raised, a recording has all steps."
+    assert engine.collective_rpc(lambda worker: (worker.rank, os.getpid())) == [(0, engine.engine_core.process.pid)]
+    with pytest.raises(ValueError, match="no method 'make_coffee'") as caught:
+        engine.collective_rpc("make_coffee")
+    assert "in the engine core" in str(caught.value.__cause__)
+    trace = engine.start_trace()
+    run_requests(engine, {"traced": ([9] * 10, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))})
+    engine.stop_trace()
+    assert [step.num_scheduled_tokens["traced"] for step in trace.steps if "traced" in step.num_scheduled_tokens] == [
+        10, 1, 1, 1, 1
+    ]  # fmt: skip
+    assert engine.step() == [] and not engine.has_unfinished_requests()  # it does not wait for what never comes
+
+
+def test_an_id_is_used_again_at_once(engine: LLMEngine) -> None:
+    "What the core had sent of the aborted request is not taken for news of the new one."
+    for length in (3, 5, 7):
+        for _ in range(3):
+            engine.add_request("again", PROMPTS[0], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+            engine.step()
+            engine.abort_request("again")
+        (output,) = run_requests(
+            engine, {"again": ([9], SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))}
+        )
+        assert len(output.outputs[0].token_ids) == length
+
+
+def test_refused_requests_end_with_an_error(engine: LLMEngine) -> None:
+    "The front cannot know that a request never fits; the core says so, and the other requests go on."
+    short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    wide = SamplingParams(n=70, max_tokens=3)
+    refused, fine = run_requests(engine, {"wide": (PROMPTS[0], wide), "fine": (PROMPTS[1], short)})
+    assert (
+        refused.finished
+        and refused.outputs[0].finish_reason == "error"
+        and "70 sequences" in refused.outputs[0].stop_reason
+    )
+    assert fine.outputs[0].finish_reason == "length"
+    lock = SamplingParams(logits_processors=[sys.stdout.write], max_tokens=3)
+    with pytest.raises(ValueError, match="logits_processors cannot be sent to the core's process"):
+        engine.add_request("unsendable", PROMPTS[0], lock)
+    assert lock.logits_processors and not engine.has_unfinished_requests()
+
+
+class FailsOnce(Worker):
+    "A worker whose step fails when it is told to."
+
+    fails = False
+
+    def execute_model(self, out: Any) -> Any:
+        if self.fails and out.num_scheduled_tokens:
+            self.fails = False
+            raise LookupError("lost the weights")
+        return super().execute_model(out)
+
+    def submit(self, out: Any) -> Any:
+        if self.fails and out.num_scheduled_tokens:
+            self.fails = False
+            raise LookupError("lost the weights")
+        return super().submit(out)
+
+
+def set_fails(worker: Any) -> None:
+    worker.fails = True
+
+
+def test_a_step_fails(folder: str) -> None:
+    "Its error is raised with the traceback of the other process, its requests end with an error, the next ones are answered."
+    engine = make_engine(folder, worker_cls=FailsOnce)
+    engine.collective_rpc(set_fails)
+    engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=4))
+    with pytest.raises(LookupError, match="lost the weights") as caught:
+        engine.step()
+    assert "in the engine core" in str(caught.value.__cause__)
+    ended = engine.step()[0]
+    assert ended.finished and ended.outputs[0].finish_reason == "error"
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    assert len(run_requests(engine, {"b": (PROMPTS[1], params)})[0].outputs[0].token_ids) == 4
+    process = engine.engine_core.process
+    del engine, caught  # and with it the process
+    gc.collect()
+    wait_until(lambda: process.poll() is not None)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_core_is_killed(folder: str, how: int) -> None:
+    "Each call says why; with it go the workers that it had started, and a new engine starts."
+    engine = make_engine(folder, tensor_parallel_size=2, distributed_executor_backend="mp")
+    workers = engine.collective_rpc(lambda worker: os.getpid())
+    assert len(set(workers)) == 2
+    engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    engine.step()
+    os.kill(engine.engine_core.process.pid, how)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=f"the engine core .* was killed by {signal.Signals(how).name}"):
+            while True:
+                engine.step()
+    with pytest.raises(EngineDeadError):
+        engine.add_request("b", PROMPTS[1], SamplingParams())
+    with pytest.raises(EngineDeadError):
+        engine.get_metrics()
+    engine.close()
+    check_gone(engine)
+    wait_until(lambda: not any(map(is_alive, workers)))
+
+
+def test_a_worker_of_the_core_is_killed(folder: str) -> None:
+    "The core ends, and says which worker it was."
+    engine = make_engine(folder, tensor_parallel_size=2, distributed_executor_backend="mp")
+    workers = engine.collective_rpc(lambda worker: os.getpid())
+    engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    engine.step()
+    os.kill(workers[1], signal.SIGKILL)
+    with pytest.raises(Exception, match=rf"worker rank=1 \(process {workers[1]}\) was killed by SIGKILL"):
+        while True:
+            engine.step()
+    with pytest.raises(EngineDeadError, match="worker rank=1"):
+        while True:
+            engine.step()
+    check_gone(engine)
+    wait_until(lambda: not any(map(is_alive, workers)))
+    engine.close()
+
+
+def test_it_does_not_start(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    "The core's own error comes, and no process is left."
+    found: list[Any] = []
+    plain = MPClient._start_process
+    monkeypatch.setattr(MPClient, "_start_process", lambda self, address: (found.append(self), plain(self, address)))
+    with pytest.raises(ValueError, match="no memory for the KV cache") as caught:
+        make_engine(folder, num_gpu_blocks_override=None, kv_cache_memory_bytes=1000)
+    assert "in the engine core" in str(caught.value.__cause__)
+    assert found[0].process.returncode == 0 and found[0].sock.closed and not Path(found[0].folder).exists()
+
+
+PROGRAM = """
+    import os, sys, time
+    from teachvllm import LLM, SamplingParams
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    llm = LLM(sys.argv[1], dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=40)
+    print(llm.llm_engine.engine_core.process.pid, flush=True)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    first = True
+    while True:
+        try:
+            outputs = llm.generate([5, 6, 7], params, use_tqdm=False)
+            if not first:
+                print("answered", len(outputs[0].outputs[0].token_ids), flush=True)
+                sys.exit()
+        except KeyboardInterrupt:
+            first = False
+            print("interrupted", llm.llm_engine.get_num_unfinished_requests(), flush=True)
+"""  # no __main__ guard: the core's process does not run the program again
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_the_program_is_stopped(folder: str, tmp_path: Path, how: int) -> None:
+    "Killed: the core goes, too. Ctrl-C, which a terminal sends to both processes: the request is dropped, the next one answered."
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    command = [sys.executable, str(tmp_path / "program.py"), folder]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env) as program:
+        assert program.stdout is not None
+        core = int(program.stdout.readline())
+        time.sleep(0.3)
+        if how == signal.SIGKILL:
+            program.kill()
+        else:
+            os.killpg(program.pid, how)
+            assert program.stdout.readline() == "interrupted 0\n"
+            assert program.stdout.readline() == "answered 200\n"
+            assert program.wait(SOON) == 0
+    wait_until(lambda: not is_alive(core))
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_no_folder_is_left() -> None:
+    "The private folder of each socket was deleted as soon as both sides were connected."
+    ours = [path for path in Path(tempfile.gettempdir()).glob("teachvllm-*") if (path / "core").exists()]
+    assert not [
+        path for path in ours if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > SOON
+    ]

@@ -1,0 +1,639 @@
+"""The page that shows a living engine: its frames agree with the engine's own trace, it costs nothing unseen, and it plays."""
+
+import asyncio
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import random_prompts
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("zmq")
+
+import uvicorn
+from fastapi import FastAPI
+
+from teachvllm import LLM, EngineArgs, SamplingParams
+from teachvllm.engine.async_llm import AsyncLLM
+from teachvllm.entrypoints.watch import (
+    Feed,
+    StepDecoder,
+    StepEncoder,
+    Watcher,
+    id_pairs,
+    ids_of,
+    make_watch_router,
+    watch,
+    watch_page,
+)
+from teachvllm.trace import StepTrace, Trace, request_phases
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SMALL: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "block_size": 4, "num_gpu_blocks_override": 24,
+    "max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 96, "disable_log_stats": True,
+}  # fmt: skip
+FIELDS = ("step", "num_scheduled_tokens", "num_computed_tokens", "block_tables", "waiting", "running", "swapped", "preempted",
+          "num_free_blocks", "copied_blocks", "swapped_out_blocks", "swapped_in_blocks")  # fmt: skip
+
+
+def sampling(max_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def same(shown: StepTrace, real: StepTrace) -> None:
+    "What a frame carries is what the trace has."
+    for name in FIELDS:
+        assert getattr(shown, name) == getattr(real, name), (real.step, name)
+    assert shown.cached_blocks == sorted(real.cached_blocks)
+    assert set(shown.finished) == set(real.finished)
+    assert abs(shown.start - real.start) < 1e-3 and abs(shown.seconds - real.seconds) < 1e-4
+
+
+# Frames
+
+
+def record(folder: str, prompts: list[list[int]], params: Any, **options: Any) -> Trace:
+    with LLM(folder, **{**SMALL, **options}) as llm, llm.record() as trace:
+        llm.generate(prompts, params, use_tqdm=False)
+    return trace
+
+
+LOADS: dict[str, dict[str, Any]] = {
+    "recompute": {"preemption_mode": "recompute"},
+    "swap": {"preemption_mode": "swap", "swap_space": 0.001},
+    "ahead": {"async_scheduling": True},
+    "no cache": {"enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_frames_are_the_trace(folder: str, load: str) -> None:
+    "Through JSON and back, whatever happens: preemption, swaps, forks, prefixes found, and key frames in between."
+    prompts = [*random_prompts(8, 40), [5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 10, 11, 12, 14, 15]] * 2
+    params = [sampling(24)] * 19 + [SamplingParams(n=3, temperature=1, seed=1, max_tokens=12, ignore_eos=True)]
+    trace = record(folder, prompts, params, **LOADS[load])
+    assert any(step.preempted for step in trace.steps) and len(trace.steps) > StepEncoder.KEY_EVERY
+    if load == "swap":
+        assert any(step.swapped for step in trace.steps)
+    encoder = StepEncoder(trace)
+    decoder = StepDecoder({"num_blocks": trace.num_blocks, "block_size": trace.block_size, "block_bytes": trace.block_bytes})
+    phases, sizes = request_phases(trace), []
+    for step, now in zip(trace.steps, phases, strict=True):
+        data = json.dumps(encoder(step))
+        sizes.append(len(data))
+        decoder(json.loads(data))
+        same(decoder.trace.steps[-1], step)
+        prefill = {name for name, phase in now.items() if phase == "prefill"}
+        preempted = {name for name, phase in now.items() if phase == "preempted"}
+        assert {decoder.names[i] for i in decoder.state["prefill"]} == prefill
+        assert {decoder.names[i] for i in decoder.state["lost"]} - set(step.swapped) == preempted
+    assert decoder.trace.num_prompt_tokens == trace.num_prompt_tokens
+    assert not set(encoder.ids) - {n for s in trace.steps[-1:] for n in [*s.waiting, *s.running, *s.swapped, *s.block_tables]}
+    decoder(json.loads(json.dumps(encoder.idle())))
+    assert decoder.is_idle and decoder.state["tables"] == {} and decoder.state["free"] == trace.num_blocks
+    assert encoder.is_idle
+    assert sum(sizes) / len(sizes) < 600, "a step is told in few bytes"
+
+
+def test_pairs_of_ids() -> None:
+    for ids in (set(), {0}, {3, 4, 5, 9}, {1, 3, 5}, set(range(100))):
+        assert ids_of(id_pairs(ids)) == ids
+    assert id_pairs({9, 3, 5, 4}) == [3, 5, 9, 9]
+
+
+def test_two_living_sequences_have_two_looks() -> None:
+    "A colour is free again when its sequence has ended, also for a request that comes under the same name."
+
+    def step(number: int, names: list[str]) -> StepTrace:
+        tables, one = {name: [i] for i, name in enumerate(names)}, dict.fromkeys(names, 1)
+        prompts = {"num_prompt_tokens": dict.fromkeys(names, 3)}
+        return StepTrace(number, number, 0, 0, 0, one, one, tables, [], names, [], [], [], 9, **prompts)
+
+    encoder = StepEncoder(Trace(16, 4, 64))
+    assert encoder(step(0, ["a", "b"]))["new"] == [[0, "a", 3, 0], [1, "b", 3, 1]]
+    assert encoder(step(1, ["b", "c"]))["new"] == [[2, "c", 3, 0]]
+    assert encoder(step(2, ["b", "c", "a"]))["new"] == [[3, "a", 3, 2]]
+    assert set(encoder.trace.num_prompt_tokens) == {"a", "b", "c"}, "and what has ended is forgotten"
+
+
+# Feeds
+
+
+def feed_of(num_steps: int, **options: Any) -> tuple[Feed, Callable[[int], None]]:
+    feed, trace = Feed(lambda: None, **options), Trace(64, 4, 64)
+
+    def add(number: int) -> None:
+        table = [block % 64 for block in range(number % 30 + 1)]
+        names = {"a": number % 7 + 1}
+        feed.add(StepTrace(number, number / 100, 0, 0, 0, names, names, {"a": table}, [], ["a"], [], [], [], 64 - len(table)))
+
+    feed.begin(trace, model="m", max_num_batched_tokens=32)
+    for number in range(num_steps):
+        add(number)
+    return feed, add
+
+
+def parse(message: bytes) -> list[tuple[str, Any]]:
+    "The events of a stream, as a browser reads them."
+    events = []
+    for part in message.decode().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in part.split("\n") if line and not line.startswith(":"))
+        if "data" in fields:
+            events.append((fields.get("event", "message"), json.loads(fields["data"])))
+    return events
+
+
+def follow(decoder: StepDecoder | None, message: bytes) -> StepDecoder | None:
+    for kind, data in parse(message):
+        if kind == "pool":
+            decoder = StepDecoder(data)
+        elif kind == "message":
+            assert decoder
+            for frame in data:
+                decoder(frame)
+    return decoder
+
+
+def test_a_slow_page_drops_frames_and_stays_right() -> None:
+    "It goes on with a key frame: the last state is the true one, and nothing was kept for it meanwhile."
+
+    async def run() -> None:
+        feed, add = feed_of(10)
+        reader = feed.read()
+        decoder = follow(None, await anext(reader))
+        assert decoder and len(decoder.trace.steps) == 10
+        for number in range(10, 1500):
+            add(number)
+        decoder = follow(decoder, await anext(reader))
+        assert decoder
+        steps = [step.step for step in decoder.trace.steps]
+        assert steps[:10] == list(range(10)) and steps[-1] == 1499
+        assert len(steps) < 10 + StepEncoder.KEY_EVERY + 1, "the frames in between were dropped"
+        assert len(decoder.trace.steps[-1].block_tables["a"]) == 1499 % 30 + 1
+        add(1500)
+        decoder = follow(decoder, await anext(reader))
+        assert decoder and decoder.trace.steps[-1].step == 1500
+        await reader.aclose()
+        assert not feed.readers
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_late_page_gets_the_last_minute_and_no_more() -> None:
+    async def run() -> None:
+        feed, _ = feed_of(3000, seconds=5.0)
+        reader = feed.read()
+        decoder = follow(None, await anext(reader))
+        assert decoder
+        steps = decoder.trace.steps
+        assert [step.step for step in steps] == list(range(steps[0].step, 3000))
+        assert 500 <= len(steps) <= 500 + StepEncoder.KEY_EVERY
+        await reader.aclose()
+        feed, _ = feed_of(3000, max_bytes=20_000)
+        assert feed.num_bytes == sum(len(data) for _, _, data in feed.frames) < 40_000
+        assert feed.frames[0][1], "the first is a key frame"
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_readers_are_told_the_end() -> None:
+    async def run() -> None:
+        feed, _ = feed_of(3)
+        readers = [feed.read() for _ in range(3)]
+        for reader in readers:
+            await anext(reader)
+        feed.end("it is over")
+        for reader in readers:
+            assert parse(await anext(reader)) == [("end", "it is over")]
+            with pytest.raises(StopAsyncIteration):
+                await anext(reader)
+        assert not feed.readers
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+# An engine and its server
+
+
+class Server:
+    "An AsyncLLM behind uvicorn, in a loop of its own in a thread: the test does the browser's part."
+
+    def __init__(self, folder: str, **options: Any):
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.engine: AsyncLLM = AsyncLLM.from_engine_args(EngineArgs(model=folder, **{**SMALL, **options}))
+        self.steps: list[StepTrace] = []  # the engine's own
+        self.engine.stat_loggers.append(self)  # type: ignore[arg-type]
+        self.call(self._start())
+
+    async def _start(self) -> None:
+        app = FastAPI()
+        app.include_router(make_watch_router(self.engine))
+        [self.watcher] = [one for one in self.engine.stat_loggers if isinstance(one, Watcher)]
+        self.watcher.linger = 0.1
+        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
+        self.serving = asyncio.create_task(self.server.serve())
+        while not self.server.started:
+            await asyncio.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/watch"
+
+    def call(self, coroutine: Any, timeout: float = 60.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
+
+    def add_request(self, request: Any) -> None: ...
+
+    def abort_request(self, request_id: str) -> None: ...
+
+    def record(self, arrived: Any, outputs: list[Any]) -> None:
+        if arrived.trace:
+            self.steps.append(arrived.trace)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 24, name: str = "r", pause: float = 0.0) -> list[Any]:
+        "Run requests together; `pause` seconds between their arrivals."
+
+        async def one(i: int) -> Any:
+            await asyncio.sleep(i * pause)
+            async for output in self.engine.generate(prompts[i], sampling(max_tokens), f"{name}{i}"):
+                last = output
+            return last
+
+        async def run() -> list[Any]:
+            return await asyncio.gather(*[one(i) for i in range(len(prompts))], return_exceptions=True)
+
+        return self.call(run())
+
+    def until(self, there: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
+        end = time.monotonic() + seconds
+        while not there():
+            assert time.monotonic() < end, what
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        async def end() -> None:
+            self.watcher.close()
+            self.server.should_exit = True
+            await self.serving
+            self.engine.shutdown()
+
+        self.call(end())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+
+
+@contextmanager
+def served(folder: str, **options: Any) -> Iterator[Server]:
+    server = Server(folder, **options)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class Page:
+    "What reads the stream, in place of a browser."
+
+    def __init__(self, url: str):
+        self.response = urllib.request.urlopen(f"{url}/events", timeout=30)
+        assert self.response.headers["content-type"].startswith("text/event-stream")
+        self.decoder: StepDecoder | None = None
+        self.num_bytes, self.ended = 0, ""
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        part = b""
+        with suppress(OSError, ValueError, AttributeError):
+            for line in self.response:
+                part += line
+                if line == b"\n":
+                    self.num_bytes += len(part)
+                    self.ended = next((data for kind, data in parse(part) if kind == "end"), self.ended)
+                    self.decoder = follow(self.decoder, part)
+                    part = b""
+
+    def close(self) -> None:
+        import socket
+
+        with suppress(OSError):
+            self.response.fp.raw._sock.shutdown(socket.SHUT_RDWR)
+        self.thread.join(10)
+        self.response.close()
+
+
+@pytest.fixture(scope="module")
+def server(folder: str) -> Iterator[Server]:
+    with served(folder) as server:
+        yield server
+
+
+def is_recording(server: Server) -> bool:
+    return server.watcher.is_recording and server.watcher.early is None
+
+
+def test_a_page_sees_what_the_trace_has(server: Server) -> None:
+    "Two pages, one of which comes in the middle; a load that does not fit, so requests are preempted."
+    server.steps.clear()
+    first = Page(server.url)
+    server.until(lambda: is_recording(server), "the recording has begun")
+    server.generate(random_prompts(12, 40, seed=1), name="a")
+    second = Page(server.url)
+    server.until(lambda: second.decoder and second.decoder.trace.steps, "the last minute was sent")
+    server.generate(random_prompts(3, 40, seed=2), name="b")
+    assert any(step.preempted for step in server.steps) and any(step.waiting for step in server.steps)
+    for page in (first, second):
+        server.until(lambda page=page: page.decoder and page.decoder.is_idle, "an idle engine is shown as idle")
+        assert len(page.decoder.trace.steps) == len(server.steps)
+        for shown, real in zip(page.decoder.trace.steps, server.steps, strict=True):
+            same(shown, real)
+        assert any("takes block" in line for said in page.decoder.said for line in said)
+        page.close()
+    print(f"{first.num_bytes / len(server.steps):.0f} bytes a step")
+
+
+def test_it_records_only_while_there_is_a_page(server: Server) -> None:
+    server.until(lambda: not server.watcher.is_recording, "the last page has left")
+    server.steps.clear()
+    server.generate(random_prompts(3), name="u")
+    assert server.steps == [] and not server.watcher.feed.frames
+    for _ in range(3):
+        page = Page(server.url)
+        server.until(lambda: is_recording(server), "recording")
+        server.generate([[5, 6, 7]], max_tokens=4, name="v")
+        server.until(lambda page=page: page.decoder and page.decoder.trace.steps, "it is shown")
+        assert page.decoder and page.decoder.trace.steps[0].step == 0, "a new recording"
+        page.close()
+        server.until(lambda: not server.watcher.is_recording, "no page, no recording")
+    assert not server.watcher.feed.readers and server.watcher.num_pages == 0
+    server.until(lambda: not server.watcher.tasks, "no task is left")
+
+
+def test_a_page_that_is_loaded_again_keeps_the_last_minute(server: Server) -> None:
+    server.until(lambda: not server.watcher.is_recording, "no recording")
+    server.watcher.linger = 20.0
+    try:
+        page = Page(server.url)
+        server.until(lambda: is_recording(server), "recording")
+        server.generate([[5, 6, 7]], max_tokens=4, name="w")
+        server.until(lambda: page.decoder and len(page.decoder.trace.steps) >= 4, "it is shown")
+        page.close()
+        server.until(lambda: server.watcher.num_pages == 0, "it has left")
+        again = Page(server.url)
+        server.until(lambda: again.decoder and len(again.decoder.trace.steps) >= 4, "and is back")
+        again.close()
+        server.until(lambda: server.watcher.num_pages == 0, "it has left")
+    finally:
+        server.watcher.linger = 0.1
+        server.watcher.close()  # wakes nothing: the next page begins anew
+    for task in list(server.watcher.tasks):
+        server.loop.call_soon_threadsafe(task.cancel)
+    server.until(lambda: not server.watcher.tasks, "no task is left")
+
+
+@pytest.mark.parametrize("headers", [{"Host": "engine.example"}, {"Host": "10.0.0.7:8000"}])
+def test_only_this_machine_is_answered(server: Server, headers: dict[str, str]) -> None:
+    "A page of another site whose name was made to point here has its own name in `Host`."
+    for path in ("", "/events"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(server.url + path, headers=headers), timeout=10)
+        assert refused.value.code == 403 and "127.0.0.1" in refused.value.read().decode()
+
+
+def test_the_page_needs_nothing_else(server: Server) -> None:
+    with urllib.request.urlopen(server.url, timeout=10) as response:
+        text, policy = response.read().decode(), response.headers["content-security-policy"]
+    assert text == watch_page() and "default-src 'none'" in policy
+    assert "http://" not in text.replace("http://www.w3.org", "") and "https://" not in text and "#0072B2" in text
+
+
+def test_a_dead_engine_is_said_to_be_dead(folder: str) -> None:
+    with served(folder) as server:
+        page = Page(server.url)
+        server.until(lambda: is_recording(server), "recording")
+        server.generate([[5, 6, 7]], max_tokens=4)
+        os.kill(server.engine.engine_core.process.pid, signal.SIGKILL)
+        server.until(lambda: page.ended, "the page was told")
+        assert "SIGKILL" in page.ended or "killed" in page.ended or "engine core" in page.ended
+        page.thread.join(10)
+        assert not page.thread.is_alive(), "the stream has ended"
+        later = Page(server.url)
+        server.until(lambda: later.ended, "so is one that comes later")
+        later.close()
+        page.close()
+
+
+def test_closing_ends_the_streams(folder: str) -> None:
+    "A server that stops does not wait for pages, and nothing is left."
+    gc.collect()
+    num_files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    with served(folder) as server:
+        pages = [Page(server.url) for _ in range(3)]
+        server.until(lambda: is_recording(server), "recording")
+    for page in pages:
+        page.thread.join(10)
+        assert not page.thread.is_alive() and page.ended == "the server stops"
+        page.close()
+    del server
+    gc.collect()
+    if num_files:
+        assert len(os.listdir("/proc/self/fd")) <= num_files
+    assert not [thread for thread in threading.enumerate() if "watch" in thread.name]
+
+
+# A notebook
+
+
+def test_watching_an_llm(folder: str) -> None:
+    "The same page for an LLM in this process, from a thread; steps of both calls, and the recording by `record` in between."
+    with LLM(folder, **SMALL) as llm:
+        with watch(llm) as shown:
+            page = Page(shown.url)
+            llm.generate(random_prompts(10, 40, seed=1), sampling(16), use_tqdm=False)
+            steps = list(shown.trace.steps)
+            end = time.monotonic() + 20
+            while not (page.decoder and page.decoder.is_idle and page.decoder.trace.steps):
+                assert time.monotonic() < end, "an idle engine is shown as idle"
+                time.sleep(0.01)
+            assert any(step.preempted for step in steps)
+            assert len(page.decoder.trace.steps) == len(steps) > 16
+            for mine, real in zip(page.decoder.trace.steps, steps, strict=True):
+                same(mine, real)
+            assert shown.url in shown._repr_html_() and "iframe" in shown._repr_html_() and shown.url in repr(shown)
+            assert "Step 1 of" in shown.player() and len(shown.player()) > 1000
+            with llm.record() as trace:
+                llm.generate([[5, 6, 7]], sampling(4), use_tqdm=False)
+            assert len(trace.steps) >= 4 and len(shown.trace.steps) == len(steps)
+            while llm.llm_engine.trace is None:
+                assert time.monotonic() < end + 20, "the page looks, and the recording goes on"
+                time.sleep(0.01)
+            llm.generate([[5, 6, 7]], sampling(4), use_tqdm=False)
+            assert len(shown.trace.steps) >= 4
+        assert llm.llm_engine.trace is None
+        page.thread.join(10)
+        assert page.ended == "closed" and not page.thread.is_alive()
+        page.close()
+        with pytest.raises(OSError):
+            urllib.request.urlopen(shown.url, timeout=5)
+        assert not [thread for thread in threading.enumerate() if thread.name == "teachvllm-watch"]
+        shown.close()
+        with watch(llm) as again, pytest.raises(OSError):
+            watch(llm, port=int(again.url.split(":")[2].split("/")[0]))
+    with pytest.raises(ValueError, match="closed"):
+        watch(llm)
+
+
+def test_on_colab_the_recorded_player_is_shown(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(folder, **SMALL) as llm, watch(llm) as shown:
+        monkeypatch.setitem(sys.modules, "google.colab", object())  # type: ignore[arg-type]
+        assert "player()" in shown._repr_html_() and "iframe" not in shown._repr_html_()
+        llm.generate([[5, 6, 7]], sampling(4), use_tqdm=False)
+        assert "Block player" in shown._repr_html_()
+
+
+# A browser
+
+
+class Browser:
+    "Headless Chromium, spoken to through a pipe by its DevTools protocol."
+
+    FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+             "--disable-component-update --disable-sync --remote-debugging-pipe --hide-scrollbars").split()  # fmt: skip
+
+    def __init__(self, folder: Path):
+        theirs_in, self.out = os.pipe()
+        self.into, theirs_out = os.pipe()
+
+        def files() -> None:  # it reads from 3 and writes to 4
+            a, b = os.dup(theirs_in), os.dup(theirs_out)
+            os.dup2(a, 3)
+            os.dup2(b, 4)
+            for fd in (3, 4):
+                os.set_inheritable(fd, True)
+
+        self.process = subprocess.Popen(
+            [str(CHROMIUM), *self.FLAGS, f"--user-data-dir={folder}", "about:blank"],
+            close_fds=False, preexec_fn=files, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.number, self.rest, self.events = 0, b"", list[dict[str, Any]]()
+        self.session = ""
+        page = next(t for t in self.send("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        self.session = self.send("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        self.number += 1
+        session = {"sessionId": self.session} if self.session else {}
+        os.write(self.out, json.dumps({"id": self.number, "method": method, "params": params} | session).encode() + b"\0")
+        while True:
+            message = self._receive()
+            if message.get("id") == self.number:
+                assert "error" not in message, message
+                return message["result"]
+
+    def _receive(self, seconds: float = 60.0) -> dict[str, Any]:
+        import select
+
+        while b"\0" not in self.rest:
+            assert select.select([self.into], [], [], seconds)[0], "Chromium does not answer"
+            data = os.read(self.into, 1 << 20)
+            assert data, "Chromium has ended"
+            self.rest += data
+        one, _, self.rest = self.rest.partition(b"\0")
+        message = json.loads(one)
+        if "method" in message:
+            self.events.append(message)
+        return message
+
+    def size(self, width: int, height: int, dark: bool = False) -> None:
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.send("Emulation.setEmulatedMedia", media="", features=scheme)
+
+    def open(self, url: str) -> None:
+        self.send("Page.navigate", url=url)
+
+    def js(self, code: str) -> Any:
+        result = self.send("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def until(self, code: str, seconds: float = 30.0) -> Any:
+        end = time.monotonic() + seconds
+        while not (value := self.js(code)):
+            assert time.monotonic() < end, f"{code}: {self.js('document.body.innerText')}"
+            time.sleep(0.05)
+        return value
+
+    def click(self, selector: str) -> None:
+        "A real click, in the middle of an element."
+        self.js(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
+        x, y = self.js(f"(r => [r.x + r.width / 2, r.y + r.height / 2])(document.querySelector({selector!r}).getBoundingClientRect())")
+        self.click_at(x, y)
+
+    def click_at(self, x: float, y: float) -> None:
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def key(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, **({"text": " "} if key == " " and kind == "keyDown" else {}))
+
+    def errors(self) -> list[Any]:
+        "What the console has: errors, warnings, exceptions."
+        self.js("0")
+        bad = []
+        for event in self.events:
+            params = event["params"]
+            if event["method"] == "Runtime.exceptionThrown":
+                bad.append(params["exceptionDetails"])
+            elif event["method"] == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+                bad.append(params)
+            elif event["method"] == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+                bad.append(params["entry"])
+        return bad
+
+    def picture(self, path: str | Path, whole: bool = True) -> None:
+        import base64
+
+        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        Path(path).write_bytes(base64.b64decode(shot["data"]))
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self.send("Browser.close")
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        os.close(self.out)
+        os.close(self.into)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if not CHROMIUM:
+        pytest.skip("Chromium is not installed")
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
