@@ -68,7 +68,7 @@ class RequestOutputCollector:
             raise output
         return output
 
-# %% ../../nbs/62_async_llm.ipynb #0a602cad
+# %% ../../nbs/62_async_llm.ipynb #12b9ec22
 class StatLoggerBase(Protocol):
     "What watches an `AsyncLLM`: it is told of each request, of each step's news, and of requests that are aborted."
 
@@ -81,7 +81,7 @@ class StatLoggerBase(Protocol):
     def abort_request(self, request_id: str) -> None:
         "A request was aborted by its user, before it was finished."
 
-
+# %% ../../nbs/62_async_llm.ipynb #550d4567
 class AsyncLLM:
     """An engine whose requests are awaited: `async for output in engine.generate(prompt, params, request_id)`.
 
