@@ -44,7 +44,7 @@ def test_help_of_the_benchmark_runs_no_benchmark() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["serve"], "vLLM's command `serve` is not in teachvllm yet"),
+        (["run-batch"], "vLLM's command `run-batch` is not in teachvllm yet"),
         (["generate", "x", "--quantization", "awq"], "vLLM's --quantization is not in teachvllm yet"),
         (["generate", "x", "--max-token", "3"], "did you mean --max-tokens?"),
     ],
