@@ -23,15 +23,16 @@ from typing import Any
 from .config import NotSupportedYet, require
 from .transformers_utils import find_model
 
-# %% ../nbs/97_as_vllm.ipynb #bcff8f12
+# %% ../nbs/97_as_vllm.ipynb #7b391bcf
 VERSION = "0.8.5"  # the vLLM whose names these are
 
 HERE = "teachvllm.vllm_alias"
 
 NAMES: dict[str, dict[str, str]] = {  # vLLM's module -> its name -> where that is here
     "vllm.entrypoints.llm": {"LLM": "teachvllm.llm"},
-    "vllm.engine.arg_utils": {"EngineArgs": "teachvllm.arg_utils"},
+    "vllm.engine.arg_utils": {"EngineArgs": "teachvllm.arg_utils", "AsyncEngineArgs": "teachvllm.engine.async_llm"},
     "vllm.engine.llm_engine": {"LLMEngine": "teachvllm.engine.llm_engine"},
+    "vllm.engine.async_llm_engine": {"AsyncLLMEngine": "teachvllm.engine.async_llm"},
     "vllm.sampling_params": dict.fromkeys(
         ("SamplingParams", "BeamSearchParams", "RequestOutputKind"), "teachvllm.sampling_params"
     ),
@@ -48,6 +49,7 @@ NAMES: dict[str, dict[str, str]] = {  # vLLM's module -> its name -> where that 
     "vllm.config": {
         "VllmConfig": "teachvllm.config", "ModelConfig": "teachvllm.config", "PoolerConfig": "teachvllm.config",
     },
+    "vllm.v1.engine.async_llm": {"AsyncLLM": "teachvllm.engine.async_llm"},
     "vllm.pooling_params": {"PoolingParams": "teachvllm.sampling_params"},
     "vllm.lora.request": {"LoRARequest": HERE},
     "vllm.transformers_utils.tokenizer": {"get_tokenizer": HERE},
@@ -58,7 +60,7 @@ NAMES: dict[str, dict[str, str]] = {  # vLLM's module -> its name -> where that 
         ("destroy_model_parallel", "destroy_distributed_environment"), "teachvllm.worker.memory_profiling:release_memory"
     ),
 }
-NAMES["vllm"] = {name: home for module in list(NAMES)[:6] for name, home in NAMES[module].items()}
+NAMES["vllm"] = {name: home for module in list(NAMES)[:7] for name, home in NAMES[module].items()}
 NAMES["vllm"] |= NAMES["vllm.pooling_params"]
 MODULES = {".".join(name.split(".")[:depth]) for name in NAMES for depth in range(1, name.count(".") + 2)}
 
