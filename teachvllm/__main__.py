@@ -249,7 +249,7 @@ def run_demo(parsed: argparse.Namespace) -> None:
         figure.savefig(parsed.out / name, bbox_inches="tight", dpi=200)
         print(f"saved {parsed.out / name}")
 
-# %% ../nbs/98_command_line.ipynb #0881bca1
+# %% ../nbs/98_command_line.ipynb #2e461eb4
 def memory_facts(config: VllmConfig) -> dict[str, Any]:
     "The model's attention, weights and KV cache in numbers, and whether they fit: from its shapes, without its weights."
     from teachvllm.model_executor.layers import attention_layers, import_compiled
@@ -266,7 +266,7 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
     profiler.weights = sum(parameter.nbytes for parameter in shapes.parameters())
     try:
         num_blocks = profiler.num_gpu_blocks(block_bytes, model.max_model_len)
-        room = f"up to {num_blocks:,} blocks: {num_blocks * size / model.max_model_len:.1f} requests of max_model_len at once"
+        room = f"up to {num_blocks:,} blocks: {num_blocks / -(-model.max_model_len // size):.1f} requests of max_model_len at once"
     except ValueError as error:
         room = f"does not fit: {error}"
     against_graphs = {
@@ -283,7 +283,7 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
         "weights": f"{profiler.weights / GiB:.2f} GiB",
         "KV block": f"{block_bytes:,} bytes for {size} tokens",
         "KV cache": room,
-        "products": "chapter 21c's loop" if by_us else f"oneDNN's ({lacking})" if device == "cpu" else "cuBLAS's",
+        "matrix products": "our own (chapter 21c)" if by_us else f"oneDNN's ({lacking})" if device == "cpu" else "cuBLAS's",
         "CUDA graphs": next((f"no ({why})" for why, is_so in against_graphs.items() if is_so), "yes"),
     }
 

@@ -6,7 +6,8 @@
 __all__ = ['DEFAULT_MODEL', 'GGUF_NUMBERS', 'GGUF_MODELS', 'GGUF_CONFIG', 'bundled_model', 'cache_folder', 'download',
            'find_model', 'read_gguf_header', 'gguf_rope_scaling', 'gguf_extras', 'load_gguf_config', 'load_hf_config']
 
-# %% ../nbs/01a_transformers_utils.ipynb #6515b570
+# %% ../nbs/01a_transformers_utils.ipynb #07d1d455
+import hashlib
 import json
 import os
 import struct
@@ -37,15 +38,19 @@ def bundled_model() -> Path:
         "or pass model= a local folder, a .gguf file or a Hugging Face id"
     )
 
-# %% ../nbs/01a_transformers_utils.ipynb #9a53936c
+# %% ../nbs/01a_transformers_utils.ipynb #37ab5a2e
 def cache_folder(gguf: Path) -> Path:
-    """Where the Hugging Face folder made from `gguf` is kept. A changed file gets a new folder.
+    """Where the Hugging Face folder made from `gguf` is kept: by its name, its size, and 64 samples of its content.
 
-    `TEACHVLLM_CACHE` moves it; otherwise it is in `XDG_CACHE_HOME` or `~/.cache`.
+    So installations share it, and a changed file gets a new one. `TEACHVLLM_CACHE` moves it; otherwise it is in `XDG_CACHE_HOME` or `~/.cache`.
     """
     home = os.environ.get("TEACHVLLM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "teachvllm"
-    stat = gguf.stat()
-    return Path(home).expanduser() / f"{gguf.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
+    size, digest = gguf.stat().st_size, hashlib.sha256()
+    with gguf.open("rb") as file:
+        for i in range(64):
+            file.seek(i * max(0, size - 16384) // 63)
+            digest.update(file.read(16384))
+    return Path(home).expanduser() / f"{gguf.stem}-{size:x}-{digest.hexdigest()[:16]}"
 
 # %% ../nbs/01a_transformers_utils.ipynb #401b083d
 def download(model: str, revision: str | None, weights: bool) -> Path:

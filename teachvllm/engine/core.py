@@ -158,7 +158,7 @@ class StepRecorder:
                 trace.finished.append(name)
                 trace.token_ids[name] = list(seq.token_ids)
 
-# %% ../../nbs/52_engine_core.ipynb #79ca567d
+# %% ../../nbs/52_engine_core.ipynb #5ce1adb6
 class EngineCore:
     """A scheduler, and an executor that carries its steps out. Requests go in and tokens come out, as messages.
 
@@ -190,9 +190,12 @@ class EngineCore:
         num_blocks = self.executor.determine_num_available_blocks()
         self.executor.initialize_cache(*num_blocks)
         total = num_blocks[0] * self.config.parallel_config.pipeline_parallel_size  # each virtual engine has so many
-        longest, tokens = self.config.model_config.max_model_len, total * self.config.cache_config.block_size
+        longest, size = self.config.model_config.max_model_len, self.config.cache_config.block_size
+        at_once = total / -(-longest // size)
         said = "%d KV blocks (%d tokens): %.1f requests of max_model_len=%d at once"
-        logger.info(said, total, tokens, tokens / longest, longest)
+        logger.info(said, total, total * size, at_once, longest)
+        if at_once < 1 and self.config.cache_config.num_gpu_blocks_override is None:
+            logger.warning("a request that needs more than all blocks ends early, with finish_reason=length: lower max_model_len")
         return num_blocks
 
     # Requests
