@@ -143,6 +143,20 @@ def test_refused_requests_end_with_an_error(engine: LLMEngine) -> None:
     assert lock.logits_processors and not engine.has_unfinished_requests()
 
 
+def test_over_ray(folder: str, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    "The core's workers are actors then. What a launcher starts has a core already."
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    requests = {"a": ([5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))}
+    over_ray = make_engine(folder, distributed_executor_backend="ray", tensor_parallel_size=2)
+    assert answers(run_requests(over_ray, requests)) == answers(run_requests(engine, requests))
+    assert over_ray.collective_rpc(lambda worker: worker.rank) == [0, 1]
+    over_ray.close()
+    check_gone(over_ray)
+    with pytest.raises(ValueError, match="external_launcher: its processes are the workers"):
+        make_engine(folder, distributed_executor_backend="external_launcher")
+
+
 class FailsOnce(Worker):
     "A worker whose step fails when it is told to."
 

@@ -6,7 +6,7 @@
 __all__ = ['logger', 'ADD', 'ABORT', 'UTILITY', 'STOP', 'OUTPUTS', 'RESULT', 'REFUSED', 'FAILED', 'DEAD', 'import_zmq',
            'answer_to', 'EngineCoreProc', 'core_main', 'stop_core', 'MPClient', 'AsyncMPClient']
 
-# %% ../../nbs/54_core_process.ipynb #9adb63c8
+# %% ../../nbs/54_core_process.ipynb #db34bec6
 import asyncio
 import logging
 import os
@@ -25,7 +25,7 @@ import cloudpickle
 import msgspec
 import torch
 
-from ..config import VllmConfig
+from ..config import VllmConfig, require
 from .core import EngineCore
 from ..executor.executor_base import EngineDeadError, ExecutorBase, HoldInterrupts, let_interrupts_in
 from teachvllm.executor.multiproc_executor import (
@@ -139,7 +139,7 @@ def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
             made[0].shutdown()
     end_process()
 
-# %% ../../nbs/54_core_process.ipynb #15de23a6
+# %% ../../nbs/54_core_process.ipynb #fdcd24ba
 def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[socket.socket]) -> None:
     "End the core's process, within 5 s, and close the socket."
     if os.getpid() != owner:  # a fork of the engine's process
@@ -163,7 +163,9 @@ class MPClient:
     start_timeout = 1200.0  # seconds until the core is ready
 
     def __init__(self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False):
-        zmq = import_zmq()
+        zmq, backend = import_zmq(), config.parallel_config.distributed_executor_backend
+        by_launcher = "distributed_executor_backend=external_launcher: its processes are the workers, a core's would be one too many"
+        require(backend != "external_launcher", by_launcher)
         self.dead, self.num_calls = "", count()
         self.running = set[str]()  # the requests of which the core may still have news
         self.aborted, self.num_aborts = dict[str, int](), 0  # by which message each was aborted: older news are dropped
