@@ -206,7 +206,7 @@ def run_complete(parsed: argparse.Namespace) -> None:
             print(piece, end="", flush=True)
         print()
 
-# %% ../nbs/98_command_line.ipynb #4568c1e7
+# %% ../nbs/98_command_line.ipynb #9ff31b3a
 def extras() -> tuple[Any, Any, Any, Any]:
     "The modules of the server: server, metrics, live page, load generator; `ValueError` says how to install what is missing."
     try:
@@ -225,8 +225,9 @@ def run_serve(parsed: argparse.Namespace) -> int:
     parsed.model = parsed.model_tag or parsed.model
 
     def extend(engine: Any) -> dict[str, Any]:
-        logger = metrics.PrometheusStatLogger(engine.config)
-        engine.stat_loggers.append(logger)
+        names = server.server_args(parsed).served_model_name
+        logger = metrics.PrometheusStatLogger(engine.config, names[0] if names else None)
+        engine.stat_loggers += [logger] if parsed.disable_log_stats else [logger, metrics.LoggingStatLogger(logger)]
         return {"registry": logger.registry, "routers": [watch.make_watch_router(engine)] if parsed.watch else []}
 
     return server.run_server(parsed, extend)
@@ -322,7 +323,7 @@ def run_inspect(parsed: argparse.Namespace) -> None:
     width = max(map(len, facts))
     print("\n".join(f"{name:{width}}  {value}" for name, value in facts.items()))
 
-# %% ../nbs/98_command_line.ipynb #96479c38
+# %% ../nbs/98_command_line.ipynb #19c01803
 def add_options(command: argparse.ArgumentParser, name: str) -> None:
     "The options of one command."
     if name == "bench-serve":
@@ -333,6 +334,7 @@ def add_options(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument("model_tag", nargs="?", metavar="MODEL", help="a folder, a .gguf file or a Hugging Face id")
         command.add_argument("--watch", action="store_true", help="serve /watch, a page that shows blocks, queues and steps")
         extras()[0].add_server_args(command)
+        command.set_defaults(disable_log_stats=False)
     elif name == "demo":
         command.add_argument("--out", type=Path, default=Path("demo"), help="folder for the pictures (default: %(default)s)")
         command.set_defaults(dtype="float32")  # the same words on every machine

@@ -160,7 +160,7 @@ def plain_message(message: Any) -> Any:
             raise NotSupportedYet(f"a part of type {kind!r} in a message is not in teachvllm yet: only text is")
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
-# %% ../nbs/04_inputs.ipynb #e39ad018
+# %% ../nbs/04_inputs.ipynb #5bc8c2b0
 def apply_chat_template(
     tokenizer: Any, messages: list[dict], chat_template: str | None = None, **options: Any
 ) -> list[int]:
@@ -182,8 +182,12 @@ def apply_chat_template(
 
     options = {"add_generation_prompt": True} | options
     text = render(**options)
-    ignored = options.get("tools") and text == render(**options | {"tools": None})
-    require(not ignored, "tools= has no effect: this model's chat template leaves them out; pass a chat_template= that has them")
+    if options.get("tools"):
+        try:
+            ignored = text == render(**options | {"tools": None})
+        except ValueError:  # it fails without them, so it uses them
+            ignored = False
+        require(not ignored, "tools= has no effect: the model's chat template leaves them out; pass a chat_template= that has them")
     # the template writes the special tokens itself, so the tokenizer must not add a second BOS
     return encode(tokenizer, text, add_special_tokens=False)
 

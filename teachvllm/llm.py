@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['as_prompts', 'as_params', 'ProgressBar', 'run_requests', 'LLM']
 
-# %% ../nbs/61_llm.ipynb #ea02a357
+# %% ../nbs/61_llm.ipynb #15e77b9b
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,9 +18,8 @@ from typing import Any
 from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
-from .arg_utils import EngineArgs
-from .config import PoolerConfig
-from .config import NotSupportedYet, require
+from .arg_utils import EngineArgs, read_not_yet
+from .config import PoolerConfig, UnknownArgument, check_not_yet, require
 from .engine.llm_engine import LLMEngine
 from .inputs import Prompt, apply_chat_template, get_default_sampling_params
 from teachvllm.outputs import (
@@ -55,12 +54,13 @@ def as_params(params: SamplingParams | Sequence[SamplingParams], num_prompts: in
     )
     return [replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
 
-# %% ../nbs/61_llm.ipynb #94f2a50e
+# %% ../nbs/61_llm.ipynb #6e475d44
 class ProgressBar:
     "The bar over finished prompts, with tokens a second in and out, as vLLM shows it."
 
-    def __init__(self, total: int, show: bool):
-        self.bar = tqdm(total=total, desc="Processed prompts", disable=not show, dynamic_ncols=True)
+    def __init__(self, total: int, show: bool | Callable[..., tqdm]):  # a callable makes another bar than tqdm's
+        make_bar = show if callable(show) else tqdm
+        self.bar = make_bar(total=total, desc="Processed prompts", disable=not show, dynamic_ncols=True)
         self.num_in = self.num_out = 0
 
     def update(self, output: RequestOutput | PoolingRequestOutput) -> None:
@@ -74,11 +74,11 @@ class ProgressBar:
         )
         self.bar.update(1)
 
-# %% ../nbs/61_llm.ipynb #156df655
+# %% ../nbs/61_llm.ipynb #acb1bd41
 def run_requests(
     engine: LLMEngine,
     requests: dict[str, tuple[Prompt, SamplingParams | BeamSearchParams | PoolingParams]],
-    use_tqdm: bool = False,
+    use_tqdm: bool | Callable[..., tqdm] = False,
     priority: Sequence[int] | None = None,
 ) -> list[Any]:
     """Add all `requests` (by id), step until they are done; final outputs come in the same order.
@@ -105,11 +105,26 @@ def run_requests(
         raise
     return [outputs[request_id] for request_id in requests if request_id in outputs]  # not there: aborted meanwhile
 
-# %% ../nbs/61_llm.ipynb #03f6af34
-def refuse_lora(lora_request: Any) -> None:
-    "Raise `NotSupportedYet` if a LoRA adapter is asked for."
-    if lora_request is not None:
-        raise NotSupportedYet("vLLM's `lora_request` is not in teachvllm yet")
+# %% ../nbs/61_llm.ipynb #7164caaf
+NOT_YET = read_not_yet("""
+LoRA is not there -> lora_request prompt_adapter_request
+structured output is not there -> guided_options_request
+a prompt is text, and its tokenizer's own settings count -> mm_processor_kwargs tokenization_kwargs
+the parts of a message are joined to one text -> chat_template_content_format=auto|string
+the engine's task says what is made -> pooling_task
+max_num_seqs limits what runs at once -> concurrency_limit
+there is one prefix cache, and it is reset while nothing runs -> device reset_running_requests=False reset_connector=False
+""")
+
+
+def check_options(others: dict[str, Any], use_tqdm: Any = True) -> None:
+    "Refuse what is asked for by other arguments of vLLM's methods, names that it has not, and token ids in place of `use_tqdm`."
+    ok = isinstance(use_tqdm, int) or callable(use_tqdm)
+    require(ok, f"use_tqdm={use_tqdm!r:.80} must be True, False, or what makes a bar; token ids go by name: prompt_token_ids=")
+    for name, value in others.items():
+        if name not in NOT_YET:
+            raise UnknownArgument(f"neither this method nor vLLM's has an argument `{name}`")
+        check_not_yet(LLM, name, value)
 
 # %% ../nbs/61_llm.ipynb #9a0daea2
 def cosines(outputs: list[PoolingRequestOutput], num_first: int) -> list[PoolingRequestOutput]:
@@ -124,13 +139,17 @@ def cosines(outputs: list[PoolingRequestOutput], num_first: int) -> list[Pooling
         for a, b in pairs
     ]  # fmt: skip
 
-# %% ../nbs/61_llm.ipynb #cc653390
+# %% ../nbs/61_llm.ipynb #7a7eeb36
 class LLM:
     """A model, ready to answer: `LLM()` loads SmolLM2-135M-Instruct, `LLM("folder, .gguf or Hugging Face id")` another.
 
     Every further argument is a field of `EngineArgs`, under vLLM's names. It is a context manager: leaving it, or
     `close()`, frees its memory. `tokenizer` is a folder, a Hugging Face id, or an object. vLLM: `entrypoints/llm.py`.
+
+    A method's `others` are arguments of vLLM's method that are accepted if they ask for nothing: see `NOT_YET`.
     """
+
+    NOT_YET = NOT_YET
 
     def __init__(self, model: str = DEFAULT_MODEL, *, tokenizer: Any = None, **kwargs: Any):
         given = None if isinstance(tokenizer, str | PathLike) else tokenizer  # an object
@@ -145,11 +164,11 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
-        lora_request: Any = None,
         priority: Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs come in the order of the prompts.
 
@@ -158,18 +177,18 @@ class LLM:
         `scheduling_policy="priority"`: the smallest first. `prompt_token_ids` is vLLM's older way to give token ids
         in place of `prompts`. If one prompt is refused (`ValueError`), none is run.
         """
-        refuse_lora(lora_request)
+        check_options(others, use_tqdm)
         require((prompts is None) != (prompt_token_ids is None), "give prompts, or else prompt_token_ids")
         many = as_prompts(prompts if prompts is not None else prompt_token_ids)  # type: ignore[arg-type]
-        ok = priority is None or (isinstance(priority, Sequence) and len(priority) == len(many))
-        require(ok, f"priority={priority!r:.80} must be a list with one number for each prompt")
         params = as_params(
             self.get_default_sampling_params() if sampling_params is None else sampling_params, len(many)
         )
         ids = [str(next(self._request_counter)) for _ in many]
         return self._run(dict(zip(ids, zip(many, params))), use_tqdm, priority)
 
-    def _run(self, requests: dict[str, Any], use_tqdm: bool, priority: Sequence[int] | None = None) -> list[Any]:
+    def _run(self, requests: dict[str, Any], use_tqdm: Any, priority: Sequence[int] | None = None) -> list[Any]:
+        ok = priority is None or (isinstance(priority, Sequence) and len(priority) == len(requests))
+        require(ok, f"priority={priority!r:.80} must be a list with one number for each prompt")
         require(not self._asleep, f"the engine sleeps ({', '.join(sorted(self._asleep))}): call wake_up() first")
         require(self._running.acquire(blocking=False), "another thread is in generate: one call at a time")
         try:
@@ -178,12 +197,13 @@ class LLM:
             self._running.release()
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool | Callable = False, **others: Any
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of every prompt, found together: `beam_width` outputs each, the best first.
 
         A prompt is computed once and its blocks are shared by the beams. vLLM: `LLM.beam_search`.
         """
+        check_options(others, use_tqdm)
         ok = isinstance(params, BeamSearchParams)
         require(ok, f"params={params!r:.80} must be BeamSearchParams")
         many = as_prompts(prompts)
@@ -199,18 +219,19 @@ class LLM:
         self,
         messages: list[dict] | list[list[dict]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
         *,
-        lora_request: Any = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list: messages are dicts with `role` and `content`.
 
-        What comes after the `*` goes to the chat template, which may ignore it; `None` is the model's own template.
+        What comes after the `*` goes to the chat template, which may ignore it; `None` is the model's own template. `others`
+        go to `generate`.
         """
         require(isinstance(messages, list) and len(messages) > 0, f"messages={messages!r:.80} must be a list of dicts")
         conversations = [messages] if isinstance(messages[0], dict) else messages
@@ -221,7 +242,7 @@ class LLM:
             apply_chat_template(self.get_tokenizer(), conversation, chat_template, **options)  # type: ignore[arg-type]
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm, **others)
 
     def encode(
         self,
@@ -229,14 +250,14 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
-        use_tqdm: bool = True,
-        lora_request: Any = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        **others: Any,
     ) -> list[PoolingRequestOutput]:
         """A vector for every prompt, as a tensor: what the engine's `task` makes of its hidden states (see `PoolerConfig`).
 
         `ValueError` if the engine generates text; `RuntimeError` if a vector holds NaNs.
         """
-        refuse_lora(lora_request)
+        check_options(others, use_tqdm)
         self.llm_engine.processor.check_task(PoolingParams())
         require((prompts is None) != (prompt_token_ids is None), "give prompts, or else prompt_token_ids")
         many = as_prompts(prompts if prompts is not None else prompt_token_ids)  # type: ignore[arg-type]
@@ -261,19 +282,19 @@ class LLM:
         return pooler
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, pooling_params: Any = None, lora_request: Any = None
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable = True, pooling_params: Any = None, **others: Any
     ) -> list[EmbeddingRequestOutput]:
-        "An embedding of every prompt. `ValueError` if the engine is for something else."
+        "An embedding of every prompt. `ValueError` if the engine is for something else. `others` go to `encode`."
         self._pooler("embed", labels=False)
-        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, **others)
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, lora_request: Any = None
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable = True, **others: Any
     ) -> list[ClassificationRequestOutput]:
-        "How probable each label is, for every prompt. `ValueError` if the model has no head for labels."
+        "How probable each label is, for every prompt. `ValueError` if the model has no head for labels. `others` go to `encode`."
         self._pooler("classify", labels=True)
-        outputs = self.encode(prompts, use_tqdm=use_tqdm, lora_request=lora_request)
+        outputs = self.encode(prompts, use_tqdm=use_tqdm, **others)
         return [ClassificationRequestOutput.from_base(output) for output in outputs]
 
     def score(
@@ -282,18 +303,18 @@ class LLM:
         text_2: Prompt | Sequence[Prompt],
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
-        lora_request: Any = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        **others: Any,
     ) -> list[ScoringRequestOutput]:
         """How well texts go together: one with each of several, or pairs. `truncate_prompt_tokens` keeps the last so many.
 
         With an embedding model it is the cosine of two embeddings; a model with a head for one label reads the pair as the
-        tokenizer joins it. `ValueError` for other models.
+        tokenizer joins it. `ValueError` for other models. `others` go to `encode`.
         """
         pooler, first, second = self._pooler("score"), as_prompts(text_1), as_prompts(text_2)
         require(len(first) in (1, len(second)) and len(second) > 0, f"text_1 has {len(first)} texts, text_2 {len(second)}: "
                 "give one and several, or as many of each")  # fmt: skip
-        keep, options = truncate_prompt_tokens, {"use_tqdm": use_tqdm, "lora_request": lora_request}
+        keep, options = truncate_prompt_tokens, {"use_tqdm": use_tqdm, **others}
         if pooler.has_labels:
             num_labels, tokenizer = self.llm_engine.model_config.hf_config.num_labels, self.get_tokenizer()
             require(num_labels == 1, f"LLM.score: the model has {num_labels} labels, and it takes one: use classify")
@@ -310,8 +331,9 @@ class LLM:
     def _last_tokens(self, prompt: Prompt, keep: int) -> list[int]:
         return self.llm_engine.processor.input_processor(prompt, SamplingParams(truncate_prompt_tokens=keep))[1]
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self, lora_request: Any = None) -> Any:
         "The `transformers` tokenizer, or None with `skip_tokenizer_init`."
+        check_options({"lora_request": lora_request})
         return self.llm_engine.tokenizer
 
     def set_tokenizer(self, tokenizer: Any) -> None:
@@ -361,8 +383,9 @@ class LLM:
         "What the engine has counted since it began: blocks used, preemptions, swaps, copies, hits of the prefix cache."
         return self.llm_engine.get_metrics()
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, **others: Any) -> bool:
         "Forget what is cached of earlier prompts: before a measurement that must not profit from it, say."
+        check_options(others)
         return self.llm_engine.reset_prefix_cache()
 
     @contextmanager

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 # %% ../nbs/09_plugins.ipynb #ea3b13ff
 logger = logging.getLogger("teachvllm")
 
-# %% ../nbs/09_plugins.ipynb #169146ae
+# %% ../nbs/09_plugins.ipynb #eae6f305
 @cache
 def load_general_plugins() -> tuple[str, ...]:
     """Call every plugin, once in this process; the names of those that did not fail.
@@ -29,6 +29,6 @@ def load_general_plugins() -> tuple[str, ...]:
         try:
             plugin.load()()
             loaded.append(plugin.name)
-        except Exception:
+        except (Exception, SystemExit):  # Ctrl-C goes through
             logger.exception("the plugin %r (%s) failed; the engine starts without it", plugin.name, plugin.value)
     return tuple(loaded)

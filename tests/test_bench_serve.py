@@ -32,6 +32,8 @@ from teachvllm.bench_serve import (  # noqa: E402
     show_table,
 )
 
+ODD = "a\u2028b\u2029\x85\u00a0é"  # characters at which Python splits lines, and JSON does not escape them
+
 
 class FakeServer:
     "Streams as many chunks as are asked for. `mode` says what goes wrong; with `every` only in each so-manieth request."
@@ -41,6 +43,7 @@ class FakeServer:
         self.bodies: list[dict] = []
         self.received: list[float] = []
         self.headers: list[dict] = []
+        self.ports: list[int] = []
         self.num_now = self.num_most = 0
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
@@ -57,6 +60,7 @@ class FakeServer:
         body = json.loads(raw)
         self.received.append(time.perf_counter())
         self.bodies.append(body)
+        self.ports.append(scope["client"][1])
         self.headers.append({k.decode(): v.decode() for k, v in scope["headers"]})
         mode = self.mode if len(self.bodies) % self.every == 0 else ""
         if mode == "500" or (isinstance(body.get("prompt"), list) and not self.takes_ids):
@@ -87,8 +91,9 @@ class FakeServer:
             await asyncio.sleep(self.delay)
             if mode in ("cut", "short", "error", "nonsense") and i == num // 2:
                 break
-            choice = {"delta": {"content": "a b"}} if chat else {"text": "" if i % 3 else "a b"}
-            await event(json.dumps({"choices": [choice | {"finish_reason": "length" if i == num - 1 else None}]}))
+            choice = {"delta": {"content": ODD}} if chat else {"text": "" if i % 3 else ODD}
+            choice["finish_reason"] = "length" if i == num - 1 else None
+            await event(json.dumps({"choices": [choice]}, ensure_ascii=False))
         if mode == "cut":
             self.num_now -= 1
             raise RuntimeError("the server breaks")
@@ -236,6 +241,14 @@ def test_concurrency_is_limited_in_the_client(fake: FakeServer, url: str) -> Non
     assert fake.num_most > 3
 
 
+def test_idle_connections_are_not_used_again(fake: FakeServer, url: str) -> None:
+    "A server, uvicorn say, closes them after 5 s: a request sent at that moment would fail, for no fault of the server."
+    times = [0.0] * 10 + [0.3] * 10 + [3.0] * 10
+    outputs, _ = asyncio.run(asyncio.wait_for(run_load(url, "/v1/completions", [{"max_tokens": 2}] * 30, times), 60))
+    assert all(one.success for one in outputs)
+    assert not set(fake.ports[-10:]) & set(fake.ports[:20])
+
+
 @pytest.mark.parametrize(
     ("mode", "what"),
     [
@@ -381,17 +394,17 @@ def test_the_key_is_sent_and_a_proxy_is_not_used(fake: FakeServer, url: str, mon
 def test_what_makes_no_sense_is_refused(
     fake: FakeServer, url: str, options: list[str], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(url, *options) == 2
+    assert command(url, *options) == 1
     assert what in capsys.readouterr().err and len(fake.bodies) == 0
 
 
 def test_no_server_and_no_answers(fake: FakeServer, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        assert command(f"http://127.0.0.1:{closed.getsockname()[1]}") == 2  # nothing listens
+        assert command(f"http://127.0.0.1:{closed.getsockname()[1]}") == 1  # nothing listens
     assert "no model at /v1/models (ConnectError" in capsys.readouterr().err
     fake.mode = "500"
-    assert command(url) == 2
+    assert command(url) == 1
     assert "did not answer the warm-up request: HTTP 500" in capsys.readouterr().err
     fake.mode, fake.every = "short", 1
     seen = RequestFuncOutput()

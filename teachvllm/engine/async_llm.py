@@ -82,7 +82,7 @@ class StatLoggerBase(Protocol):
     def abort_request(self, request_id: str) -> None:
         "A request was aborted by its user, before it was finished."
 
-# %% ../../nbs/62_async_llm.ipynb #429e96aa
+# %% ../../nbs/62_async_llm.ipynb #31f555b9
 class AsyncLLM:
     """An engine whose requests are awaited: `async for output in engine.generate(prompt, params, request_id)`.
 
@@ -95,7 +95,6 @@ class AsyncLLM:
         self,
         vllm_config: VllmConfig,
         executor_class: type[ExecutorBase],
-        log_stats: bool = False,
         stat_loggers: list[StatLoggerBase] | None = None,
     ):
         init_logger()
@@ -105,14 +104,14 @@ class AsyncLLM:
         self.collectors: dict[str, RequestOutputCollector] = {}
         self.output_handler: asyncio.Task | None = None
         self.closed = False
-        self.engine_core = AsyncMPClient(vllm_config, executor_class, log_stats)
+        self.engine_core = AsyncMPClient(vllm_config, executor_class)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, stat_loggers: list[StatLoggerBase] | None = None) -> "AsyncLLM":
         "An engine from flat arguments. It blocks until the engine is ready."
         load_general_plugins()
         config = engine_args.create_engine_config()
-        return cls(config, get_executor_class(config), not engine_args.disable_log_stats, stat_loggers)
+        return cls(config, get_executor_class(config), stat_loggers)
 
     model_config = property(lambda self: self.config.model_config)
     tokenizer = property(lambda self: self.processor.tokenizer)

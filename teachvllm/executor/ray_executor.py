@@ -26,8 +26,12 @@ from .executor_base import EngineDeadError, ExecutorBase, HoldInterrupts
 from ..model_executor.sampler import ModelRunnerOutput
 from ..worker.worker import WorkerWrapperBase
 
-# %% ../../nbs/50b_ray_executor.ipynb #e7bd2e85
+# %% ../../nbs/50b_ray_executor.ipynb #29b17200
 logger = logging.getLogger("teachvllm")
+PASSED_ON = (  # of the environment, to all workers: how names begin
+    "TEACHVLLM_", "VLLM_", "HF_", "HUGGING_FACE_", "TORCH", "PYTORCH_", "TRITON_", "NCCL_", "GLOO_", "CUDA_LAUNCH_",
+    "CUDA_MODULE_", "CUDA_DEVICE_",
+)  # fmt: skip
 
 # %% ../../nbs/50b_ray_executor.ipynb #0742c96f
 def import_ray() -> Any:
@@ -117,7 +121,7 @@ def stop_actors(owner: int, ray: Any, workers: list[Any], groups: list[Any], beg
         if began and all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values()):
             ray.shutdown()
 
-# %% ../../nbs/50b_ray_executor.ipynb #cd51b100
+# %% ../../nbs/50b_ray_executor.ipynb #7a540cf8
 class RayDistributedExecutor(ExecutorBase):
     """An actor of Ray for each worker, on the machines of a cluster. vLLM: `executor/ray_distributed_executor.py`.
 
@@ -156,7 +160,7 @@ class RayDistributedExecutor(ExecutorBase):
         here, nodes = self.ray.get_runtime_context().get_node_id(), [node_id for node_id, *_ in self.places]
         self.local_ranks = [nodes[:rank].count(nodes[rank]) for rank in range(size)]
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, torch.get_num_threads() // nodes.count(nodes[0])))
-        env = {name: value for name, value in os.environ.items() if name.startswith(("TEACHVLLM_", "HF_"))}
+        env = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
         extra = {}
         if size > 1:
             is_near = set(nodes) == {here}

@@ -111,11 +111,11 @@ def longrope_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.T
         scale = math.sqrt(1 + math.log(factor) / math.log(trained_for)) if factor > 1 else 1.0
     return 1.0 / (squeezed * wavelengths), scale
 
-# %% ../../nbs/31a_rotary_embedding.ipynb #819e59e0
+# %% ../../nbs/31a_rotary_embedding.ipynb #c6fdd199
 ROPE_KINDS = {
     "default": default_frequencies,
     "linear": linear_frequencies,
-    "dynamic": default_frequencies,  # scales beyond max_position_embeddings only, and no longer text is served
+    "dynamic": default_frequencies,  # scales beyond max_position_embeddings only: see `longest_text` in arg_utils.py
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
     "longrope": longrope_frequencies,
