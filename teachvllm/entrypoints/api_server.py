@@ -384,7 +384,7 @@ class TimedProtocol(AutoHTTPProtocol):  # type: ignore[valid-type,misc]
         else:
             self.timer = self.loop.call_later(self.request_timeout, self.look_again, self.cycle if waits else object())
 
-# %% ../../nbs/70b_api_server.ipynb #c15dc94e
+# %% ../../nbs/70b_api_server.ipynb #19ccb7d8
 def bind(args: ServerArgs) -> socket.socket:
     "A socket that has the server's port and does not listen yet; `ValueError` if the port cannot be had."
     # asyncio sends small answers at once (TCP_NODELAY) only where the protocol is named
@@ -457,7 +457,15 @@ class Server(UvicornServer):
             return True
         return self.traffic.is_draining and not self.traffic.num_requests and not self.engine.errored
 
-# %% ../../nbs/70b_api_server.ipynb #5b56a429
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        "Stop. Other routes than those of the API may have streams without an end: they are cut off."
+        for connection in list(self.server_state.connections):
+            cycle: Any = connection.cycle  # type: ignore[union-attr]
+            if cycle and not cycle.response_complete and not cycle.scope["path"].startswith(GUARDED):
+                connection.transport.close()
+        await super().shutdown(sockets)
+
+# %% ../../nbs/70b_api_server.ipynb #07f2fc3e
 @contextmanager
 def serve_in_background(
     engine: AsyncLLM | EngineArgs, args: ServerArgs | None = None, registry: Any = None, routers: Iterable[APIRouter] = ()
@@ -479,7 +487,7 @@ def serve_in_background(
                 time.sleep(0.01)
             yield server.url
         finally:
-            server.should_exit = True
+            server.drain(0.0)
             thread.join(10 * Server.GRACE)
     finally:
         sock.close()
