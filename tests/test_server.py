@@ -42,6 +42,7 @@ from teachvllm.entrypoints.protocol import (  # noqa: E402
     EmbeddingRequest,
     TokenizeRequest,
 )
+from teachvllm.outputs import CompletionOutput, RequestOutput  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 512}
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -102,7 +103,9 @@ def offline(speaker: str) -> dict[tuple[str, int], tuple[str, str]]:
 
 def prompt_of(i: int) -> str:
     rng = random.Random(i)
-    return " ".join(rng.choices(["The", "capital", "of", "a", "river", "is", "deep", "and", "Two"], k=rng.randint(1, 40)))
+    return " ".join(
+        rng.choices(["The", "capital", "of", "a", "river", "is", "deep", "and", "Two"], k=rng.randint(1, 40))
+    )
 
 
 def settled(client: Any) -> dict:
@@ -134,10 +137,15 @@ def events_of(response: Any) -> list[Any]:
 def test_the_routes_about_the_server(client: Any) -> None:
     import teachvllm
 
-    assert client.get("/health").status_code == client.get("/ping").status_code == client.post("/ping").status_code == 200
+    assert (
+        client.get("/health").status_code == client.get("/ping").status_code == client.post("/ping").status_code == 200
+    )
     assert client.get("/version").json() == {"version": teachvllm.__version__}
     models = client.get("/v1/models").json()["data"]
-    assert [(m["id"], m["max_model_len"], m["object"]) for m in models] == [("tiny", 2048, "model"), ("other", 2048, "model")]
+    assert [(m["id"], m["max_model_len"], m["object"]) for m in models] == [
+        ("tiny", 2048, "model"),
+        ("other", 2048, "model"),
+    ]
     assert client.get("/v1/models/other").json()["id"] == "other"
     paths = client.get("/openapi.json").json()["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"} <= set(paths)
@@ -216,7 +224,11 @@ CHATS = [
     ({"messages": HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "no variable"),
     ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "no variable"),
     ({"messages": HELLO, "chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs", "no variable"),
-    ({"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
+    (
+        {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "both",
+    ),
     ({"messages": HELLO, "modalities": ["audio"]}, "modalities", "text"),
 ]
 
@@ -244,17 +256,24 @@ def test_what_is_refused_in_a_stream_has_a_status(client: Any) -> None:
 
 
 def test_unknown_models_and_routes(client: Any) -> None:
-    for path, body in ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO}), ("/tokenize", {"prompt": "a"}):
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/tokenize", {"prompt": "a"}),
+    ):
         response = client.post(path, json={"model": "gpt-4", **body})
         assert response.status_code == 404 and error_of(response)["param"] == "model"
-        assert client.post(path, json={"model": "other", **body}).status_code == 200
-    assert error_of(client.get("/v1/engines"))["code"] == 404 and error_of(client.get("/v1/models/gpt-4"))["code"] == 404
+        assert client.post(path, json={"model": "other", "max_tokens": 1, **body}).status_code == 200
+    assert (
+        error_of(client.get("/v1/engines"))["code"] == 404 and error_of(client.get("/v1/models/gpt-4"))["code"] == 404
+    )
     assert error_of(client.get("/v1/completions"))["code"] == 405
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b'"prompt"', b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b'{"n": 1e999, "prompt": "a"}',
+    [b"", b"{", b"[]", b"null", b'"prompt"', b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}',
+     b'{"n": 1e999, "prompt": "a"}',
      b"[" * 100_000, b'{"prompt": "a", "stop": ["\\udc00"]}', b'{"prompt": "\xed\xa0\x80"}', b'{"n": 1' + b"0" * 5000 + b"}"],
     ids=lambda content: repr(content[:30]),
 )  # fmt: skip
@@ -298,7 +317,9 @@ def test_any_value_in_any_field(client: Any, path: str, data: st.DataObject) -> 
     cls, body = ROUTES[path]
     field = data.draw(st.sampled_from(sorted(cls.model_fields if cls else ["tokens", "model"])))
     value = data.draw(JSON)
-    response = client.post(path, content=json.dumps({**body, field: value}), headers={"content-type": "application/json"})
+    response = client.post(
+        path, content=json.dumps({**body, field: value}), headers={"content-type": "application/json"}
+    )
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code == 404:
         assert field == "model"
@@ -317,7 +338,9 @@ def test_ten_megabytes_are_too_much(client: Any) -> None:
     for content in body, (body[i : i + 100_000] for i in range(0, len(body), 100_000)):  # the second: no content-length
         response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert response.status_code == 413 and "--max-request-bytes" in error_of(response)["message"]
-    assert client.post("/v1/completions", json={"prompt": "a " * 1_000_000}).status_code == 400  # 2 MB, not tokenized whole
+    assert (
+        client.post("/v1/completions", json={"prompt": "a " * 1_000_000}).status_code == 400
+    )  # 2 MB, not tokenized whole
 
 
 def test_clients_that_send_slowly_are_shut_out(url: str, client: Any) -> None:
@@ -378,9 +401,19 @@ def test_the_api_key(engine: AsyncLLM, how: str, monkeypatch: pytest.MonkeyPatch
     if how == "environment":
         monkeypatch.setenv("TEACHVLLM_API_KEY", "sesame")
     app = build_app(engine, ServerArgs(api_key="sesame" if how == "argument" else None))
-    for given in {}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"}, {"authorization": "Bearer s\xe9same".encode("latin1")}:
-        for method, path in ("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"):
-            status, text = ask_app(app, method, path, headers=given)
+    for headers in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "sesame"},
+        {"authorization": "Bearer s\xe9same".encode("latin1")},
+    ):
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("POST", "/v1/completions"),
+            ("POST", "/tokenize"),
+            ("POST", "/detokenize"),
+        ):
+            status, text = ask_app(app, method, path, headers=headers)
             assert status == 401 and json.loads(text)["error"]["type"] == "AuthenticationError"
             assert "sesame" not in text
     for path in "/health", "/version", "/ping":
@@ -421,6 +454,34 @@ def test_chat_templates(engine: AsyncLLM, tmp_path: Path) -> None:
         build_app(engine, ServerArgs(chat_template="/no/such/file"))
 
 
+# A step that fails
+
+
+class Broken:
+    "An engine of which the second step fails."
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, priority: int = 0) -> Any:
+        for part in (
+            CompletionOutput(0, "a", [5]),
+            CompletionOutput(0, "", [], None, None, "error", "RuntimeError: out of paper"),
+        ):
+            yield RequestOutput(request_id, "Hello", prompt["prompt_token_ids"], [part], part.finished())
+
+
+def test_a_step_that_fails(engine: AsyncLLM) -> None:
+    "It is an event where the stream has begun, and else a response with status 500."
+    app = build_app(engine)
+    app.state.serving.engine = Broken()
+    for path, body in ("/v1/completions", {"prompt": "Hello"}), ("/v1/chat/completions", {"messages": HELLO}):
+        status, text = ask_app(app, "POST", path, json=body)
+        assert status == 500 and json.loads(text)["error"]["message"] == "RuntimeError: out of paper"
+        status, text = ask_app(app, "POST", path, json={**body, "stream": True})
+        *_, last = [json.loads(line[6:]) for line in text.split("\n\n") if line]
+        assert (
+            status == 200 and last["error"]["message"] == "RuntimeError: out of paper" and last["error"]["code"] == 500
+        )
+
+
 # Clients that leave
 
 
@@ -430,12 +491,36 @@ def test_a_client_that_leaves_is_aborted(client: Any, url: str, stream: bool) ->
     with httpx.Client(base_url=url, timeout=60) as leaving:
         if stream:
             with leaving.stream("POST", "/v1/completions", json=body) as response:
-                assert next(response.iter_lines()).startswith("data: {")
+                lines = response.iter_lines()
+                assert next(lines).startswith("data: {")
                 assert client.get("/state").json()["requests"] == 3
         else:
             with pytest.raises(httpx.ReadTimeout):
                 leaving.post("/v1/completions", json=body, timeout=0.5)
     settled(client)
+
+
+def test_a_slow_reader_gets_everything(client: Any, url: str) -> None:
+    "Nothing waits for it: meanwhile what it did not read is put together, and others are answered."
+    body = {"prompt": "The river", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "logprobs": 3}
+    expected = client.post("/v1/completions", json=body).json()["choices"][0]
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+        for _ in range(200):
+            if not client.get("/state").json()["requests"]:
+                break
+            time.sleep(0.05)
+        choices = [json.loads(line[6:])["choices"][0] for line in response.iter_lines() if line.startswith("data: {")]
+    assert "".join(choice["text"] for choice in choices) == expected["text"]
+    for name, values in expected["logprobs"].items():
+        assert [value for choice in choices for value in choice["logprobs"][name]] == values, name
+
+
+def test_a_million_errors_are_one(client: Any) -> None:
+    "And the other clients do not wait for it."
+    for content in b"1.5," * 900_000 + b"1.5", b"[]," * 100_000 + b"[1.5]":
+        body = b'{"prompt": [' + content + b"]}"
+        response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400 and len(response.content) < 1000
 
 
 def test_load_with_clients_that_leave(client: Any, url: str, offline: dict) -> None:
@@ -492,15 +577,16 @@ def test_load_with_clients_that_leave(client: Any, url: str, offline: dict) -> N
 
 
 def test_a_server_in_the_background_leaves_nothing_behind(speaker: str) -> None:
-    threads = set(threading.enumerate())
+    threads, contexts = set(threading.enumerate()), contextlib.ExitStack()
     with serve_in_background(EngineArgs(speaker, **OPTIONS)) as url:
         port = int(url.rpartition(":")[2])
-        stream = httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 2000}, timeout=60)
-        response = stream.__enter__()
-        next(response.iter_lines())
-    with contextlib.suppress(httpx.HTTPError):
-        response.read()
-        stream.__exit__(None, None, None)
+        body = {"prompt": "a", "stream": True, "max_tokens": 2000, "ignore_eos": True}
+        response = contexts.enter_context(httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60))
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+    *_, last, done = [line for line in lines if line]
+    assert json.loads(last[6:])["choices"][0]["finish_reason"] == "abort" and done == "data: [DONE]"
+    contexts.close()
     left = [t for t in set(threading.enumerate()) - threads if t.name.startswith("teachvllm")]
     assert not left
     with socket.socket() as sock:
@@ -536,7 +622,9 @@ def test_a_start_that_fails_is_one_line(speaker: str, tmp_path: Path, capfd: pyt
 def test_the_options() -> None:
     from teachvllm.entrypoints.api_server import server_args
 
-    given = server_args(parse("--served-model-name", "a", "b", "--api-key", "k", "--disable-log-requests", "--port", "0"))
+    given = server_args(
+        parse("--served-model-name", "a", "b", "--api-key", "k", "--disable-log-requests", "--port", "0")
+    )
     assert given == ServerArgs(served_model_name=["a", "b"], api_key="k", port=0)
     assert server_args(parse()) == ServerArgs() and ServerArgs().host == "127.0.0.1"
     with pytest.raises(ValueError, match="max_request_bytes"):
@@ -569,18 +657,20 @@ def server_process(speaker: str, *argv: str) -> Iterator[tuple[subprocess.Popen,
     try:
         assert process.stdout
         core, ready = process.stdout.readline(), process.stdout.readline()
-        assert core.startswith("core ") and "ready at http://127.0.0.1:" in ready, process.stderr and process.stderr.read()
+        assert core.startswith("core ") and "ready at http://127.0.0.1:" in ready, (
+            process.stderr and process.stderr.read()
+        )
         yield process, int(core.split()[1]), ready.split()[-1]
     finally:
         process.kill()
         process.communicate(timeout=20)
 
 
-def streams(url: str, num: int, meanwhile: Any) -> list[list[str]]:
+def streams(url: str, num: int, meanwhile: Any, most: int = 1900) -> list[list[str]]:
     "The lines of so many streams; `meanwhile` is called when each has begun."
 
     async def read(http: Any, begun: list, i: int) -> list[str]:
-        body = {"prompt": prompt_of(i), "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
+        body = {"prompt": prompt_of(i), "max_tokens": most, "ignore_eos": True, "temperature": 0, "stream": True}
         lines = []
         async with http.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
@@ -617,14 +707,22 @@ def gone(pid: int) -> bool:
 
 
 def test_when_the_core_dies_every_stream_ends_with_an_error(speaker: str) -> None:
+    health: list[Any] = []
+
+    def kill() -> None:
+        os.kill(core, signal.SIGKILL)
+        for _ in range(100):
+            health.append(httpx.get(f"{url}/health", timeout=20))
+            if health[-1].status_code != 200:
+                break
+
     with server_process(speaker) as (process, core, url):
-        lines = streams(url, 12, lambda: os.kill(core, signal.SIGKILL))
-        health = httpx.get(f"{url}/health", timeout=20)
-        assert health.status_code == 503 and "dead" in error_of(health)["message"]
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=20).status_code == 503
+        lines = streams(url, 12, kill)
+        assert health[-1].status_code == 503 and "dead" in error_of(health[-1])["message"]
         assert process.wait(timeout=30) == 1
-        for one in lines:
-            assert len(one) >= 2 and "dead" in json.loads(one[-1][6:])["error"]["message"], one[-1]
+    for one in lines:
+        error = json.loads(one[-1][6:])["error"]
+        assert len(one) >= 2 and error["code"] == 503 and "dead" in error["message"], one[-1]
 
 
 def test_sigterm_drains(speaker: str) -> None:
@@ -641,8 +739,10 @@ def test_sigterm_drains(speaker: str) -> None:
                 time.sleep(0.02)
             refused.extend([response, httpx.get(f"{url}/health", timeout=20)])
 
-        lines = streams(url, 2, stop)
-        assert [response.status_code for response in refused] == [503, 503] and refused[0].headers["retry-after"] == "60"
+        lines = streams(url, 2, stop, 800)
+        assert [response.status_code for response in refused] == [503, 503] and refused[0].headers[
+            "retry-after"
+        ] == "60"
         assert process.wait(timeout=30) == 0 and gone(core)
     for one in lines:
         assert one[-1] == "data: [DONE]" and json.loads(one[-2][6:])["choices"][0]["finish_reason"] == "length"
