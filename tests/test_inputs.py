@@ -204,3 +204,12 @@ def test_tools_that_the_template_ignores_are_refused(smollm) -> None:
     knows = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}"
     assert smollm[1].decode(apply_chat_template(smollm[1], messages, knows, tools=tools)) == "nowHi"
     assert apply_chat_template(smollm[1], messages, tools=[]) == apply_chat_template(smollm[1], messages)
+
+
+def test_a_template_that_fails_without_tools_uses_them(smollm) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    template = "{% for t in tools %}{{t.function.name}}{% endfor %}{{messages[0].content}}"
+    ids = apply_chat_template(smollm[1], [{"role": "user", "content": "Hi"}], template, tools=tools)
+    assert smollm[1].decode(ids) == "fHi"
+    with pytest.raises(ValueError, match="the chat template cannot take these messages"):
+        apply_chat_template(smollm[1], [{"role": "user", "content": "Hi"}], template)

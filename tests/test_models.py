@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from teachvllm import LLM, SamplingParams
+from teachvllm import LLM, EngineArgs, SamplingParams
 from teachvllm.attention.backend import AttentionMetadata, KVCacheSpec, ReferenceBackend
 from teachvllm.attention.cpu import TorchSDPABackend
 from teachvllm.config import NotSupportedYet
@@ -80,6 +80,10 @@ SIZES: dict[str, Any] = {
 OPT_SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 48, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 128, "word_embed_proj_dim": 48,
+}  # fmt: skip
+NEOX: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "rotary_pct": 0.5,
 }  # fmt: skip
 CONTEXT = ModelContext(TorchSDPABackend, 4, torch.float32)
 
@@ -186,7 +190,8 @@ def test_families_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2, windows", "qwen3", "gemma2", "gemma3", "phi3, longrope, short texts"])
-def test_families_in_the_engine(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_families_in_the_engine(name: str, workers: int, tmp_path: Path) -> None:
     hf_model, prompts = tiny_model(FAMILIES[name]()), random_sequences(97)
     hf_model.save_pretrained(tmp_path)
     options: dict[str, Any] = {
@@ -195,7 +200,7 @@ def test_families_in_the_engine(name: str, tmp_path: Path) -> None:
         "num_gpu_blocks_override": 64,
         "block_size": 4,
     }
-    with LLM(str(tmp_path), max_num_batched_tokens=16, **options) as llm:
+    with LLM(str(tmp_path), max_num_batched_tokens=16, tensor_parallel_size=workers, **options) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     assert tokens == [greedy(hf_model, prompt, 8) for prompt in prompts]
@@ -234,6 +239,41 @@ def test_longrope_in_the_engine(tmp_path: Path) -> None:
         with LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_model_len=max_model_len) as llm:
             tokens = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
         assert tokens == [greedy(hf_model, prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "make, longest",
+    [
+        (lambda: scaled("linear", factor=3.0), 384),
+        (lambda: scaled("yarn", factor=8.0, original_max_position_embeddings=32), 256),
+        (lambda: GPTNeoXConfig(**NEOX, rope_scaling={"rope_type": "linear", "factor": 2.0}), 256),
+    ],
+)
+def test_squeezed_positions_serve_longer_texts(make: Any, longest: int, tmp_path: Path) -> None:
+    "As long as vLLM derives: factor times what it was trained for. There, too, tokens equal transformers'."
+    hf_model = tiny_model(make())
+    hf_model.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 64}
+    prompts = random_sequences(96, (longest - 8, 140, 3))
+    with LLM(str(tmp_path), **options) as llm:
+        assert llm.llm_engine.model_config.max_model_len == longest
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [greedy(hf_model, prompt, 6) for prompt in prompts]
+    with pytest.raises(ValueError, match=f"the derived max_model_len={longest}"):
+        EngineArgs(str(tmp_path), max_model_len=longest + 1).create_engine_config()
+    config = AutoConfig.from_pretrained(tmp_path)
+    for _ in range(2):  # a function may return the same object each time
+        args = EngineArgs(str(tmp_path), hf_overrides=lambda _: config)
+        assert args.create_engine_config().model_config.max_model_len == longest
+
+
+def test_dynamic_scaling_is_refused_where_it_acts(tmp_path: Path) -> None:
+    tiny_model(scaled("dynamic", factor=3.0)).save_pretrained(tmp_path)
+    assert EngineArgs(str(tmp_path)).create_engine_config().model_config.max_model_len == 128
+    with pytest.raises(
+        NotSupportedYet, match='rope_type="dynamic" .* beyond 128 positions all frequencies would change'
+    ):
+        LLM(str(tmp_path), max_model_len=129)
 
 
 @torch.inference_mode()

@@ -128,7 +128,17 @@ def test_a_step_on_a_gpu_is_launched_before_the_one_before_is_fetched(shared: Ra
 
 def test_ranks_are_counted_node_by_node(shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     "This process's node first; the environment is this process's; the workers meet where all reach it."
-    monkeypatch.setenv("TEACHVLLM_TEST", "passed on")
+    passed = [
+        "TEACHVLLM_TEST",
+        "VLLM_TORCH_PROFILER_DIR",
+        "HF_TEST",
+        "NCCL_DEBUG",
+        "GLOO_SOCKET_IFNAME",
+        "CUDA_LAUNCH_BLOCKING",
+    ]
+    kept = ["CUDA_HOME", "CUDA_VISIBLE_DEVICES", "PATH_OF_THIS_MACHINE"]
+    for name in [*passed, *kept]:
+        monkeypatch.setenv(name, "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     executor = RayDistributedExecutor(make_config(4, tp_size=2))
     here, nodes = ray.get_runtime_context().get_node_id(), [place[0] for place in executor.places]
@@ -139,8 +149,9 @@ def test_ranks_are_counted_node_by_node(shared: RayDistributedExecutor, monkeypa
     known = executor.collective_rpc(lambda worker: (worker.rank, worker.local_rank, worker.is_driver_worker))
     local_ranks = [*range(num_here), *range(4 - num_here)]
     assert known == list(zip(range(4), local_ranks, (True, False, True, False)))
-    env = executor.collective_rpc(lambda worker: [os.environ[name] for name in ("TEACHVLLM_TEST", "OMP_NUM_THREADS")])
-    assert env == [["passed on", "2"]] * 4
+    env = executor.collective_rpc(lambda worker: [os.environ.get(name) for name in [*passed, "OMP_NUM_THREADS", *kept]])
+    assert [values[: len(passed) + 1] for values in env] == [["lo"] * len(passed) + ["2"]] * 4
+    assert all("lo" not in values[len(passed) + 1 :] for values in env)
     address = f"tcp://{ray.util.get_node_ip_address()}:"
     assert all(url.startswith(address) for url in executor.collective_rpc(lambda worker: worker.init_method))
     assert executor.execute_model(1) == (2, 1)  # the first rank of the last stage answers

@@ -5,6 +5,7 @@ makes the model say them. What other files check already (ranks, penalties, pree
 """
 
 import gc
+import inspect
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +25,8 @@ from helpers import greedy, make_tiny, random_prompts
 from speaker import EOS, make_speaker
 
 from teachvllm import LLM, CompletionOutput, RequestOutputKind, SamplingParams
+from teachvllm.config import NotSupportedYet
+from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.worker import memory_profiling
 
 BASE = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 128}
@@ -41,6 +45,80 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def llm(folder: str) -> Iterator[LLM]:
     with LLM(folder, **BASE) as llm:
         yield llm
+
+
+# The methods' arguments
+
+METHODS = {  # those of vLLM 0.8.5's LLM with the names of their parameters, and (after a bar) what 0.33.0 has beside
+    "generate": "prompts sampling_params prompt_token_ids use_tqdm lora_request prompt_adapter_request guided_options_request "
+    "priority | tokenization_kwargs mm_processor_kwargs",
+    "chat": "messages sampling_params use_tqdm lora_request chat_template chat_template_content_format add_generation_prompt "
+    "continue_final_message tools mm_processor_kwargs | chat_template_kwargs tokenization_kwargs",
+    "beam_search": "prompts params | lora_request use_tqdm concurrency_limit",
+    "encode": "prompts pooling_params prompt_token_ids use_tqdm lora_request prompt_adapter_request | pooling_task "
+    "tokenization_kwargs",
+    "embed": "prompts use_tqdm pooling_params lora_request prompt_adapter_request | tokenization_kwargs",
+    "classify": "prompts use_tqdm lora_request prompt_adapter_request | tokenization_kwargs",
+    "score": "text_1 text_2 truncate_prompt_tokens use_tqdm lora_request prompt_adapter_request | tokenization_kwargs",
+    "get_tokenizer": "lora_request",
+    "set_tokenizer": "tokenizer",
+    "get_default_sampling_params": "",
+    "collective_rpc": "method timeout args kwargs",
+    "apply_model": "func",
+    "start_profile": "",
+    "stop_profile": "",
+    "reset_prefix_cache": "device | reset_running_requests reset_connector",
+    "sleep": "level",
+    "wake_up": "tags",
+}
+NEUTRAL = {"chat_template_content_format": "auto", "reset_running_requests": False, "reset_connector": False}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_knows_vllms_arguments(method: str) -> None:
+    parameters = inspect.signature(getattr(LLM, method)).parameters
+    takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    names = set(METHODS[method].replace("|", "").split())
+    assert names <= parameters.keys() | (LLM.NOT_YET.keys() if takes_others else set())
+
+
+def test_arguments_that_ask_for_nothing_are_accepted_and_others_refused_by_name(llm: LLM, folder: str) -> None:
+    chat, short = [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1)
+    with LLM(folder, task="embed", **BASE) as embedder:
+        calls: dict[str, Callable] = {
+            "generate": lambda **more: llm.generate("Hi", short, False, **more),
+            "chat": lambda **more: llm.chat(chat, short, False, **more),
+            "beam_search": lambda **more: llm.beam_search("Hi", BeamSearchParams(1, 1), **more),
+            "encode": lambda **more: embedder.encode("Hi", use_tqdm=False, **more),
+            "embed": lambda **more: embedder.embed("Hi", use_tqdm=False, **more),
+            "score": lambda **more: embedder.score("Hi", "you", use_tqdm=False, **more),
+            "get_tokenizer": llm.get_tokenizer,
+            "reset_prefix_cache": llm.reset_prefix_cache,
+        }
+        for method, call in calls.items():
+            others = [name for name in METHODS[method].replace("|", "").split() if name in LLM.NOT_YET]
+            assert others and call(**{name: NEUTRAL.get(name) for name in others}) and call(**dict.fromkeys(others))
+            for name in others:
+                with pytest.raises(NotSupportedYet, match=f"LLM: vLLM's `{name}='mine'` is not in teachvllm yet: "):
+                    call(**{name: "mine"})
+                with pytest.raises(TypeError, match="lora_reqest"):
+                    call(lora_reqest=None)
+        with pytest.raises(NotSupportedYet, match="prompt_adapter_request"):
+            LLM.classify(
+                SimpleNamespace(_pooler=lambda *_, **__: None, encode=embedder.encode), "Hi", prompt_adapter_request=1
+            )  # type: ignore[arg-type]
+
+
+def test_token_ids_in_place_of_use_tqdm_are_refused(llm: LLM) -> None:
+    "vLLM 0.8.5 has `prompt_token_ids` third, today's vLLM `use_tqdm`; a list must not count as True."
+    short = SamplingParams(temperature=0, max_tokens=2)
+    for third in ([1, 2], [[1, 2]], None, "yes"):
+        with pytest.raises(ValueError, match="use_tqdm=.*; token ids go by name: prompt_token_ids="):
+            llm.generate(None, short, third)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="use_tqdm="):
+            llm.beam_search("Hi", BeamSearchParams(1, 1), third)  # type: ignore[arg-type]
+    by_name, by_place = llm.generate(None, short, False, prompt_token_ids=[1, 2]), llm.generate([1, 2], short, False)
+    assert by_name[0].outputs == by_place[0].outputs
 
 
 def forced(token_ids: list[int]) -> Callable:
@@ -234,7 +312,9 @@ def test_what_was_written_is_as_likely_as_what_is_read(llm: LLM) -> None:
     assert read is not None and answer.logprobs is not None
     for token_id, one, other in zip(answer.token_ids, answer.logprobs, read[-len(answer.token_ids) :], strict=True):
         assert one[token_id].logprob == pytest.approx(other[token_id].logprob, abs=1e-3)
-        assert abs(one[token_id].rank - other[token_id].rank) <= 2  # far down the list, neighbours differ in the last bits
+        assert (
+            abs(one[token_id].rank - other[token_id].rank) <= 2
+        )  # far down the list, neighbours differ in the last bits
 
 
 # Text

@@ -3,35 +3,39 @@
     python tools/engine_arguments.py            write the page
     python tools/engine_arguments.py --check    write nothing, and fail if the page would change
 
-All of it comes from `teachvllm.arg_utils`: the fields of `EngineArgs`, and `NOT_YET`.
+What becomes of an argument comes from `teachvllm.arg_utils`: the fields of `EngineArgs`, and `NOT_YET`. Which arguments vLLM
+has, with its defaults, is in tests/vllm_engine_arguments.json, by version: all fields of `EngineArgs` and `AsyncEngineArgs`.
 """
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from teachvllm.arg_utils import NOT_YET, EngineArgs
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "engine-arguments.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "engine-arguments.md"
 
-# Arguments that vLLM 0.8.5 does not have: later ones, as far as programs use them, and two older ones
-LATER = {"async_scheduling", "attention_backend", "convert", "kv_cache_memory_bytes", "logprobs_mode", "runner"}
-LATER |= {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level", "scheduler_reserve_full_isl"}
-LATER |= {"spec_method", "spec_model", "spec_tokens", "structured_outputs_config", "watermark"}
-OLDER = {"num_speculative_tokens", "speculative_model"}
+VLLM: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "vllm_engine_arguments.json").read_text())
+OLD, NEW = "0.8.5", "0.33.0"
 
 INTRO = """# Engine arguments
 
-`LLM(model, **arguments)` and `EngineArgs(**arguments)` take vLLM's names. This page says what becomes of each argument of
-vLLM 0.8.5, and of others that programs use: {served} are supported, {idle} are accepted and have nothing to do,
-{refused} are refused unless they ask for what is done anyway{unknown}.
+`LLM(model, **arguments)` and `EngineArgs(**arguments)` take vLLM's names. This page says what becomes of each of them. It covers
+two whole lists: all {old} fields of `EngineArgs` and `AsyncEngineArgs` in vLLM 0.8.5, and all {new} in vLLM 0.33.0, as they
+stand in the source of these releases. Beside them it has {others}.
+
+Of these {all} arguments, {served} are supported, {idle} are accepted and have nothing to do, and {refused} are refused unless
+they ask for what is done anyway.
 
 A refusal is a `NotSupportedYet` that names the argument. A name that is not on this page is an `UnknownArgument` that
 suggests the nearest one. None, and an empty list or dict, ask for nothing and are always accepted.
 
-The page is written by `python tools/engine_arguments.py` from the tables of `teachvllm/arg_utils.py`
-([chapter 01b](../nbs/01b_arg_utils.ipynb)), and a test compares the two.
+The page is written by `python tools/engine_arguments.py` from `EngineArgs` and `teachvllm/not_yet.json`
+([chapter 01b](../nbs/01b_arg_utils.ipynb)), and a test compares the two. vLLM's lists, with its defaults, are in
+`tests/vllm_engine_arguments.json`.
 """
 
 
@@ -40,13 +44,13 @@ def code(value: Any) -> str:
 
 
 def version(name: str) -> str:
-    return "0.33" if name in LATER else "0.6.6" if name in OLDER else "0.8.5"
+    "The versions of vLLM that have an argument."
+    return ", ".join(version for version, names in VLLM.items() if name in names)
 
 
 def accepted_values(name: str) -> tuple:
     "The values of an argument of `NOT_YET` that are accepted beside None."
-    values = NOT_YET[name][0]
-    return tuple(v for v in (values if isinstance(values, tuple) else (values,)) if v is not None)
+    return NOT_YET[name][0]
 
 
 def is_idle(name: str) -> bool:
@@ -64,9 +68,11 @@ def page() -> str:
     served = {field.name: field for field in dataclasses.fields(EngineArgs)}
     idle = [name for name in sorted(NOT_YET) if is_idle(name)]
     refused = [name for name in sorted(NOT_YET) if name not in idle]
-    unknown = sorted(LATER - served.keys() - NOT_YET.keys())
-    counts = {"served": len(served), "idle": len(idle), "refused": len(refused)}
-    counts["unknown"] = f", and {len(unknown)} of the later ones are not known yet" if unknown else ""
+    others = [
+        f"`{name}` ({version(name)})" for name in sorted({*served, *NOT_YET} - VLLM[OLD].keys() - VLLM[NEW].keys())
+    ]
+    counts = {"served": len(served), "idle": len(idle), "refused": len(refused), "all": len(served) + len(NOT_YET)}
+    counts |= {"old": len(VLLM[OLD]), "new": len(VLLM[NEW]), "others": ", ".join(others)}
     supported = [
         [f"`{name}`", version(name), code(f.default), f.metadata["help"]] for name, f in sorted(served.items())
     ]
@@ -87,9 +93,6 @@ def page() -> str:
             ],
         ),
     ]
-    if unknown:
-        parts += ["\n## Not known yet\n", "Later arguments of vLLM's that raise `UnknownArgument` so far:\n"]
-        parts += [", ".join(f"`{name}`" for name in unknown) + "."]
     return "\n".join(parts) + "\n"
 
 
