@@ -139,7 +139,7 @@ def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
             made[0].shutdown()
     end_process()
 
-# %% ../../nbs/54_core_process.ipynb #fdcd24ba
+# %% ../../nbs/54_core_process.ipynb #141f4662
 def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[socket.socket]) -> None:
     "End the core's process, within 5 s, and close the socket."
     if os.getpid() != owner:  # a fork of the engine's process
@@ -192,7 +192,8 @@ class MPClient:
         self.life, theirs = socket.socketpair()
         with theirs:
             args = address, theirs.fileno(), os.getpid(), logger.getEffectiveLevel()
-            env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+            spin = {"GOMP_SPINCOUNT": "2000"}  # then its threads sleep: while they spin, the front has no core
+            env = {**spin, **os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
             how = "teachvllm.engine.core_proc", "core_main", args, ["teachvllm-core"], [theirs.fileno()]
             self.process = start_process(*how, env)
         self.stop = weakref.finalize(self, stop_core, os.getpid(), self.process, self.sock, [self.life])
