@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['PROMPTS', 'QUESTION', 'SAMPLING', 'add_sampling_args', 'sampling_params', 'make_llm', 'run_generate',
-           'conversation_ids', 'converse', 'run_chat', 'stream', 'ask', 'request_json', 'ask_server', 'run_complete',
-           'extras', 'run_serve', 'run_demo', 'memory_facts', 'engine_facts', 'run_inspect', 'add_options',
-           'make_parser', 'refuse', 'main']
+           'conversation_ids', 'converse', 'run_chat', 'stream', 'ask', 'request_json', 'lines_of', 'ask_server',
+           'run_complete', 'extras', 'run_serve', 'run_demo', 'memory_facts', 'engine_facts', 'run_inspect',
+           'add_options', 'make_parser', 'refuse', 'main']
 
-# %% ../nbs/98_command_line.ipynb #a6d99a09
+# %% ../nbs/98_command_line.ipynb #fa0c9161
 import argparse
 import difflib
 import json
@@ -25,6 +25,7 @@ from typing import Any
 from .arg_utils import NOT_YET, EngineArgs
 from .bench_throughput import add_bench_args, run_bench
 from .config import VllmConfig, require
+from .messages import EngineCoreOutputs
 from .sampling_params import RequestOutputKind, SamplingParams
 
 # %% ../nbs/98_command_line.ipynb #594e6c5a
@@ -159,7 +160,7 @@ def ask() -> str:
     except EOFError:
         return ""
 
-# %% ../nbs/98_command_line.ipynb #6ca76d9f
+# %% ../nbs/98_command_line.ipynb #a5542ae9
 def request_json(parsed: argparse.Namespace, path: str, body: dict[str, Any] | None = None) -> Any:
     "An open answer of the server at `--url`; `ValueError` says what the server did not like, or that there is none."
     from urllib.error import HTTPError, URLError
@@ -179,6 +180,16 @@ def request_json(parsed: argparse.Namespace, path: str, body: dict[str, Any] | N
         raise ValueError(f"url={parsed.url!r} cannot be reached: {getattr(error, 'reason', error)}") from error
 
 
+def lines_of(answer: Any) -> Iterator[str]:
+    "The lines of an open answer as they come; `ValueError` if it breaks off."
+    from http.client import HTTPException
+
+    try:
+        yield from (line.decode() for line in answer)
+    except (HTTPException, OSError) as error:
+        raise ValueError(f"the server broke off: {error!r}") from error
+
+
 def ask_server(parsed: argparse.Namespace, path: str, field: str, value: Any) -> Iterator[str]:
     "The pieces of an answer of the server at `--url`: of a conversation (`messages`) or of a text (`prompt`)."
     model = parsed.model_name
@@ -189,9 +200,9 @@ def ask_server(parsed: argparse.Namespace, path: str, field: str, value: Any) ->
     params |= {"seed": parsed.sampling_seed} | ({"top_k": parsed.top_k} if parsed.top_k > 0 else {})
     body = {name: what for name, what in params.items() if what is not None} | {"model": model, "stream": True, field: value}
     with request_json(parsed, path, body) as answer:
-        for line in answer:
-            text = line.decode().removeprefix("data:").strip()
-            if text and text != "[DONE]":
+        for line in lines_of(answer):
+            text = line.removeprefix("data:").strip()
+            if line.startswith("data:") and text != "[DONE]":
                 event = json.loads(text)
                 require("error" not in event, f"the server ended the answer: {event.get('error')}")
                 for choice in event["choices"]:
@@ -206,7 +217,7 @@ def run_complete(parsed: argparse.Namespace) -> None:
             print(piece, end="", flush=True)
         print()
 
-# %% ../nbs/98_command_line.ipynb #9ff31b3a
+# %% ../nbs/98_command_line.ipynb #dcd9134e
 def extras() -> tuple[Any, Any, Any, Any]:
     "The modules of the server: server, metrics, live page, load generator; `ValueError` says how to install what is missing."
     try:
@@ -227,6 +238,7 @@ def run_serve(parsed: argparse.Namespace) -> int:
     def extend(engine: Any) -> dict[str, Any]:
         names = server.server_args(parsed).served_model_name
         logger = metrics.PrometheusStatLogger(engine.config, names[0] if names else None)
+        logger.record(EngineCoreOutputs(stats=engine.engine_core.call_utility("get_stats")), [])  # the pool, before any request
         engine.stat_loggers += [logger] if parsed.disable_log_stats else [logger, metrics.LoggingStatLogger(logger)]
         return {"registry": logger.registry, "routers": [watch.make_watch_router(engine)] if parsed.watch else []}
 

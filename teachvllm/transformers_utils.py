@@ -38,11 +38,12 @@ def bundled_model() -> Path:
         "or pass model= a local folder, a .gguf file or a Hugging Face id"
     )
 
-# %% ../nbs/01a_transformers_utils.ipynb #37ab5a2e
+# %% ../nbs/01a_transformers_utils.ipynb #1f9c5a3b
 def cache_folder(gguf: Path) -> Path:
     """Where the Hugging Face folder made from `gguf` is kept: by its name, its size, and 64 samples of its content.
 
-    So installations share it, and a changed file gets a new one. `TEACHVLLM_CACHE` moves it; otherwise it is in `XDG_CACHE_HOME` or `~/.cache`.
+    So installations share it, and a changed file gets a new one. `TEACHVLLM_CACHE` moves it; otherwise it is in
+    `XDG_CACHE_HOME` or `~/.cache`.
     """
     home = os.environ.get("TEACHVLLM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "teachvllm"
     size, digest = gguf.stat().st_size, hashlib.sha256()

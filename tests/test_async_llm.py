@@ -226,8 +226,9 @@ def test_the_core_dies(folder: str) -> None:
 
 
 def test_closed_while_requests_run(folder: str) -> None:
-    "They end with `ValueError`; the process ends."
-    engine = AsyncLLM.from_engine_args(EngineArgs(folder, **OPTIONS))
+    "They end with `ValueError`; the processes end, here also two workers'."
+    args = EngineArgs(folder, tensor_parallel_size=2, distributed_executor_backend="mp", **OPTIONS)
+    engine = AsyncLLM.from_engine_args(args)
 
     async def main() -> None:
         task = asyncio.create_task(read(engine, PROMPTS[0], greedy(max_tokens=200), "a"))
@@ -241,6 +242,31 @@ def test_closed_while_requests_run(folder: str) -> None:
 
     run(main)
     wait_until(lambda: engine.engine_core.process.returncode is not None)
+
+
+class Fails:
+    "A stat logger with a fault."
+
+    def __getattr__(self, event: str) -> Any:
+        raise LookupError(event)
+
+
+def test_faults_of_our_own(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    "A stat logger that raises is passed over; where outputs cannot be processed, the requests end with that error."
+
+    async def main() -> None:
+        engine.stat_loggers.append(Fails())
+        outputs = await read(engine, PROMPTS[0], greedy(max_tokens=3), "a")
+        assert outputs[-1].finished
+        engine.stat_loggers.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.output_processor, "process_outputs", lambda news: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                await read(engine, PROMPTS[0], greedy(), "a")
+        assert await all_blocks_are_free(engine)
+        assert len(await read(engine, PROMPTS[0], greedy(FINAL_ONLY, 5), "a")) == 1
+
+    run(main)
 
 
 def test_merged_outputs() -> None:

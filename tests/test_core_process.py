@@ -197,17 +197,19 @@ def test_a_step_fails(folder: str) -> None:
     wait_until(lambda: process.poll() is not None)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_the_core_is_killed(folder: str, how: int) -> None:
+def test_the_core_is_killed(folder: str) -> None:
     "Each call says why; with it go the workers that it had started, and a new engine starts."
     engine = make_engine(folder, tensor_parallel_size=2, distributed_executor_backend="mp")
     workers = engine.collective_rpc(lambda worker: os.getpid())
     assert len(set(workers)) == 2
     engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
     engine.step()
-    os.kill(engine.engine_core.process.pid, how)
+    for pid in (engine.engine_core.process.pid, *workers):
+        os.kill(pid, signal.SIGTERM)  # as a service manager does: it is for the engine to act on
+    engine.step()
+    os.kill(engine.engine_core.process.pid, signal.SIGKILL)
     for _ in range(2):
-        with pytest.raises(EngineDeadError, match=f"the engine core .* was killed by {signal.Signals(how).name}"):
+        with pytest.raises(EngineDeadError, match="the engine core .* was killed by SIGKILL"):
             while True:
                 engine.step()
     with pytest.raises(EngineDeadError):
@@ -217,6 +219,38 @@ def test_the_core_is_killed(folder: str, how: int) -> None:
     engine.close()
     check_gone(engine)
     wait_until(lambda: not any(map(is_alive, workers)))
+
+
+def test_an_idle_core_is_killed(folder: str) -> None:
+    "The first call after it does not wait for ever, whichever it is."
+    for call in (
+        lambda engine: engine.add_request("a", PROMPTS[0], SamplingParams()),
+        lambda engine: engine.get_metrics(),
+    ):
+        engine = make_engine(folder)
+        engine.engine_core.process.kill()
+        engine.engine_core.process.wait(SOON)
+        with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
+            while True:  # what was sent before the system closed the connection is lost
+                call(engine)
+        engine.abort_request("a")
+        engine.close()
+        check_gone(engine)
+
+
+def test_stop_strings_leave_nothing(folder: str) -> None:
+    "The front ends such a request; the core hears of it, and its id can be used at once."
+    llm = LLMEngine.from_engine_args(
+        EngineArgs(**OPTIONS | {"skip_tokenizer_init": False}), enable_multiprocessing=True
+    )
+    stops = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[" the", " a", "."], n=1)
+    for length in (2, 4, 6):
+        (stopped,) = run_requests(llm, {"again": ("The capital of France is", stops)})
+        assert stopped.outputs[0].finish_reason == "stop" and not llm.engine_core.running
+        assert llm.step() == []  # it waits for nothing
+        exact = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        assert len(run_requests(llm, {"again": ("The future of AI is", exact)})[0].outputs[0].token_ids) == length
+    llm.close()
 
 
 def test_a_worker_of_the_core_is_killed(folder: str) -> None:

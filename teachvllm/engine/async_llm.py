@@ -82,7 +82,7 @@ class StatLoggerBase(Protocol):
     def abort_request(self, request_id: str) -> None:
         "A request was aborted by its user, before it was finished."
 
-# %% ../../nbs/62_async_llm.ipynb #31f555b9
+# %% ../../nbs/62_async_llm.ipynb #8f53b42d
 class AsyncLLM:
     """An engine whose requests are awaited: `async for output in engine.generate(prompt, params, request_id)`.
 
@@ -166,16 +166,21 @@ class AsyncLLM:
         else:
             request, text = self.processor(*args)
         require(request_id not in self.collectors, f"request_id={request_id!r} is in use")
-        collector = RequestOutputCollector(request.sampling_params.output_kind is RequestOutputKind.DELTA)
-        self.engine_core.add_request(request)
-        self.output_processor.add_request(request, text)
-        self.collectors[request_id] = collector
-        for stat_logger in self.stat_loggers:
-            stat_logger.add_request(request)
         handler, loop = self.output_handler, asyncio.get_running_loop()
-        if handler is None or handler.done() or handler.get_loop() is not loop:
+        here = handler is not None and not handler.done() and handler.get_loop() is loop
+        elsewhere = bool(self.collectors) and not here and handler is not None and handler.get_loop().is_running()
+        require(not elsewhere, "requests run in another event loop: wait for them, or make another engine")
+        self.output_processor.add_request(request, text)
+        try:
+            self.engine_core.add_request(request)
+        except BaseException:
+            self.output_processor.abort_requests([request_id])
+            raise
+        self.collectors[request_id] = RequestOutputCollector(request.sampling_params.output_kind is RequestOutputKind.DELTA)
+        self._tell("add_request", request)
+        if not here:
             self.output_handler = loop.create_task(self._handle_outputs())
-        return collector
+        return self.collectors[request_id]
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         'End requests: the last output of each has `finish_reason="abort"`. Unknown and finished ones are passed over.'
@@ -190,8 +195,15 @@ class AsyncLLM:
         del self.collectors[request_id]
         self.output_processor.abort_requests([request_id])
         self.engine_core.abort_requests([(request_id, None)])
+        self._tell("abort_request", request_id)
+
+    def _tell(self, event: str, *args: Any) -> None:
+        "Tell the stat loggers; what fails in one of them is logged, and no request's concern."
         for stat_logger in self.stat_loggers:
-            stat_logger.abort_request(request_id)
+            try:
+                getattr(stat_logger, event)(*args)
+            except Exception:
+                logger.exception("%s.%s failed", type(stat_logger).__name__, event)
 
     async def _handle_outputs(self) -> None:
         "While there are requests, hand the core's news to them. A failed step ends those that were in it; death ends all."
@@ -204,9 +216,15 @@ class AsyncLLM:
                 if self.is_running:  # the next outputs say which requests have ended
                     logger.error("a step failed: %s", error, exc_info=error)
                     continue
-                self._end_all()
+                self._end_all(self.dead_error if self.errored else ValueError("the engine is closed"))
                 return
-            self._process(arrived)
+            try:
+                self._process(arrived)
+            except Exception as error:  # a fault of ours, after which no request's state can be trusted
+                logger.exception("outputs could not be processed")
+                self.engine_core.abort_requests([(request_id, None) for request_id in self.collectors])
+                self._end_all(error)
+            await asyncio.sleep(0)  # the core may be quicker: then this would never give up the thread
 
     def _process(self, arrived: EngineCoreOutputs) -> None:
         outputs, aborts = self.output_processor.process_outputs(arrived.outputs)
@@ -220,16 +238,14 @@ class AsyncLLM:
             self.output_processor.abort_requests([request_id])
             if refused := self.collectors.pop(request_id, None):
                 refused.put(ValueError(why))
-        for stat_logger in self.stat_loggers:
-            stat_logger.record(arrived, outputs)
+        self._tell("record", arrived, outputs)
 
-    def _end_all(self) -> None:
-        "Every request ends with the error that each call raises from now on."
+    def _end_all(self, error: Exception) -> None:
+        "Every request ends with this error."
         for request_id, collector in self.collectors.items():
             self.output_processor.abort_requests([request_id])
-            collector.put(self.dead_error if self.errored else ValueError("the engine is closed"))
-            for stat_logger in self.stat_loggers:
-                stat_logger.abort_request(request_id)
+            collector.put(error)
+            self._tell("abort_request", request_id)
         self.collectors.clear()
 
     # Around the requests
@@ -242,6 +258,7 @@ class AsyncLLM:
     async def check_health(self) -> None:
         "Raise if the engine can answer nothing more."
         self._check()
+        self.engine_core.check_health()
 
     async def collective_rpc(
         self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
@@ -276,7 +293,7 @@ class AsyncLLM:
             if handler and not handler.done() and not handler.get_loop().is_closed():
                 handler.cancel()
             self.engine_core.shutdown()
-            self._end_all()
+            self._end_all(ValueError("the engine is closed"))
 
 
 AsyncLLMEngine, AsyncEngineArgs = AsyncLLM, EngineArgs  # as vLLM's V0 called them

@@ -55,7 +55,7 @@ def import_zmq() -> Any:
         raise ImportError("a core in a process of its own needs pyzmq: pip install 'teachvllm[serve]'") from error
     return zmq
 
-# %% ../../nbs/54_core_process.ipynb #b1c672ac
+# %% ../../nbs/54_core_process.ipynb #532a7c2d
 def answer_to(function: Callable, *args: Any) -> list[bytes]:
     "What a function returns, or how it fails, as the two last parts of a message."
     try:
@@ -115,12 +115,13 @@ class EngineCoreProc:
 
     def _add_request(self, data: bytes, functions: bytes = b"") -> None:
         request = self.decode_request(data)
-        if functions:
-            request.sampling_params.logits_processors = cloudpickle.loads(functions)
         try:
+            if functions:
+                request.sampling_params.logits_processors = cloudpickle.loads(functions)
             self.core.add_request(request)
         except Exception as error:
-            self.sock.send_multipart([REFUSED, self.encode((request.request_id, str(error)))])
+            refused = self.encode((request.request_id, str(error) or repr(error)))
+            self.sock.send_multipart([REFUSED, refused, str(self.num_aborts).encode()])
 
 # %% ../../nbs/54_core_process.ipynb #d27f30ba
 def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
@@ -139,7 +140,7 @@ def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
             made[0].shutdown()
     end_process()
 
-# %% ../../nbs/54_core_process.ipynb #141f4662
+# %% ../../nbs/54_core_process.ipynb #65ff6859
 def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[socket.socket]) -> None:
     "End the core's process, within 5 s, and close the socket."
     if os.getpid() != owner:  # a fork of the engine's process
@@ -171,21 +172,24 @@ class MPClient:
         self.aborted, self.num_aborts = dict[str, int](), 0  # by which message each was aborted: older news are dropped
         self.arrived = deque[EngineCoreOutputs | Exception]()  # and not given out yet
         self.results = dict[bytes, tuple[bytes, bytes]]()  # of calls, by their number
+        self.abandoned = set[bytes]()  # calls whose results will be dropped
         self.encode, self.decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(EngineCoreOutputs).decode
-        self.sock, self.poller, self.folder = zmq.Context().socket(zmq.PAIR), zmq.Poller(), tempfile.mkdtemp(prefix="teachvllm-")
+        self.sock, self.poller, self.zmq = zmq.Context().socket(zmq.PAIR), zmq.Poller(), zmq
         self.sock.set_hwm(0)
+        is_long = len(tempfile.gettempdir()) > 60  # the system allows a socket's name about 100 characters
+        self.folder = tempfile.mkdtemp(prefix="teachvllm-", dir="/tmp" if is_long else None)
         try:
             self.sock.bind(f"ipc://{self.folder}/core")
             self._start_process(f"ipc://{self.folder}/core")
             self._result(b"connect", 120.0)
-        finally:  # a socket that is connected needs its name no more
-            shutil.rmtree(self.folder, ignore_errors=True)
-        try:
             self._send(cloudpickle.dumps((config, executor_class, log_stats), 5))
+            shutil.rmtree(self.folder, ignore_errors=True)  # a socket that is connected needs its name no more
             self._result(b"start", self.start_timeout)
         except BaseException:
             self.shutdown()
             raise
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_process(self, address: str) -> None:
         "Start the core's process, with a socket pair whose other end the system closes when that process ends, however it does."
@@ -220,7 +224,8 @@ class MPClient:
     def abort_requests(self, aborts: list[tuple[str, int | None]]) -> None:
         "End requests, or one sequence of a request."
         if aborts and not self.dead and self.stop.alive:
-            self._send(ABORT, self.encode(aborts))
+            with suppress(EngineDeadError):  # the next call says it
+                self._send(ABORT, self.encode(aborts))
             self.num_aborts += 1
             whole = [request_id for request_id, index in aborts if index is None]
             self.aborted.update(dict.fromkeys(whole, self.num_aborts))
@@ -244,7 +249,10 @@ class MPClient:
 
     def _send(self, *message: bytes) -> None:
         self._check()
-        self.sock.send_multipart(message)
+        try:
+            self.sock.send_multipart(message, self.zmq.NOBLOCK)
+        except self.zmq.Again:  # there is no other side
+            self._die(f"the engine core {describe_exit(self.process)}")
 
     def _call(self, method: str, args: tuple) -> bytes:
         "Ask for a call; the number under which its result will come."
@@ -273,19 +281,23 @@ class MPClient:
 
     def _take(self, kind: bytes, *data: bytes) -> None:
         "Keep what a message brings."
+        if self.aborted and kind in (OUTPUTS, REFUSED):  # what was sent before an abort is about the old request
+            self.aborted = {i: number for i, number in self.aborted.items() if number > int(data[1])}
         if kind == OUTPUTS:
             outputs = self.decode(data[0])
-            if self.aborted:  # their ids may be in use again
-                self.aborted = {i: number for i, number in self.aborted.items() if number > int(data[1])}
+            if self.aborted:
                 outputs.outputs = [news for news in outputs.outputs if news.request_id not in self.aborted]
             self.arrived.append(outputs)
             self.running.difference_update(news.request_id for news in outputs.outputs if news.request_finished)
+        elif kind == RESULT and data[0] in self.abandoned:
+            self.abandoned.remove(data[0])
         elif kind == RESULT:
             self.results[data[0]] = (data[1], data[2])
         elif kind == REFUSED:
             request_id, why = msgspec.msgpack.decode(data[0])
-            self.running.discard(request_id)
-            self.arrived.append(EngineCoreOutputs(refused=[(request_id, why)]))
+            if request_id not in self.aborted:
+                self.running.discard(request_id)
+                self.arrived.append(EngineCoreOutputs(refused=[(request_id, why)]))
         elif kind == FAILED:
             self.arrived.append(rebuild_error("the engine core", data[0]))
         else:
@@ -299,8 +311,12 @@ class MPClient:
 
     def _result(self, number: bytes, timeout: float | None) -> Any:
         "The result of a call: it is returned, or raised."
-        while number not in self.results:
-            self._receive(timeout)
+        try:
+            while number not in self.results:
+                self._receive(timeout)
+        except BaseException:  # Ctrl-C, say
+            self.abandoned.add(number)
+            raise
         return self._take_result(number)
 
     def _take_result(self, number: bytes) -> Any:
@@ -315,7 +331,7 @@ class MPClient:
         self.shutdown()
         raise EngineDeadError(reason)
 
-# %% ../../nbs/54_core_process.ipynb #5f39a303
+# %% ../../nbs/54_core_process.ipynb #aac78e19
 class AsyncMPClient(MPClient):
     """The same client inside an event loop: to wait for the core's news blocks no other task. vLLM V1: `AsyncMPClient`.
 
@@ -323,6 +339,16 @@ class AsyncMPClient(MPClient):
     """
 
     loop: asyncio.AbstractEventLoop | None = None
+    watched: tuple[int, ...] = ()  # files that the loop looks at
+
+    def check_health(self) -> None:
+        "Raise if the core is dead, as far as it can be known now."
+        self._listen()
+        self._drain()
+        self._check()
+
+    def __del__(self) -> None:
+        self._listen_no_more()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         "What the next step brings; this waits until there is one."
@@ -333,7 +359,12 @@ class AsyncMPClient(MPClient):
         "Call another method of the core by its name, between two steps."
         self._listen()
         number = self._call(method, args)
-        await self._until(lambda: number in self.results)
+        try:
+            await self._until(lambda: number in self.results)
+        except BaseException:
+            if self.results.pop(number, None) is None:
+                self.abandoned.add(number)
+            raise
         return self._take_result(number)
 
     def shutdown(self) -> None:
@@ -365,14 +396,15 @@ class AsyncMPClient(MPClient):
             return
         self._check()
         self._listen_no_more()
-        self.loop, self.news = loop, asyncio.Event()
+        self.loop, self.news, self.watched = loop, asyncio.Event(), (self.sock.fd, self.life.fileno())
         drain = weakref.WeakMethod(self._drain)  # a loop does not keep the engine alive
-        for fd in (self.sock.fd, self.life):
+        for fd in self.watched:
             loop.add_reader(fd, lambda: (found := drain()) and found())
 
     def _listen_no_more(self) -> None:
-        if self.loop and not self.loop.is_closed() and self.stop.alive:
-            for fd in (self.sock.fd, self.life):
+        watched, self.watched = self.watched, ()
+        for fd in watched:
+            if self.loop and not self.loop.is_closed():
                 self.loop.remove_reader(fd)
 
     def _drain(self) -> None:

@@ -104,7 +104,7 @@ class Processor:
         ok = isinstance(params, PoolingParams) == (self.task != "generate")
         require(ok, f'task="{self.task}": this engine {does}; {hint}')
 
-# %% ../../nbs/60_llm_engine.ipynb #f67426b1
+# %% ../../nbs/60_llm_engine.ipynb #efda937a
 class LLMEngine:
     """Takes requests, runs steps, gives outputs. It has an input processor, an output processor, and a client of the core.
 
@@ -199,8 +199,9 @@ class LLMEngine:
         if aborts:
             self.engine_core.abort_requests(aborts)
         if self.trace and arrived.trace:
+            by_index = {request_id for request_id, index in aborts if index is not None}
             for request_id, index in aborts:  # stop strings, of which the core knows nothing
-                if request_id in states:
+                if request_id in states and (index is not None or request_id not in by_index):
                     name, state = f"{request_id}.{index}" if index else request_id, states[request_id]
                     arrived.trace.finished.append(name)
                     arrived.trace.token_ids[name] = state.request.prompt_token_ids + state.seqs[index or 0].token_ids

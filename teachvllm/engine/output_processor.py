@@ -107,7 +107,7 @@ class SequenceState:
             finish_reason=self.finish_reason, stop_reason=self.stop_reason,
         )  # fmt: skip
 
-# %% ../../nbs/59_output_processor.ipynb #fe498a5f
+# %% ../../nbs/59_output_processor.ipynb #1d244f57
 class RequestState:
     "What the front knows of a request: its sequences by index, and when things happened. vLLM V1: `RequestState`."
 
@@ -164,7 +164,8 @@ class RequestState:
         if self.request.pooling_params is not None:
             import torch  # only such an engine's front needs it
 
-            request, error = self.request, self.seqs[0].stop_reason
+            request, ended = self.request, self.seqs[0]
+            error = ended.stop_reason or ("aborted" if ended.finish_reason == "abort" else None)
             vector = PoolingOutput(torch.tensor(self.pooled, dtype=torch.float32))
             return PoolingRequestOutput(request.request_id, vector, request.prompt_token_ids, self.finished, error)
         seqs, delta = list(self.seqs.values()), params.output_kind is RequestOutputKind.DELTA
@@ -181,7 +182,7 @@ class RequestState:
             metrics=self.metrics, num_cached_tokens=self.num_cached_tokens,
         )  # fmt: skip
 
-# %% ../../nbs/59_output_processor.ipynb #dc645389
+# %% ../../nbs/59_output_processor.ipynb #21959121
 class OutputProcessor:
     "The requests of an engine as their users see them. vLLM V1: `v1/engine/output_processor.py`."
 
@@ -235,4 +236,5 @@ class OutputProcessor:
                 outputs.append(state.make_output())
             if state.finished:
                 del self.request_states[request_id]
-        return outputs, aborts
+        ended_here = {request_id for request_id, _ in aborts if request_id not in self.request_states}
+        return outputs, aborts + [(request_id, None) for request_id in sorted(ended_here)]  # the core has no more news of them

@@ -79,7 +79,7 @@ def rebuild_error(who: str, data: bytes) -> Exception:
     error.__cause__ = RuntimeError(f"in {who}:\n{text}")
     return error
 
-# %% ../../nbs/50a_multiproc_executor.ipynb #b39d507c
+# %% ../../nbs/50a_multiproc_executor.ipynb #f0c54412
 def leave_with(parent: int) -> None:
     "End this process when the process `parent`, which started it, is no more."
     while os.getppid() == parent:
@@ -99,8 +99,12 @@ def carry_out(wrapper: WorkerWrapperBase, rank: int, order: bytes, who: int) -> 
 
 
 def begin_process(who: str, parent: int, log_level: int) -> None:
-    "The first lines of a process of ours: Ctrl-C does not concern it, it ends with its parent, its log says who it is."
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The first lines of a process of ours. It ends with its parent, and its log says who it is.
+
+    Ctrl-C and SIGTERM, which a terminal and a service manager send to all processes at once, are for the engine to act on.
+    """
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since the process was born
     threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
     out: Any = sys.stdout
@@ -220,10 +224,10 @@ class WorkerProcess:
         said = f"; its last error was\n{pickle.loads(self.last_error)[1]}" if self.last_error else ""
         return f"worker rank={self.rank} {describe_exit(self.process)}{said}"
 
-# %% ../../nbs/50a_multiproc_executor.ipynb #15824824
+# %% ../../nbs/50a_multiproc_executor.ipynb #5216765b
 def stop_processes(processes: list[subprocess.Popen]) -> None:
-    "End processes that were told to end, within 5 s: they get 3 s, then SIGTERM and 1 s, then SIGKILL."
-    for stop, patience in ((None, 3.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
+    "End processes that were told to end, within 5 s: they get 4 s, then SIGKILL."
+    for stop, patience in ((None, 4.0), (signal.SIGKILL, 1.0)):
         end = time.monotonic() + patience
         for process in processes:
             if stop:
