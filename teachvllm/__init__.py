@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` do
 # %% ../nbs/99_package.ipynb #695e3c7e
 __version__ = "0.1.0"
 
-# %% ../nbs/99_package.ipynb #2d85349b
+# %% ../nbs/99_package.ipynb #17390f67
 _HOMES = {
     "LLM": "teachvllm.llm",
     "LLMEngine": "teachvllm.engine.llm_engine",
@@ -59,9 +59,10 @@ _HOMES = {
 
 
 _all_ = ["LLM", "LLMEngine", "AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs", "EngineArgs", "VllmConfig", "SamplingParams",
-         "BeamSearchParams", "RequestOutputKind", "RequestOutput", "CompletionOutput", "PoolingParams", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
-         "EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput",
-         "ScoringRequestOutput", "TextPrompt", "TokensPrompt", "Trace", "as_vllm"]  # fmt: skip
+         "BeamSearchParams", "RequestOutputKind", "RequestOutput", "CompletionOutput", "PoolingParams",
+         "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "ClassificationOutput",
+         "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput", "TextPrompt", "TokensPrompt",
+         "Trace", "as_vllm"]  # fmt: skip
 
 _NOT_YET = ("ModelRegistry", "PromptType", "initialize_ray_cluster")
 

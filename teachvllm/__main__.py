@@ -262,7 +262,7 @@ def run_demo(parsed: argparse.Namespace) -> None:
         figure.savefig(parsed.out / name, bbox_inches="tight", dpi=200)
         print(f"saved {parsed.out / name}")
 
-# %% ../nbs/98_command_line.ipynb #2e461eb4
+# %% ../nbs/98_command_line.ipynb #fa23d336
 def memory_facts(config: VllmConfig) -> dict[str, Any]:
     "The model's attention, weights and KV cache in numbers, and whether they fit: from its shapes, without its weights."
     from teachvllm.model_executor.layers import attention_layers, import_compiled
@@ -279,7 +279,8 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
     profiler.weights = sum(parameter.nbytes for parameter in shapes.parameters())
     try:
         num_blocks = profiler.num_gpu_blocks(block_bytes, model.max_model_len)
-        room = f"up to {num_blocks:,} blocks: {num_blocks / -(-model.max_model_len // size):.1f} requests of max_model_len at once"
+        at_once = num_blocks / -(-model.max_model_len // size)
+        room = f"up to {num_blocks:,} blocks: {at_once:.1f} requests of max_model_len at once"
     except ValueError as error:
         room = f"does not fit: {error}"
     against_graphs = {
@@ -335,7 +336,7 @@ def run_inspect(parsed: argparse.Namespace) -> None:
     width = max(map(len, facts))
     print("\n".join(f"{name:{width}}  {value}" for name, value in facts.items()))
 
-# %% ../nbs/98_command_line.ipynb #19c01803
+# %% ../nbs/98_command_line.ipynb #9d69c8bf
 def add_options(command: argparse.ArgumentParser, name: str) -> None:
     "The options of one command."
     if name == "bench-serve":
@@ -379,7 +380,7 @@ def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
         ("demo", run_demo, "continue the book's four prompts, answer a question, and draw what the engine did"),
         ("inspect", run_inspect, "say whether a model is supported and fits, and what an engine would do; loads no weights"),
         ("bench", run_bench, "measure tokens a second, alone or against transformers or vLLM, and where a step's time goes"),
-        ("bench-serve", lambda parsed: extras()[3].run_bench_serve(parsed), "send a server requests at a rate: throughput, latencies"),
+        ("bench-serve", lambda parsed: extras()[3].run_bench_serve(parsed), "send a server requests at a rate, and time them"),
     ):
         words = {"generate": "TEXT ... ", "chat": "[TEXT ...] ", "complete": "[TEXT ...] ", "serve": "[MODEL] "}.get(name, "")
         about, usage = f"{help[0].upper()}{help[1:]}.", f"teachvllm {name.replace('-', ' ')} {words}[options]"

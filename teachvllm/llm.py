@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['as_prompts', 'as_params', 'ProgressBar', 'run_requests', 'LLM']
 
-# %% ../nbs/61_llm.ipynb #51bcd9d3
+# %% ../nbs/61_llm.ipynb #25c72b12
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from dataclasses import replace
 from itertools import count
 from numbers import Integral
@@ -140,7 +141,7 @@ def cosines(outputs: list[PoolingRequestOutput], num_first: int) -> list[Pooling
         for a, b in pairs
     ]  # fmt: skip
 
-# %% ../nbs/61_llm.ipynb #7a7eeb36
+# %% ../nbs/61_llm.ipynb #b647ffb7
 class LLM:
     """A model, ready to answer: `LLM()` loads SmolLM2-135M-Instruct, `LLM("folder, .gguf or Hugging Face id")` another.
 
@@ -396,6 +397,13 @@ class LLM:
             yield self.llm_engine.start_trace()
         finally:
             self.llm_engine.stop_trace()
+
+    def watch(self, port: int = 0) -> Any:
+        """A page on this machine that shows the engine while it works; in a notebook it is shown at once.
+
+        `close()` ends it. See `teachvllm.entrypoints.watch.WatchedLLM`; it needs the extra `serve`.
+        """
+        return import_module("teachvllm.entrypoints.watch").watch(self, port)
 
     def close(self) -> None:
         "Free all memory. May be called twice."

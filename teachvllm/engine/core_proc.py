@@ -140,7 +140,7 @@ def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
             made[0].shutdown()
     end_process()
 
-# %% ../../nbs/54_core_process.ipynb #65ff6859
+# %% ../../nbs/54_core_process.ipynb #8382f144
 def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[socket.socket]) -> None:
     "End the core's process, within 5 s, and close the socket."
     if os.getpid() != owner:  # a fork of the engine's process
@@ -165,7 +165,7 @@ class MPClient:
 
     def __init__(self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False):
         zmq, backend = import_zmq(), config.parallel_config.distributed_executor_backend
-        by_launcher = "distributed_executor_backend=external_launcher: its processes are the workers, a core's would be one too many"
+        by_launcher = "distributed_executor_backend=external_launcher: its processes are the workers, there is none for a core"
         require(backend != "external_launcher", by_launcher)
         self.dead, self.num_calls = "", count()
         self.running = set[str]()  # the requests of which the core may still have news

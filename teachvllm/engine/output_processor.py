@@ -182,7 +182,7 @@ class RequestState:
             metrics=self.metrics, num_cached_tokens=self.num_cached_tokens,
         )  # fmt: skip
 
-# %% ../../nbs/59_output_processor.ipynb #21959121
+# %% ../../nbs/59_output_processor.ipynb #5e6a7fd9
 class OutputProcessor:
     "The requests of an engine as their users see them. vLLM V1: `v1/engine/output_processor.py`."
 
@@ -236,5 +236,6 @@ class OutputProcessor:
                 outputs.append(state.make_output())
             if state.finished:
                 del self.request_states[request_id]
-        ended_here = {request_id for request_id, _ in aborts if request_id not in self.request_states}
-        return outputs, aborts + [(request_id, None) for request_id in sorted(ended_here)]  # the core has no more news of them
+                if any(aborted == request_id and index is not None for aborted, index in aborts):
+                    aborts.append((request_id, None))  # with its last sequence it has ended: the core will have no news of it
+        return outputs, aborts
