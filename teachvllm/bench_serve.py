@@ -7,7 +7,7 @@ __all__ = ['WORDS', 'METRICS', 'arrival_times', 'SampleRequest', 'sample_request
            'make_client', 'make_body', 'read_lines', 'send_request', 'run_load', 'parse_goodput', 'calculate_metrics',
            'show_table', 'Load', 'find_model', 'bench_serve', 'add_bench_serve_args', 'run_bench_serve']
 
-# %% ../nbs/73_bench_serve.ipynb #eb9eff11
+# %% ../nbs/73_bench_serve.ipynb #7836f531
 import argparse
 import asyncio
 import json
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +299,7 @@ def show_table(result: dict[str, Any], percentiles: tuple[float, ...] = (99,), m
 def show_row(name: str, value: Any) -> str:
     return f"{name:<40} {value:<10.2f}" if isinstance(value, float) else f"{name:<40} {value:<10}"
 
-# %% ../nbs/73_bench_serve.ipynb #69b8c0d5
+# %% ../nbs/73_bench_serve.ipynb #3cba876f
 @dataclass(frozen=True)
 class Load:
     "What to send, and when: the options of `vllm bench serve`, with its names."
@@ -354,9 +354,9 @@ async def bench_serve(
     """
     model, chat = model or await find_model(base_url), endpoint.endswith("chat/completions")
     for words in [True] if chat else [False, True]:
-        requests = load.requests(words)
-        bodies = [make_body(one, model, chat, load.ignore_eos, load.temperature) for one in requests]
-        (first,), _ = await run_load(base_url, endpoint, bodies[:1], [0.0])
+        requests, (warm_up, *_) = load.requests(words), replace(load, num_prompts=1, seed=load.seed + 1).requests(words)
+        warm, *bodies = [make_body(one, model, chat, load.ignore_eos, load.temperature) for one in (warm_up, *requests)]
+        (first,), _ = await run_load(base_url, endpoint, [warm], [0.0])  # a prompt of its own: none is in the prefix cache
         if first.success:
             break
         say(f"the warm-up request with {'words' if words else 'token ids'} failed: {first.error}")

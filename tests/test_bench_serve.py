@@ -156,6 +156,7 @@ def test_metrics_are_those_of_the_times(fake: FakeServer, url: str) -> None:
     )
     outputs, duration = run(url, load)
     assert len(fake.bodies) == 13  # with the warm-up
+    assert fake.bodies[0]["prompt"] not in [body["prompt"] for body in fake.bodies[1:]]  # none is in the prefix cache
     result = calculate_metrics(outputs, duration, percentiles=(50, 99))
     ttft, tpot, itl, e2el = [], [], [], []
     asked = sorted(body["max_tokens"] for body in fake.bodies[1:])

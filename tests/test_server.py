@@ -3,13 +3,17 @@
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
+import logging
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +36,7 @@ from teachvllm.engine.async_llm import AsyncLLM  # noqa: E402
 from teachvllm.entrypoints.api_server import (  # noqa: E402
     ServerArgs,
     add_server_args,
+    bind,
     build_app,
     run_server,
     serve_in_background,
@@ -73,9 +78,15 @@ def state_router(engine: AsyncLLM) -> APIRouter:
 
 @pytest.fixture(scope="module")
 def engine(speaker: str) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM.from_engine_args(EngineArgs(speaker, **OPTIONS))
-    yield engine
-    engine.shutdown()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:  # for its sockets
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        engine = AsyncLLM.from_engine_args(EngineArgs(speaker, **OPTIONS))
+        patch.undo()
+        engine.folder = folder  # type: ignore[attr-defined]
+        yield engine
+        engine.shutdown()
+        assert not os.listdir(folder)
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +211,32 @@ COMPLETIONS = [
     ({"prompt": "Hello", "priority": 3}, "priority", "scheduling_policy"),
     ({"prompt": "Hello", "use_beam_search": True, "temperature": 0.5}, "temperature", "0.5"),
     ({"prompt": "Hello", "use_beam_search": True, "logprobs": 1}, "logprobs", "use_beam_search"),
+    *(
+        ({"prompt": "Hello", "use_beam_search": True, **one}, next(iter(one)), "use_beam_search")
+        for one in (
+            {"stop": "a"},
+            {"stop_token_ids": [3]},
+            {"bad_words": ["a"]},
+            {"logit_bias": {"3": 1}},
+            {"seed": 0},
+            {"top_p": 0.5},
+            {"top_k": 4},
+            {"presence_penalty": 0.1},
+            {"frequency_penalty": 0.1},
+            {"repetition_penalty": 2},
+        )
+    ),
+    ({"prompt": "Hello", "stop": ["a"] * 65}, "stop", "64"),
+    ({"prompt": "Hello", "bad_words": ["a"] * 257}, "bad_words", "256"),
+    ({"prompt": ["Hello"] * 40, "bad_words": ["a"] * 200}, "bad_words", "together"),
+    ({"prompt": "Hello", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1024"),
+    ({"prompt": "Hello", "stop_token_ids": [1] * 1025}, "stop_token_ids", "1024"),
+    ({"prompt": "Hello", "allowed_token_ids": [1] * 16385}, "allowed_token_ids", "16384"),
+    ({"prompt": "Hello", "structural_tag": "{}"}, "structural_tag", "structured output"),
+    ({"prompt": "Hello", "guided_decoding_backend": "x"}, "guided_decoding_backend", "structured output"),
+    ({"prompt": "Hello", "guided_whitespace_pattern": ""}, "guided_whitespace_pattern", "structured output"),
+    ({"prompt": "Hello", "cache_salt": "a"}, "cache_salt", "prefix cache"),
+    ({"prompt": "Hello", "return_token_ids": True}, "return_token_ids", "texts"),
     ({"prompt": "Hello", "suffix": "x"}, "suffix", "not in teachvllm yet"),
     ({"prompt": "Hello", "guided_json": {}}, "guided_json", "structured output"),
     ({"prompt": "Hello", "lora_request": {"lora_path": "/etc/passwd"}}, "lora_request", "LoRA"),
@@ -253,6 +290,63 @@ def test_what_is_refused_in_a_stream_has_a_status(client: Any) -> None:
         response = client.post("/v1/completions", json={"stream": True, **body})
         assert response.status_code == 400 and error_of(response)["message"]
     settled(client)
+
+
+def test_null_is_the_default(client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    "And a field that is not known is warned of once."
+    body = {"stream": None, "echo": None, "cache_salt": None, "max_tokens": 1, "a_name_of_mine": 1}
+    with caplog.at_level(logging.WARNING, "teachvllm"):
+        logging.getLogger("teachvllm").addHandler(caplog.handler)
+        try:
+            for _ in range(3):
+                assert client.post("/v1/completions", json={**body, "prompt": "Hello"}).status_code == 200
+                assert client.post("/v1/chat/completions", json={**body, "messages": HELLO}).status_code == 200
+        finally:
+            logging.getLogger("teachvllm").removeHandler(caplog.handler)
+    assert len({record.getMessage() for record in caplog.records if "a_name_of_mine" in record.getMessage()}) == 1
+    assert sum("a_name_of_mine" in record.getMessage() for record in caplog.records) <= 2  # two handlers
+
+
+def spy_on(real: Any, seen: list[str]) -> Any:
+    "The function, which notes in which thread it is called."
+
+    @functools.wraps(real)  # and has its signature
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(threading.current_thread().name)
+        return real(*args, **options)
+
+    return spy
+
+
+def test_a_stream_was_created_once(client: Any) -> None:
+    for path, prompt in ("/v1/completions", {"prompt": "Hello"}), ("/v1/chat/completions", {"messages": HELLO}):
+        body = {**prompt, "stream": True, "max_tokens": 300, "ignore_eos": True}
+        *chunks, _ = events_of(client.post(path, json=body))
+        assert len(chunks) > 100 and len({(chunk["created"], chunk["id"]) for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [("/v1/chat/completions", {"messages": [{"role": "user" * 300_000, "content": "a"}]}),
+     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": "b " * 500_000}] * 3}),
+     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 2}] * 1024}),
+     ("/tokenize", {"prompt": "word " * 400_000, "return_token_strs": True}),
+     ("/v1/completions", {"prompt": ["word " * 5000] * 40})],
+    ids=["role", "name", "messages", "tokenize", "prompts"],
+)  # fmt: skip
+def test_large_requests_are_read_in_a_thread(
+    engine: AsyncLLM, path: str, body: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Never in the event loop, which serves the others."
+    from teachvllm.entrypoints import serving
+
+    seen: list[str] = []
+    for name in "encode", "apply_chat_template":
+        monkeypatch.setattr(serving, name, spy_on(getattr(serving, name), seen))
+    status, text = ask_app(build_app(engine), "POST", path, json=body)
+    assert status in (200, 400) and seen and "MainThread" not in seen, text[:200]
+    ask_app(build_app(engine), "POST", "/tokenize", json={"prompt": "Hello"})
+    assert seen[-1] == "MainThread"
 
 
 def test_unknown_models_and_routes(client: Any) -> None:
@@ -366,6 +460,14 @@ def test_clients_that_send_slowly_are_shut_out(url: str, client: Any) -> None:
     assert b" 408 " in answers[2].splitlines()[0] and b"--request-timeout" in answers[2]
 
 
+def test_headers_have_a_limit(url: str) -> None:
+    place = ("127.0.0.1", int(url.rpartition(":")[2]))
+    with socket.create_connection(place, timeout=20) as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX-A: " + b"a" * 200_000 + b"\r\n\r\n")
+        answer = sock.recv(65536)
+        assert not answer or b" 400 " in answer.splitlines()[0]
+
+
 def test_bodies_whose_end_never_comes(url: str, client: Any) -> None:
     place = ("127.0.0.1", int(url.rpartition(":")[2]))
     for last in "close", "shutdown":
@@ -396,10 +498,10 @@ def ask_app_fully(app: Any, method: str, path: str, **more: Any) -> tuple[int, s
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("how", ["argument", "environment"])
+@pytest.mark.parametrize("how", ["argument", "environment", "vLLM's"])
 def test_the_api_key(engine: AsyncLLM, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if how == "environment":
-        monkeypatch.setenv("TEACHVLLM_API_KEY", "sesame")
+    if how != "argument":
+        monkeypatch.setenv("TEACHVLLM_API_KEY" if how == "environment" else "VLLM_API_KEY", "sesame")
     app = build_app(engine, ServerArgs(api_key="sesame" if how == "argument" else None))
     for headers in (
         {},
@@ -425,7 +527,9 @@ def test_the_api_key(engine: AsyncLLM, how: str, monkeypatch: pytest.MonkeyPatch
 def test_other_origins_only_if_asked_for(engine: AsyncLLM) -> None:
     origin = {"origin": "http://page.example", "access-control-request-method": "POST"}
     assert ask_app(build_app(engine), "OPTIONS", "/v1/completions", headers=origin)[0] == 405
-    app = build_app(engine, ServerArgs(allowed_origins=["http://page.example"], api_key="k"))
+    with pytest.raises(ValueError, match="allowed_origins"):
+        ServerArgs(allowed_origins=["[1]"])
+    app = build_app(engine, ServerArgs(allowed_origins=['["http://page.example"]'], api_key="k"))
     status, _, headers = ask_app_fully(app, "OPTIONS", "/v1/completions", headers=origin)
     assert status == 200 and headers["access-control-allow-origin"] == "http://page.example"
     assert ask_app(app, "OPTIONS", "/v1/completions", headers={**origin, "origin": "http://other.example"})[0] == 400
@@ -460,12 +564,90 @@ def test_chat_templates(engine: AsyncLLM, tmp_path: Path) -> None:
 class Broken:
     "An engine of which the second step fails."
 
+    parts = (
+        CompletionOutput(0, "a", [5]),
+        CompletionOutput(0, "", [], None, None, "error", "RuntimeError: out of paper"),
+    )
+
     async def generate(self, prompt: Any, params: Any, request_id: str, priority: int = 0) -> Any:
-        for part in (
-            CompletionOutput(0, "a", [5]),
-            CompletionOutput(0, "", [], None, None, "error", "RuntimeError: out of paper"),
-        ):
+        for part in self.parts:
             yield RequestOutput(request_id, "Hello", prompt["prompt_token_ids"], [part], part.finished())
+
+
+class Fails(Broken):
+    "An engine that raises an error of its own."
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    async def generate(self, *args: Any, **options: Any) -> Any:
+        raise self.error
+        yield
+
+
+def test_whose_fault_an_error_is(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from teachvllm.entrypoints.serving import CompletionWriter
+
+    app = build_app(engine)
+    for error, expected in (
+        (ValueError("n=0"), 400),
+        (ValueError("the engine is closed"), 503),
+        (RuntimeError("a"), 500),
+    ):
+        app.state.serving.engine = Fails(error)
+        for stream in False, True:
+            assert ask_app(app, "POST", "/v1/completions", json={"prompt": "Hello", "stream": stream})[0] == expected, (
+                error
+            )
+
+    def wrong(*args: Any) -> Any:  # a mistake in our code, with pydantic's errors or a plain one
+        raise next(errors)
+
+    errors: Any = iter([ValueError("unlucky")] * 2)
+    app.state.serving.engine = Broken()
+    Broken.parts, parts = Broken.parts[:1], Broken.parts
+    monkeypatch.setattr(CompletionWriter, "_choice", wrong)
+    try:
+        for stream in False, True:
+            status, text = ask_app(app, "POST", "/v1/completions", json={"prompt": "Hello", "stream": stream})
+            assert status == 500 and "unlucky" in text
+    finally:
+        Broken.parts = parts
+
+
+def test_siblings_of_a_prompt_that_fails_are_closed(engine: AsyncLLM) -> None:
+    closed: list[str] = []
+
+    class Half:
+        async def generate(self, prompt: Any, params: Any, request_id: str, priority: int = 0) -> Any:
+            try:
+                part = CompletionOutput(0, "", [], None, None, "error", "out of paper")
+                if not closed and len(prompt["prompt_token_ids"]) > 1:
+                    await asyncio.sleep(60)
+                yield RequestOutput(request_id, "a", prompt["prompt_token_ids"], [part], True)
+            finally:
+                closed.append(request_id)
+
+    app = build_app(engine)
+    app.state.serving.engine = Half()
+    status, _ = ask_app(app, "POST", "/v1/completions", json={"prompt": [[5], [6, 7], [8, 9]]})
+    assert status == 500 and len(closed) == 3
+
+
+def test_an_aborted_embedding_is_no_embedding(engine: AsyncLLM) -> None:
+    import torch
+
+    from teachvllm.outputs import PoolingOutput, PoolingRequestOutput
+
+    class Aborts:
+        async def encode(self, prompt: Any, params: Any, request_id: str, priority: int = 0) -> Any:
+            yield PoolingRequestOutput(request_id, PoolingOutput(torch.empty(0)), prompt["prompt_token_ids"], True)
+
+    app = build_app(engine)
+    app.state.serving.engine = Aborts()
+    app.state.serving.model_config = type("M", (), {"pooler_config": None, "vocab_size": 1000, "max_model_len": 99})
+    status, text = ask_app(app, "POST", "/v1/embeddings", json={"input": ["a", "b"]})
+    assert status == 503 and "aborted" in json.loads(text)["error"]["message"]
 
 
 def test_a_step_that_fails(engine: AsyncLLM) -> None:
@@ -523,18 +705,34 @@ def test_a_million_errors_are_one(client: Any) -> None:
         assert response.status_code == 400 and len(response.content) < 1000
 
 
-def test_load_with_clients_that_leave(client: Any, url: str, offline: dict) -> None:
-    "200 requests, 30 at a time, a third of the clients leave at random: all other answers are complete, and nothing is left."
-    before = settled(client)
+NUM = 500  # requests of the load
+
+
+def resident() -> int:
+    "Bytes of memory of this process, which is the server's, too; 0 where it is not known."
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def test_load_with_clients_that_leave(engine: AsyncLLM, client: Any, url: str, offline: dict) -> None:
+    """500 requests, 50 at a time, a third of the clients leave at random: all other answers are complete, nothing is left.
+
+    No block, task or descriptor, no file in the folder for those, and no more memory than after the first 200.
+    """
+    before, files = settled(client), os.listdir(engine.folder)  # type: ignore[attr-defined]
     num_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     asked, finished = list(offline), list[int]()
     rng = random.Random(7)
-    leaves = [rng.random() < 1 / 3 for _ in range(200)]
+    leaves = [rng.random() < 1 / 3 for _ in range(NUM)]
+    memory: list[int] = []
 
     async def one(i: int, http: Any, places: asyncio.Semaphore) -> None:
         prompt, most = asked[i % len(asked)]
         body = {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": i % 2 == 0}
         async with places:
+            if i in (200, NUM - 1):
+                memory.append(resident())
             try:
                 how = asyncio.wait_for(answer(http, body), rng.random() * 0.3 if leaves[i] else 100)
                 assert await how == offline[prompt, most]
@@ -557,13 +755,15 @@ def test_load_with_clients_that_leave(client: Any, url: str, offline: dict) -> N
         return text, reason
 
     async def everything() -> None:
-        places = asyncio.Semaphore(30)
-        async with httpx.AsyncClient(base_url=url, timeout=100, limits=httpx.Limits(max_connections=40)) as http:
-            await asyncio.gather(*(one(i, http, places) for i in range(200)))
+        places = asyncio.Semaphore(50)
+        async with httpx.AsyncClient(base_url=url, timeout=100, limits=httpx.Limits(max_connections=60)) as http:
+            await asyncio.gather(*(one(i, http, places) for i in range(NUM)))
 
     asyncio.run(everything())
-    assert len(finished) >= 200 - sum(leaves) and len(finished) < 200
+    assert len(finished) >= NUM - sum(leaves) and len(finished) < NUM
     after = settled(client)
+    assert memory[1] - memory[0] < 64 << 20, memory
+    assert os.listdir(engine.folder) == files  # type: ignore[attr-defined]
     assert after["tasks"] <= before["tasks"] + 2, (before, after)
     if num_files:
         for _ in range(100):  # connections that were closed by the other side
@@ -717,7 +917,7 @@ def test_when_the_core_dies_every_stream_ends_with_an_error(speaker: str) -> Non
                 break
 
     with server_process(speaker) as (process, core, url):
-        lines = streams(url, 12, kill)
+        lines = streams(url, 50, kill, 500)
         assert health[-1].status_code == 503 and "dead" in error_of(health[-1])["message"]
         assert process.wait(timeout=30) == 1
     for one in lines:
@@ -754,3 +954,74 @@ def test_a_drain_has_an_end(speaker: str) -> None:
         lines = streams(url, 12, lambda: process.send_signal(signal.SIGINT))
         assert process.wait(timeout=30) == 0 and gone(core)
     assert all(json.loads(one[-2][6:])["choices"][0]["finish_reason"] == "abort" for one in lines)
+
+
+def test_a_body_that_comes_while_the_server_drains_is_answered(speaker: str) -> None:
+    "Its request was let in: the server waits for it."
+    with server_process(speaker, "--shutdown-timeout", "30") as (process, core, url):
+        body = json.dumps({"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as sock:
+            sock.sendall(head.encode() + b"\r\n\r\n" + body[:5])
+            assert httpx.get(f"{url}/health", timeout=20).status_code == 200  # the half has been read
+            process.send_signal(signal.SIGTERM)
+            for _ in range(100):
+                if httpx.get(f"{url}/health", timeout=20).status_code == 503:
+                    break
+                time.sleep(0.02)
+            sock.sendall(body[5:])
+            answer = b"".join(iter(lambda: sock.recv(65536), b""))
+        assert b" 200 " in answer.splitlines()[0] and json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"]
+        assert process.wait(timeout=30) == 0
+
+
+def test_two_servers_on_one_port_before_either_is_ready() -> None:
+    args = ServerArgs(port=0)
+    with bind(args) as first, pytest.raises(ValueError, match="Address already in use"):
+        bind(ServerArgs(port=first.getsockname()[1]))
+
+
+def test_pages_that_watch_leave_at_once(speaker: str) -> None:
+    closed: list[bool] = []
+
+    class Watches:
+        def add_request(self, request: Any) -> None: ...
+        def record(self, arrived: Any, outputs: Any) -> None: ...
+        def abort_request(self, request_id: str) -> None: ...
+        def close(self) -> None:
+            closed.append(True)
+
+    engine = AsyncLLM.from_engine_args(EngineArgs(speaker, **OPTIONS), [Watches()])
+    try:
+        with serve_in_background(engine) as url:
+            assert httpx.get(f"{url}/health").status_code == 200 and not closed
+        assert closed == [True]
+    finally:
+        engine.shutdown()
+
+
+def test_curl(url: str) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    command = [
+        curl,
+        "-sS",
+        "-N",
+        "--max-time",
+        "60",
+        f"{url}/v1/completions",
+        "-H",
+        "Content-Type: application/json",
+        "-d",
+    ]
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    whole = json.loads(subprocess.run([*command, json.dumps(body)], capture_output=True, check=True).stdout)
+    out = subprocess.run(
+        [*command, json.dumps({**body, "stream": True})], capture_output=True, check=True, text=True
+    ).stdout
+    lines = [line[6:] for line in out.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1]) == whole["choices"][0]["text"]

@@ -469,9 +469,17 @@ def test_a_page_that_reads_nothing_holds_nothing_up(server: Server) -> None:
     server.until(lambda: not server.watcher.tasks and not server.watcher.feed.readers, "and nothing is left")
 
 
-@pytest.mark.parametrize("headers", [{"Host": "engine.example"}, {"Host": "10.0.0.7:8000"}])
+ELSEWHERE = [
+    {"Host": "engine.example"},
+    {"Host": "10.0.0.7:8000"},
+    {"X-Forwarded-For": "1.2.3.4"},
+    {"Forwarded": "for=1.2.3.4"},
+]
+
+
+@pytest.mark.parametrize("headers", ELSEWHERE)
 def test_only_this_machine_is_answered(server: Server, headers: dict[str, str]) -> None:
-    "A page of another site whose name was made to point here has its own name in `Host`."
+    "A page of another site whose name was made to point here has its own name in `Host`; a proxy here says for whom it asks."
     for path in ("", "/events"):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(urllib.request.Request(server.url + path, headers=headers), timeout=10)

@@ -428,7 +428,7 @@ def watch_page() -> str:
     text = files("teachvllm.entrypoints").joinpath("watch.html").read_text(encoding="utf-8")
     return text.replace("/*BOOK*/null", json.dumps({"palette": PALETTE, "hatches": HATCHES, "phases": PHASES}))
 
-# %% ../../nbs/71_watch.ipynb #d67b051a
+# %% ../../nbs/71_watch.ipynb #08e1d017
 def make_router(events: Callable[[], AsyncGenerator[bytes, None]], loopback_only: bool = True) -> Any:
     "A FastAPI router with `GET /watch`, the page, and `GET /watch/events`, the stream that it reads."
     from fastapi import APIRouter, Depends, HTTPException, Request
@@ -437,7 +437,8 @@ def make_router(events: Callable[[], AsyncGenerator[bytes, None]], loopback_only
     def guard(request: Request) -> None:
         hosts = {request.url.hostname, request.client.host if request.client else "localhost"}
         ok = not loopback_only or all(host in ("localhost", "::1") or str(host).startswith("127.") for host in hosts)
-        if not ok:  # also a page elsewhere whose name was made to mean this machine
+        relayed = set(request.headers) & {"x-forwarded-for", "x-real-ip", "forwarded"}  # by a proxy on this machine
+        if not ok or (loopback_only and relayed):  # also a page elsewhere whose name was made to mean this machine
             raise HTTPException(403, "/watch is for this machine only: open http://127.0.0.1:<port>/watch on it, or by ssh -L")
 
     router = APIRouter(prefix="/watch", dependencies=[Depends(guard)], include_in_schema=False)
