@@ -104,7 +104,7 @@ class Processor:
         ok = isinstance(params, PoolingParams) == (self.task != "generate")
         require(ok, f'task="{self.task}": this engine {does}; {hint}')
 
-# %% ../../nbs/60_llm_engine.ipynb #efda937a
+# %% ../../nbs/60_llm_engine.ipynb #7459d453
 class LLMEngine:
     """Takes requests, runs steps, gives outputs. It has an input processor, an output processor, and a client of the core.
 
@@ -233,12 +233,12 @@ class LLMEngine:
 
     def _record(self, trace: Trace, step: StepTrace, seconds: float) -> None:
         "Complete what the core recorded of a step by what only the front knows: its own time, and texts."
-        trace.steps.append(step)
         trace.num_prompt_tokens |= step.num_prompt_tokens
         step.process_seconds += seconds
         if self.tokenizer:
             for name, token_ids in step.token_ids.items():
                 trace.texts[name] = [self.tokenizer.decode([i]) for i in token_ids]
+        trace.steps.append(step)  # last: a page that watches the list reads it now
 
     def get_metrics(self) -> dict[str, int]:
         "Counters since the engine began, and the queues and the pool as they are now: the fields of `SchedulerStats`."
