@@ -141,7 +141,7 @@ def cosines(outputs: list[PoolingRequestOutput], num_first: int) -> list[Pooling
         for a, b in pairs
     ]  # fmt: skip
 
-# %% ../nbs/61_llm.ipynb #b647ffb7
+# %% ../nbs/61_llm.ipynb #a7cbef41
 class LLM:
     """A model, ready to answer: `LLM()` loads SmolLM2-135M-Instruct, `LLM("folder, .gguf or Hugging Face id")` another.
 
@@ -235,6 +235,7 @@ class LLM:
         What comes after the `*` goes to the chat template, which may ignore it; `None` is the model's own template. `others`
         go to `generate`.
         """
+        check_options(others, use_tqdm)
         require(isinstance(messages, list) and len(messages) > 0, f"messages={messages!r:.80} must be a list of dicts")
         conversations = [messages] if isinstance(messages[0], dict) else messages
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools} | (chat_template_kwargs or {})

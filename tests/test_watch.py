@@ -833,7 +833,7 @@ def test_the_page_reads_at_every_width(server: Server, browser: Browser, width: 
     browser.until("frames.length > 40")
     browser.js("show(30)")
     browser.until("document.querySelectorAll('.rows button').length > 2")
-    browser.click(".rows button")
+    browser.js("document.querySelector('.rows button').click()")  # wherever a busy machine has drawn it by now
     browser.until("!document.getElementById('one').hidden")
     assert browser.js("document.documentElement.scrollWidth") <= width
     inside = """[...document.querySelectorAll('section, canvas, button, .tile')].filter(e => e.offsetParent)
