@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['PROMPTS', 'QUESTION', 'SAMPLING', 'add_sampling_args', 'sampling_params', 'make_llm', 'run_generate',
            'conversation_ids', 'converse', 'run_chat', 'stream', 'ask', 'request_json', 'lines_of', 'ask_server',
-           'run_complete', 'extras', 'run_serve', 'run_demo', 'memory_facts', 'engine_facts', 'run_inspect',
-           'add_options', 'make_parser', 'refuse', 'main']
+           'pieces_of', 'run_complete', 'extras', 'run_serve', 'run_demo', 'tied_copy_bytes', 'memory_facts',
+           'engine_facts', 'run_inspect', 'add_options', 'make_parser', 'options_of', 'refuse', 'main']
 
-# %% ../nbs/98_command_line.ipynb #fa0c9161
+# %% ../nbs/98_command_line.ipynb #f8fcfaf3
 import argparse
 import difflib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -82,20 +82,24 @@ def run_generate(parsed: argparse.Namespace) -> None:
         for output in llm.generate(texts, sampling_params(parsed)):
             print(output.prompt + output.outputs[0].text, flush=True)
 
-# %% ../nbs/98_command_line.ipynb #a237ac81
-def conversation_ids(llm: Any, messages: list[dict[str, str]]) -> list[int]:
-    "The prompt of a conversation; its oldest question and answer are deleted from `messages` until it fits."
+# %% ../nbs/98_command_line.ipynb #a6759ce9
+def conversation_ids(llm: Any, messages: list[dict[str, str]], max_tokens: int) -> list[int]:
+    """The prompt of a conversation; its oldest question and answer are deleted from `messages` until it fits.
+
+    It fits if it leaves room for an answer: for `max_tokens`, or for a quarter of what the model takes if that is less.
+    """
     from teachvllm.inputs import apply_chat_template
 
-    limit = llm.llm_engine.config.model_config.max_model_len
+    most = llm.llm_engine.config.model_config.max_model_len
+    room = min(max_tokens, most // 4)
     ids = apply_chat_template(llm.get_tokenizer(), messages)
-    while len(ids) >= limit and len(messages) > 1:
+    while len(ids) > most - room and len(messages) > 1:
         del messages[:2]
-        print(f"(longer than max_model_len={limit}: the oldest question is left out)", file=sys.stderr)
+        print(f"(no room for {room} tokens within max_model_len={most}: the oldest question is left out)", file=sys.stderr)
         ids = apply_chat_template(llm.get_tokenizer(), messages)
     return ids
 
-# %% ../nbs/98_command_line.ipynb #20cf44b1
+# %% ../nbs/98_command_line.ipynb #cc4eea42
 def converse(first: str, answer: Callable[[list[dict[str, str]]], Iterator[str]]) -> None:
     """A conversation: `answer` gives the pieces of the next answer, which are printed as they come.
 
@@ -128,14 +132,14 @@ def converse(first: str, answer: Callable[[list[dict[str, str]]], Iterator[str]]
 def run_chat(parsed: argparse.Namespace) -> None:
     """`teachvllm chat`: a conversation, with a model that is loaded here or, with `--url`, with a server's.
 
-    When it does not fit into the model any more, its oldest messages are left out; a server refuses it.
+    A conversation that has grown too long for the model loses its oldest messages; a server refuses it.
     """
     first = " ".join(parsed.text)
     if parsed.url:
         return converse(first, partial(ask_server, parsed, "chat/completions", "messages"))
     params = sampling_params(parsed, output_kind=RequestOutputKind.DELTA)
     with make_llm(parsed) as llm:
-        converse(first, lambda messages: stream(llm.llm_engine, conversation_ids(llm, messages), params))
+        converse(first, lambda messages: stream(llm.llm_engine, conversation_ids(llm, messages, parsed.max_tokens), params))
 
 
 def stream(engine: Any, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
@@ -160,17 +164,19 @@ def ask() -> str:
     except EOFError:
         return ""
 
-# %% ../nbs/98_command_line.ipynb #a5542ae9
+# %% ../nbs/98_command_line.ipynb #17db2742
 def request_json(parsed: argparse.Namespace, path: str, body: dict[str, Any] | None = None) -> Any:
     "An open answer of the server at `--url`; `ValueError` says what the server did not like, or that there is none."
     from urllib.error import HTTPError, URLError
-    from urllib.request import Request, urlopen
+    from urllib.parse import urlsplit
+    from urllib.request import ProxyHandler, Request, build_opener
 
     key = parsed.api_key or os.environ.get("OPENAI_API_KEY")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     url, data = f"{parsed.url.rstrip('/')}/{path}", json.dumps(body).encode() if body else None
     try:
-        return urlopen(Request(url, data, headers))
+        here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")  # a proxy's own localhost is another machine
+        return build_opener(*[ProxyHandler({})] * here).open(Request(url, data, headers))
     except HTTPError as error:
         said = error.read().decode(errors="replace")
         with suppress(ValueError, KeyError, TypeError):
@@ -200,22 +206,32 @@ def ask_server(parsed: argparse.Namespace, path: str, field: str, value: Any) ->
     params |= {"seed": parsed.sampling_seed} | ({"top_k": parsed.top_k} if parsed.top_k > 0 else {})
     body = {name: what for name, what in params.items() if what is not None} | {"model": model, "stream": True, field: value}
     with request_json(parsed, path, body) as answer:
-        for line in lines_of(answer):
-            text = line.removeprefix("data:").strip()
-            if line.startswith("data:") and text != "[DONE]":
-                event = json.loads(text)
-                require("error" not in event, f"the server ended the answer: {event.get('error')}")
-                for choice in event["choices"]:
-                    yield choice["delta"].get("content") or "" if field == "messages" else choice["text"]
+        yield from pieces_of(lines_of(answer), field)
+
+
+def pieces_of(lines: Iterable[str], field: str) -> Iterator[str]:
+    "The pieces of text in the lines of a stream, as they come: of a conversation (`messages`) or of a text (`prompt`)."
+    for line in lines:
+        text = line.removeprefix("data:").strip()
+        if line.startswith("data:") and text != "[DONE]":
+            event = json.loads(text)
+            require("error" not in event, f"the server ended the answer: {event.get('error')}")
+            for choice in event.get("choices") or ():  # a last event may have only the usage
+                yield choice["delta"].get("content") or "" if field == "messages" else choice["text"]
 
 
 def run_complete(parsed: argparse.Namespace) -> None:
     "`teachvllm complete`: each text, and then each line that is typed, with a server's continuation."
     for text in parsed.text or iter(ask, ""):
-        print(text, end="", flush=True)
-        for piece in ask_server(parsed, "completions", "prompt", text):
-            print(piece, end="", flush=True)
-        print()
+        try:
+            print(text, end="", flush=True)
+            for piece in ask_server(parsed, "completions", "prompt", text):
+                print(piece, end="", flush=True)
+            print()
+        except ValueError as error:  # of lines that are typed, the next one may be taken
+            if parsed.text:
+                raise
+            print(f"\nteachvllm: {error}", file=sys.stderr)
 
 # %% ../nbs/98_command_line.ipynb #dcd9134e
 def extras() -> tuple[Any, Any, Any, Any]:
@@ -262,7 +278,16 @@ def run_demo(parsed: argparse.Namespace) -> None:
         figure.savefig(parsed.out / name, bbox_inches="tight", dpi=200)
         print(f"saved {parsed.out / name}")
 
-# %% ../nbs/98_command_line.ipynb #fa23d336
+# %% ../nbs/98_command_line.ipynb #7ab42e23
+def tied_copy_bytes(model: Any, device: str) -> int:
+    "Bytes of the heads that lie in memory twice: a CPU packs matrices for their products, and not the embedding that a head is tied to."
+    import torch
+
+    heads = [layer for layer in model.modules() if getattr(layer, "shares_weight", False)]
+    packed = (torch.float32, torch.bfloat16) if device == "cpu" else ()
+    return sum(head.weight.nbytes for head in heads if head.weight.dtype in packed)
+
+# %% ../nbs/98_command_line.ipynb #0880931c
 def memory_facts(config: VllmConfig) -> dict[str, Any]:
     "The model's attention, weights and KV cache in numbers, and whether they fit: from its shapes, without its weights."
     from teachvllm.model_executor.layers import attention_layers, import_compiled
@@ -276,7 +301,9 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
         shapes = get_model_class(model.hf_config, model.pooler_config)(model.hf_config, context)
     block_bytes = sum(layer.kv_cache_spec.page_bytes(size) for layer in attention_layers(shapes).values())
     profiler = MemoryProfiler("cpu" if device == "cpu" else "cuda:0", config.cache_config)
-    profiler.weights = sum(parameter.nbytes for parameter in shapes.parameters())
+    copied = tied_copy_bytes(shapes, device)
+    profiler.weights = sum(parameter.nbytes for parameter in shapes.parameters()) + copied
+    twice = f", {copied / GiB:.2f} of it for the head, packed apart from the embedding it is tied to" if copied else ""
     try:
         num_blocks = profiler.num_gpu_blocks(block_bytes, model.max_model_len)
         at_once = num_blocks / -(-model.max_model_len // size)
@@ -294,7 +321,7 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
     heads = f"{model.num_attention_heads} query heads, {model.num_kv_heads} KV heads, head size {model.head_size}"
     return {
         "attention": f"{context.attn_backend.name} ({heads})",
-        "weights": f"{profiler.weights / GiB:.2f} GiB",
+        "weights": f"{profiler.weights / GiB:.2f} GiB{twice}",
         "KV block": f"{block_bytes:,} bytes for {size} tokens",
         "KV cache": room,
         "matrix products": "our own (chapter 21c)" if by_us else f"oneDNN's ({lacking})" if device == "cpu" else "cuBLAS's",
@@ -390,7 +417,13 @@ def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
             add_options(command, name)
     return parser
 
-# %% ../nbs/98_command_line.ipynb #927b476d
+# %% ../nbs/98_command_line.ipynb #71fca332
+def options_of(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    "The options of one command, as a user writes them."
+    [commands] = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    return [flag for action in commands[command]._actions for flag in action.option_strings]
+
+# %% ../nbs/98_command_line.ipynb #1b6c0870
 def refuse(parser: argparse.ArgumentParser, unknown: list[str], known: list[str]) -> None:
     "End with a message for options that nothing takes: what vLLM calls so, or the nearest name."
     flag = unknown[0].partition("=")[0]
@@ -411,7 +444,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"vLLM's command `{argv[0]}` is not in teachvllm yet")
         parsed, unknown = parser.parse_known_args(argv)
         if unknown:
-            refuse(parser, unknown, ["--" + name.replace("_", "-") for name in vars(parsed)])
+            refuse(parser, unknown, options_of(parser, parsed.command))
         status = parsed.run(parsed)
         sys.stdout.flush()
         return status or 0

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['bench_scheduler', 'dummy_engine', 'bench_paging', 'bench_sharing', 'bench_parallel', 'show_table', 'main']
 
-# %% ../nbs/90_bench.ipynb #01a61086
+# %% ../nbs/90_bench.ipynb #7677a0e4
 import argparse
 import json
 import statistics
@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from .config import SchedulerConfig
+from .config import SchedulerConfig, require
 from .core.block_manager import BlockSpaceManager
 from .core.scheduler import Scheduler
 from .executor.dummy_executor import make_requests, simulate
@@ -26,9 +26,10 @@ from .model_executor.sampler import ModelRunnerOutput
 from .sampling_params import BeamSearchParams, SamplingParams
 from .sequence import SequenceGroup
 
-# %% ../nbs/90_bench.ipynb #070ce37c
+# %% ../nbs/90_bench.ipynb #9efd0357
 def bench_scheduler(num_seqs: int = 256, num_steps: int = 100) -> dict[str, float]:
     "Microseconds of a step in which `num_seqs` sequences decode: medians over `num_steps` of its two calls."
+    require(num_seqs > 0 and 0 < num_steps <= 4000, f"num_seqs={num_seqs}, num_steps={num_steps}: from 1, and from 1 to 4,000")
     config = SchedulerConfig(max_model_len=4096, max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, num_seqs))
     manager = BlockSpaceManager(16, num_gpu_blocks=num_seqs * (4 + num_steps // 8), enable_caching=True)
     scheduler, params = Scheduler(config, manager), SamplingParams(max_tokens=None)
@@ -64,9 +65,9 @@ def dummy_engine(num_gpu_blocks: int, **options: Any) -> Iterator[LLM]:
         ) as llm:  # fmt: skip
             yield llm
 
-# %% ../nbs/90_bench.ipynb #76f54d35
+# %% ../nbs/90_bench.ipynb #8d0d370e
 def bench_paging(
-    pools: tuple[int, ...] = (100, 200, 400, 800), num_requests: int = 120, seed: int = 0, **options: Any
+    pools: tuple[int, ...] = (100, 200, 400, 800, 1600), num_requests: int = 120, seed: int = 0, **options: Any
 ) -> dict[int, dict[str, float]]:
     """For each size of the pool, in blocks, what a seeded mix with shared prefixes did to it.
 
@@ -123,7 +124,7 @@ def bench_sharing(
         }
     return table
 
-# %% ../nbs/90_bench.ipynb #88fce432
+# %% ../nbs/90_bench.ipynb #ff49123f
 def bench_parallel(
     splits: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2)),  # tensor_parallel_size, pipeline_parallel_size
     batches: tuple[int, ...] = (1, 16),  # prompts at the same time
@@ -150,7 +151,7 @@ def bench_parallel(
                 llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
                 rates[name][n].append(n * output_len / (time.perf_counter() - began))
     return {
-        name: {f"{n} prompts (tok/s)": round(statistics.median(seen), 1) for n, seen in row.items()}
+        name: {f"{n} prompt{'s' * (n > 1)} (tok/s)": round(statistics.median(seen), 1) for n, seen in row.items()}
         for name, row in rates.items()
     }
 

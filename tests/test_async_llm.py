@@ -14,6 +14,7 @@ from helpers import random_prompts
 from teachvllm import LLM, SamplingParams
 from teachvllm.arg_utils import EngineArgs
 from teachvllm.engine.async_llm import AsyncLLM, RequestOutputCollector, merge_outputs
+from teachvllm.engine.core_proc import EngineClosedError
 from teachvllm.executor.executor_base import EngineDeadError
 from teachvllm.outputs import CompletionOutput, RequestOutput
 from teachvllm.sampling_params import PoolingParams, RequestOutputKind
@@ -197,9 +198,32 @@ def test_refused(engine: AsyncLLM) -> None:
     run(main)
 
 
+class Told:
+    "A stat logger that knows of aborts only."
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+        self.failed: list[str] = []
+
+    def add_request(self, request: Any) -> None: ...
+
+    def record(self, arrived: Any, outputs: list[Any]) -> None: ...
+
+    def abort_request(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+class ToldOfFailures(Told):
+    "And one that tells failed requests apart."
+
+    def fail_request(self, request_id: str) -> None:
+        self.failed.append(request_id)
+
+
 def test_the_core_dies(folder: str) -> None:
-    "While requests run: each ends with the reason, as does every later call."
-    engine = AsyncLLM.from_engine_args(EngineArgs(folder, **OPTIONS))
+    "While requests run: each ends with the reason, as does every later call; stat loggers hear of each request."
+    told, failed = Told(), ToldOfFailures()
+    engine = AsyncLLM.from_engine_args(EngineArgs(folder, **OPTIONS), stat_loggers=[told, failed])
 
     async def main() -> None:
         reading = [
@@ -209,8 +233,12 @@ def test_the_core_dies(folder: str) -> None:
         while not await blocks_used(engine):
             await asyncio.sleep(0.01)
         os.kill(engine.engine_core.process.pid, signal.SIGKILL)
-        for error in await asyncio.gather(*reading, return_exceptions=True):
+        errors = await asyncio.gather(*reading, return_exceptions=True)
+        for error in errors:
             assert isinstance(error, EngineDeadError) and "was killed by SIGKILL" in str(error)
+        assert len(set(map(id, errors))) == len(PROMPTS), "two tasks raise the same exception"
+        ids = sorted(f"r{i}" for i in range(len(PROMPTS)))
+        assert (sorted(told.aborted), failed.aborted, sorted(failed.failed)) == (ids, [], ids)
         assert engine.errored and not engine.is_running and isinstance(engine.dead_error, EngineDeadError)
         for call in (
             engine.check_health,
@@ -226,7 +254,7 @@ def test_the_core_dies(folder: str) -> None:
 
 
 def test_closed_while_requests_run(folder: str) -> None:
-    "They end with `ValueError`; the processes end, here also two workers'."
+    "They end with `EngineClosedError`; the processes end, here also two workers'."
     args = EngineArgs(folder, tensor_parallel_size=2, distributed_executor_backend="mp", **OPTIONS)
     engine = AsyncLLM.from_engine_args(args)
 
@@ -235,9 +263,9 @@ def test_closed_while_requests_run(folder: str) -> None:
         while not await blocks_used(engine):
             await asyncio.sleep(0.01)
         engine.shutdown()
-        with pytest.raises(ValueError, match="the engine is closed"):
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
             await task
-        with pytest.raises(ValueError, match="the engine is closed"):
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
             await read(engine, PROMPTS[0], greedy(), "b")
 
     run(main)
@@ -261,10 +289,30 @@ def test_faults_of_our_own(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) ->
         engine.stat_loggers.clear()
         with monkeypatch.context() as patch:
             patch.setattr(engine.output_processor, "process_outputs", lambda news: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                await read(engine, PROMPTS[0], greedy(), "a")
+            reading = [read(engine, PROMPTS[i], greedy(), f"r{i}") for i in range(3)]
+            errors = await asyncio.gather(*reading, return_exceptions=True)
+            assert {str(error) for error in errors} == {
+                "outputs could not be processed: ZeroDivisionError: division by zero"
+            }
+            assert {type(error) for error in errors} == {RuntimeError} and len(set(map(id, errors))) == 3
         assert await all_blocks_are_free(engine)
         assert len(await read(engine, PROMPTS[0], greedy(FINAL_ONLY, 5), "a")) == 1
+
+    run(main)
+
+
+def test_the_output_handler_is_gone(engine: AsyncLLM) -> None:
+    "Cancelled by a stranger, say: the next request starts another, and those that wait are served."
+
+    async def main() -> None:
+        waiting = asyncio.create_task(read(engine, PROMPTS[0], greedy(max_tokens=40), "waits"))
+        while not engine.collectors:
+            await asyncio.sleep(0.01)
+        assert engine.output_handler
+        engine.output_handler.cancel()
+        await asyncio.sleep(0.01)
+        assert len(await read(engine, PROMPTS[1], greedy(FINAL_ONLY, 3), "next")) == 1
+        assert sum(len(output.outputs[0].token_ids) for output in await waiting) == 40
 
     run(main)
 

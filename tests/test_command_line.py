@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from teachvllm.__main__ import main
+from teachvllm.bench import bench_scheduler
 
 SMALL = ["--num-gpu-blocks-override", "64", "--max-model-len", "512"]
 
@@ -53,6 +57,82 @@ def test_what_is_not_there_is_refused_by_name(argv: list[str], said: str, capsys
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_only_what_a_user_can_write_is_suggested(capsys: pytest.CaptureFixture) -> None:
+    "`run` and `command` are names inside the program, and no options; `--url` is one of `chat` only."
+    for argv, near in (
+        (["chat", "--run"], "--run?"),
+        (["inspect", "--ur", "x"], "--url?"),
+        (["generate", "x", "--commands"], "--command?"),
+    ):
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert f"did you mean {near}" not in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["chat", "--ur", "x"])
+    assert "did you mean --url?" in capsys.readouterr().err
+
+
+def test_a_measurement_that_cannot_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_steps"):
+        bench_scheduler(1, num_steps=5000)
+
+
+# A client
+
+
+class Answers(BaseHTTPRequestHandler):
+    "A server that streams two pieces and then an event with only the usage; it refuses the text `no`."
+
+    def do_GET(self) -> None:
+        self.reply(200, json.dumps({"data": [{"id": "m"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["prompt"] == "no":
+            return self.reply(400, json.dumps({"error": {"message": "that is refused"}}))
+        events = [
+            {"choices": [{"text": " one"}]},
+            {"choices": [{"text": " two"}]},
+            {"choices": [], "usage": {}},
+            {"usage": {}},
+        ]
+        self.reply(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+
+    def reply(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    "Its address; and a proxy that leads nowhere, which must not be asked for this machine."
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://localhost:{server.server_port}/v1"
+    server.shutdown()
+    thread.join(20)
+    server.server_close()
+
+
+def test_a_refused_line_does_not_end_the_program(
+    answers: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("zero\nno\nagain\n"))
+    assert main(["complete", "--url", answers]) == 0
+    out, error = capsys.readouterr()
+    assert out.count(" one two") == 2 and error.count("that is refused") == 1
+    assert main(["complete", "zero", "no", "again", "--url", answers]) == 1
+    assert capsys.readouterr().out.count(" one two") == 1, "texts of the command line are all or nothing from there on"
 
 
 # inspect

@@ -19,10 +19,11 @@ from helpers import random_prompts
 
 from teachvllm import LLM, SamplingParams
 from teachvllm.arg_utils import EngineArgs
-from teachvllm.engine.core_proc import MPClient
+from teachvllm.engine.core_proc import MPClient, drop_stale
 from teachvllm.engine.llm_engine import LLMEngine
 from teachvllm.executor.executor_base import EngineDeadError
 from teachvllm.llm import run_requests
+from teachvllm.messages import EngineCoreOutput
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.worker.worker import Worker
 
@@ -124,6 +125,15 @@ def test_an_id_is_used_again_at_once(engine: LLMEngine) -> None:
             engine, {"again": ([9], SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))}
         )
         assert len(output.outputs[0].token_ids) == length
+
+
+def test_stale_news() -> None:
+    "News of an id are dropped until the core has seen its last abort; what was passed in stays."
+    news, aborted = [EngineCoreOutput(name, 0, [i]) for i, name in enumerate("abca")], {"a": 3, "b": 2}
+    for num_seen, kept, waiting in ((0, "c", {"a": 3, "b": 2}), (2, "bc", {"a": 3}), (3, "abca", {}), (9, "abca", {})):
+        found, left = drop_stale(news, aborted, num_seen)
+        assert ("".join(one.request_id for one in found), left) == (kept, waiting)
+    assert aborted == {"a": 3, "b": 2} and len(news) == 4
 
 
 def test_refused_requests_end_with_an_error(engine: LLMEngine) -> None:

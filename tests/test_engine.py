@@ -4,6 +4,7 @@ import gc
 import json
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -449,6 +450,31 @@ def test_closed_engine_says_so(folder: str) -> None:
     llm.close()
     with pytest.raises(ValueError, match="closed"):
         texts(llm, [[1, 2, 3]])
+
+
+@pytest.mark.parametrize("call", [lambda engine: engine.get_metrics(), lambda engine: engine.set_tokenizer(None)])
+def test_what_asks_the_core_waits_for_the_step(folder: str, call: Any) -> None:
+    "Two threads must not read one socket: a call waits while another thread is in `step`, and does not wait for itself."
+    with tiny(folder) as llm:
+        engine = llm.llm_engine
+        with engine._lock:
+            call(engine)
+            thread = threading.Thread(target=call, args=(engine,))
+            thread.start()
+            thread.join(0.2)
+            assert thread.is_alive(), "it waits"
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_another_tokenizer_does_not_begin_the_seeds_again(folder: str) -> None:
+    with tiny(folder) as llm:
+        processor = llm.llm_engine.processor
+        before = [processor(str(i), [5, 6], SamplingParams())[0].seed for i in range(3)]
+        llm.llm_engine.set_tokenizer(None)
+        processor = llm.llm_engine.processor
+        after = [processor(str(i), [5, 6], SamplingParams())[0].seed for i in range(3)]
+        assert len({*before, *after}) == 6
 
 
 def test_memory_comes_back() -> None:

@@ -236,8 +236,8 @@ def test_every_way_out_forgets_the_request(config: Any) -> None:
     expected = {"stop": 0, "length": 0, "abort": 0, "error": 0}
     tokens = num_first = 0
     for i in range(2000):
-        what = rng.choice(["add", "add", "step", "step", "finish", "refuse", "abort"])
-        one = alive.pop(rng.randrange(len(alive))) if alive and what in ("finish", "refuse", "abort") else None
+        what = rng.choice(["add", "add", "step", "step", "finish", "refuse", "abort", "fail"])
+        one = alive.pop(rng.randrange(len(alive))) if alive and what in ("finish", "refuse", "abort", "fail") else None
         if what == "add":
             metrics.add_request(request(f"r{i}"))
             alive.append(f"r{i}")
@@ -252,6 +252,10 @@ def test_every_way_out_forgets_the_request(config: Any) -> None:
             metrics.record(EngineCoreOutputs(), [output(one, reason), output("unknown", "stop")])
         elif one and what == "refuse":
             metrics.record(EngineCoreOutputs(refused=[(one, "too long"), ("unknown", "")]), [])
+        elif one and what == "fail":
+            expected["error"] += 1
+            metrics.fail_request(one)
+            metrics.fail_request(one)
         elif one:
             expected["abort"] += 1
             metrics.abort_request(one)

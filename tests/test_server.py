@@ -236,11 +236,11 @@ COMPLETIONS = [
     ({"prompt": "Hello", "guided_decoding_backend": "x"}, "guided_decoding_backend", "structured output"),
     ({"prompt": "Hello", "guided_whitespace_pattern": ""}, "guided_whitespace_pattern", "structured output"),
     ({"prompt": "Hello", "cache_salt": "a"}, "cache_salt", "prefix cache"),
-    ({"prompt": "Hello", "return_token_ids": True}, "return_token_ids", "texts"),
-    ({"prompt": "Hello", "suffix": "x"}, "suffix", "not in teachvllm yet"),
+    ({"prompt": "Hello", "return_token_ids": True}, "return_token_ids", "text only"),
+    ({"prompt": "Hello", "suffix": "x"}, "suffix", "not inserted"),
     ({"prompt": "Hello", "guided_json": {}}, "guided_json", "structured output"),
     ({"prompt": "Hello", "lora_request": {"lora_path": "/etc/passwd"}}, "lora_request", "LoRA"),
-    ({"prompt": "Hello", "logits_processors": ["os.system"]}, "logits_processors", "not run"),
+    ({"prompt": "Hello", "logits_processors": ["os.system"]}, "logits_processors", "never run"),
     ({"prompt": "Hello", "response_format": {"type": "json_object"}}, "response_format", "structured output"),
 ]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]
@@ -253,7 +253,7 @@ CHATS = [
     ({"messages": IMAGE}, "messages", "image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "no text"),
     ({"messages": [{"role": "user", "content": "a " * 3000}]}, "messages", "2048"),
-    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "not in teachvllm yet"),
+    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "tool calling is not supported"),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "max_logprobs=20"),
     ({"messages": HELLO, "max_completion_tokens": 2040}, "max_completion_tokens", "tokens that are left"),
@@ -586,12 +586,14 @@ class Fails(Broken):
 
 
 def test_whose_fault_an_error_is(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from teachvllm.engine.core_proc import EngineClosedError
     from teachvllm.entrypoints.serving import CompletionWriter
 
     app = build_app(engine)
     for error, expected in (
         (ValueError("n=0"), 400),
-        (ValueError("the engine is closed"), 503),
+        (EngineClosedError(), 503),
+        (ValueError("the engine is closed"), 400),  # the kind decides, not the words
         (RuntimeError("a"), 500),
     ):
         app.state.serving.engine = Fails(error)

@@ -166,6 +166,7 @@ def test_logprobs_and_echo(client: Any, llm: LLM) -> None:
     assert alone.usage.completion_tokens == 0
     named = client.completions.create(**fields, extra_body={"return_tokens_as_token_ids": True}).choices[0].logprobs
     assert named.tokens == [f"token_id:{i}" for i in [*ids, *one.token_ids]]
+    assert named.text_offset == [len("".join(named.tokens[:i])) for i in range(len(named.tokens))]  # as in vLLM
     extra = client.completions.create(**{**fields, "echo": False, "logprobs": None}, extra_body={"prompt_logprobs": 0})
     assert [list(entry) for entry in extra.choices[0].prompt_logprobs[1:]] == [[str(i)] for i in ids[1:]]
 
@@ -206,12 +207,18 @@ def test_chats_are_the_offline_ones(client: Any, llm: LLM) -> None:
         one.finish_reason,
     )
     assert answer.usage.completion_tokens == len(one.token_ids) and answer.object == "chat.completion"
+    texts: list[str] = []
     for entry, i, expected in zip(choice.logprobs.content, one.token_ids, one.logprobs, strict=True):
         assert entry.logprob == pytest.approx(expected[i].logprob, abs=1e-4)
         assert bytes(entry.bytes).decode() == entry.token == expected[i].decoded_token
+        texts.append(entry.token)
         assert [top.token for top in entry.top_logprobs] == [
             e.decoded_token for e in sorted(expected.values(), key=lambda e: e.rank)[:2]
         ]
+    by_id = client.chat.completions.create(**fields, max_tokens=12, extra_body={"return_tokens_as_token_ids": True})
+    named = by_id.choices[0].logprobs.content  # the bytes are those of the text in any case
+    assert [entry.token for entry in named] == [f"token_id:{i}" for i in one.token_ids]
+    assert [bytes(entry.bytes).decode() for entry in named] == texts
     chunks = list(
         client.chat.completions.create(**fields, max_tokens=12, stream=True, stream_options={"include_usage": True})
     )

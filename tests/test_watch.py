@@ -39,6 +39,7 @@ from teachvllm.entrypoints.watch import (
     Watcher,
     id_pairs,
     ids_of,
+    is_loopback,
     make_watch_router,
     watch,
     watch_page,
@@ -472,6 +473,9 @@ def test_a_page_that_reads_nothing_holds_nothing_up(server: Server) -> None:
 ELSEWHERE = [
     {"Host": "engine.example"},
     {"Host": "10.0.0.7:8000"},
+    {"Host": "127.evil.example"},
+    {"Host": "127.evil.example:8000"},
+    {"Host": "localhost.evil.example"},
     {"X-Forwarded-For": "1.2.3.4"},
     {"Forwarded": "for=1.2.3.4"},
 ]
@@ -484,6 +488,27 @@ def test_only_this_machine_is_answered(server: Server, headers: dict[str, str]) 
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(urllib.request.Request(server.url + path, headers=headers), timeout=60)
         assert refused.value.code == 403 and "127.0.0.1" in refused.value.read().decode()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "127.0.0.2", "localhost:9", "[::1]:8000", "[::ffff:127.0.0.1]"])
+def test_this_machine_is_answered_under_each_of_its_names(server: Server, host: str) -> None:
+    with urllib.request.urlopen(urllib.request.Request(server.url, headers={"Host": host}), timeout=60) as response:
+        assert response.status == 200
+
+
+def test_what_is_an_address_of_this_machine() -> None:
+    ours = ["127.0.0.1", "127.8.9.10", "::1", "::ffff:127.0.0.1", "localhost"]
+    others = [
+        "127.evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.",
+        "10.0.0.7",
+        "::ffff:10.0.0.7",
+        "fe80::1",
+        "",
+        None,
+    ]
+    assert all(map(is_loopback, ours)) and not any(map(is_loopback, others))
 
 
 def test_the_page_needs_nothing_else(server: Server) -> None:
@@ -550,6 +575,43 @@ def test_watching_an_llm(folder: str) -> None:
             watch(llm, port=int(again.url.split(":")[2].split("/")[0]))
     with pytest.raises(ValueError, match="closed"):
         watch(llm)
+
+
+def test_a_watched_llm_forgets_what_no_kept_step_names(folder: str) -> None:
+    "A recording that lasts for days has the names, texts and prompts of its last steps, and of no others."
+    with LLM(folder, **SMALL) as llm, watch(llm) as shown:
+        shown.trace.steps.seconds = 0.02  # type: ignore[attr-defined]
+        for i in range(6):
+            shown.trace.texts[str(2 * i)] = ["a text"]
+            params = SamplingParams(n=2, seed=i, max_tokens=4, ignore_eos=True)
+            llm.generate([[5, 6, 7, i + 1]] * 2, params, use_tqdm=False)
+            time.sleep(0.03)
+        steps = shown.trace.steps
+        listed = {
+            name for s in steps for name in (*s.waiting, *s.running, *s.finished, *s.block_tables, *s.num_prompt_tokens)
+        }
+        names = {name.partition(".")[0] for name in listed}
+        known = set(shown.trace.num_prompt_tokens) | set(shown.trace.texts)
+        assert names and listed <= set(steps.seen)  # type: ignore[attr-defined]
+        assert {name.partition(".")[0] for name in known} <= names and len(known) <= 4 * len(names) < 24
+
+
+def test_a_page_that_looks_takes_no_recording_away(folder: str) -> None:
+    "`LLM.record` begins between the page's question whether anything is recorded and its own start: the recording stays."
+    with LLM(folder, **SMALL) as llm, watch(llm) as shown:
+        engine, started, began = llm.llm_engine, threading.Event(), shown.trace
+        with engine._lock:
+            engine.stop_trace()
+            looks = threading.Thread(target=lambda: (started.set(), shown._look()))
+            looks.start()
+            started.wait(60)
+            time.sleep(0.05)  # it has seen that nothing is recorded, and waits
+            trace = engine.start_trace()
+        looks.join(60)
+        assert engine.trace is trace and shown.trace is began
+        engine.stop_trace()
+        shown._look()
+        assert engine.trace is shown.trace is not began, "but it records where nothing else does"
 
 
 def test_on_colab_the_recorded_player_is_shown(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,7 +811,8 @@ def test_the_page_plays(server: Server, browser: Browser) -> None:
             states.push(document.getElementById('state').textContent);
             most = Math.max(most, document.querySelectorAll('.rows button').length);
         }).observe(document.body, {subtree: true, childList: true, characterData: true}); 0""")
-    server.generate(random_prompts(14, 40, seed=1), name="req-", pause=0.1)  # a busy machine draws a few times a second
+    # a busy machine draws a few times a second
+    server.generate(random_prompts(14, 40, seed=1), max_tokens=40, name="req-", pause=0.1)
     browser.until("document.getElementById('state').textContent === 'Idle'")
     assert "Live" in browser.js("states") and browser.js("most") > 1, "it was drawn while requests ran"
     assert "24 blocks free" in browser.js("document.getElementById('said').textContent")
@@ -820,6 +883,62 @@ def test_a_pause_holds_while_the_engine_goes_on(server: Server, browser: Browser
     assert browser.js("document.getElementById('said').textContent") == held
     browser.click("#pause")
     browser.until(f"document.getElementById('said').textContent.includes('after step {len(server.steps) - 1}')")
+    end_page(browser)
+
+
+def test_a_page_that_comes_back_keeps_what_it_shows(server: Server, browser: Browser) -> None:
+    "The connection is lost while the page is paused: the recording is the same, so its frames and the pause stay."
+    start_page(server, browser)
+    other = Page(server.url)  # so that the recording goes on
+    server.generate(random_prompts(2, 20), max_tokens=8, name="k")
+    browser.until("frames.length > 5 && live.idle")
+    browser.js(
+        "window.sources = []; window.Real = EventSource; EventSource = class extends Real {"
+        " constructor(url) { super(url); sources.push(this); } }; show(3); 0"
+    )
+    num_frames, said = browser.js("frames.length"), browser.js("document.getElementById('said').textContent")
+    browser.js("connect(); 0")  # as after a lost connection: the same recording from its beginning
+    server.generate(random_prompts(2, 20, seed=7), max_tokens=8, name="l")
+    browser.until(f"sources.length === 1 && sources[0].readyState === 1 && frames.length > {num_frames} + 5")
+    steps = browser.js("frames.filter(frame => !frame.idle).map(frame => frame.step)")
+    assert steps == sorted(set(steps)), "no step is there twice"
+    assert browser.js("document.getElementById('said').textContent") == said and browser.js("paused && frames.length")
+    other.close()
+    end_page(browser)
+
+
+def test_a_refused_page_tries_again(server: Server, browser: Browser) -> None:
+    "After an answer other than 200 the browser's EventSource gives up; the page does not."
+    start_page(server, browser)
+    browser.js(
+        "window.tries = 0; EventSource = class { static CLOSED = 2; readyState = 2; addEventListener() {}"
+        " constructor() { tries++; setTimeout(() => this.onerror()); } }; connect(); 0"
+    )
+    browser.until("lost && document.getElementById('state').textContent.startsWith('Connection lost') && tries > 1", 30)
+    end_page(browser)
+
+
+def test_what_a_screen_reader_gets(server: Server, browser: Browser) -> None:
+    "Regions that scroll can be reached and have names; what is announced is a change of state, or a step that one goes to."
+    start_page(server, browser)
+    server.generate(random_prompts(8, 40, seed=1), name="h")
+    browser.until("live?.idle && document.getElementById('spoken').textContent.startsWith('Idle. Idle after step')")
+    browser.js("show(5)")
+    browser.until("document.getElementById('spoken').textContent.startsWith('Paused. Step ')")
+    browser.until("document.getElementById('time').ariaLabel.startsWith('The last minute: ')")
+    browser.js("choose([...live.tables.keys(), ...shown.tables.keys()][0])")
+    browser.until("document.getElementById('one-table')")
+    regions = """[...document.querySelectorAll('.scroll, .boxes')]
+        .every(e => e.tabIndex === 0 && e.role === 'region' && e.ariaLabel)"""
+    assert browser.js(regions) and browser.js("document.querySelector('.tiles').role") == "group"
+    said = browser.js("[...document.querySelectorAll('#events li')].map(e => e.textContent)")
+    assert len(said) == len(set(said))
+    twice = """frames.map((_, k) => stateAt(k)).filter(s => s.preempted.length).map(s => { paintEvents(s);
+        const told = document.getElementById('events').textContent;
+        return s.preempted.map(i => told.split(`${nameOf(i)} is preempted`).length - 1); }).flat()"""
+    assert set(browser.js(twice)) == {1}, "each preemption is told, and told once"
+    browser.js("document.getElementById('pause').click()")
+    browser.until("document.getElementById('state').textContent === 'Idle'")
     end_page(browser)
 
 

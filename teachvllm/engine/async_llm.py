@@ -6,16 +6,17 @@
 __all__ = ['logger', 'LONG_PROMPT', 'AsyncLLMEngine', 'AsyncEngineArgs', 'merge_outputs', 'RequestOutputCollector',
            'StatLoggerBase', 'AsyncLLM']
 
-# %% ../../nbs/62_async_llm.ipynb #43f66ef9
+# %% ../../nbs/62_async_llm.ipynb #8ae0f0d6
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from ..arg_utils import EngineArgs
 from ..config import VllmConfig, require
-from .core_proc import AsyncMPClient
+from .core_proc import AsyncMPClient, EngineClosedError
 from .llm_engine import Processor, init_logger
 from .output_processor import OutputProcessor
 from ..executor.executor_base import EngineDeadError, ExecutorBase, get_executor_class
@@ -69,9 +70,13 @@ class RequestOutputCollector:
             raise output
         return output
 
-# %% ../../nbs/62_async_llm.ipynb #12b9ec22
+# %% ../../nbs/62_async_llm.ipynb #fa200b82
 class StatLoggerBase(Protocol):
-    "What watches an `AsyncLLM`: it is told of each request, of each step's news, and of requests that are aborted."
+    """What watches an `AsyncLLM`: it is told of each request, of each step's news, and of requests that are aborted.
+
+    One that has a method `fail_request(request_id)`, too, is told there of requests that end with an exception, because
+    the core died or the engine was closed; any other is told in `abort_request`.
+    """
 
     def add_request(self, request: EngineCoreRequest) -> None:
         "A request was sent to the core."
@@ -82,7 +87,7 @@ class StatLoggerBase(Protocol):
     def abort_request(self, request_id: str) -> None:
         "A request was aborted by its user, before it was finished."
 
-# %% ../../nbs/62_async_llm.ipynb #8f53b42d
+# %% ../../nbs/62_async_llm.ipynb #5b6c49b5
 class AsyncLLM:
     """An engine whose requests are awaited: `async for output in engine.generate(prompt, params, request_id)`.
 
@@ -166,10 +171,7 @@ class AsyncLLM:
         else:
             request, text = self.processor(*args)
         require(request_id not in self.collectors, f"request_id={request_id!r} is in use")
-        handler, loop = self.output_handler, asyncio.get_running_loop()
-        here = handler is not None and not handler.done() and handler.get_loop() is loop
-        elsewhere = bool(self.collectors) and not here and handler is not None and handler.get_loop().is_running()
-        require(not elsewhere, "requests run in another event loop: wait for them, or make another engine")
+        is_handled = self._is_handled()
         self.output_processor.add_request(request, text)
         try:
             self.engine_core.add_request(request)
@@ -178,9 +180,20 @@ class AsyncLLM:
             raise
         self.collectors[request_id] = RequestOutputCollector(request.sampling_params.output_kind is RequestOutputKind.DELTA)
         self._tell("add_request", request)
-        if not here:
-            self.output_handler = loop.create_task(self._handle_outputs())
+        if not is_handled:
+            self.output_handler = asyncio.get_running_loop().create_task(self._handle_outputs())
         return self.collectors[request_id]
+
+    def _is_handled(self) -> bool:
+        "Whether an output handler runs in this event loop. `ValueError` while requests are read in another one."
+        handler = self.output_handler
+        if handler is None:
+            return False
+        if handler.get_loop() is asyncio.get_running_loop():
+            return not handler.done()
+        elsewhere = bool(self.collectors) and handler.get_loop().is_running()
+        require(not elsewhere, "requests run in another event loop: wait for them, or make another engine")
+        return False
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         'End requests: the last output of each has `finish_reason="abort"`. Unknown and finished ones are passed over.'
@@ -201,7 +214,8 @@ class AsyncLLM:
         "Tell the stat loggers; what fails in one of them is logged, and no request's concern."
         for stat_logger in self.stat_loggers:
             try:
-                getattr(stat_logger, event)(*args)
+                tell = getattr(stat_logger, event, None) or stat_logger.abort_request  # not all have `fail_request`
+                tell(*args)
             except Exception:
                 logger.exception("%s.%s failed", type(stat_logger).__name__, event)
 
@@ -216,14 +230,15 @@ class AsyncLLM:
                 if self.is_running:  # the next outputs say which requests have ended
                     logger.error("a step failed: %s", error, exc_info=error)
                     continue
-                self._end_all(self.dead_error if self.errored else ValueError("the engine is closed"))
+                self._end_all(lambda: self.dead_error if self.errored else EngineClosedError())
                 return
             try:
                 self._process(arrived)
             except Exception as error:  # a fault of ours, after which no request's state can be trusted
                 logger.exception("outputs could not be processed")
                 self.engine_core.abort_requests([(request_id, None) for request_id in self.collectors])
-                self._end_all(error)
+                why = f"outputs could not be processed: {type(error).__name__}: {error}"
+                self._end_all(partial(RuntimeError, why))  # no `ValueError`: a server would say that its client is wrong
             await asyncio.sleep(0)  # the core may be quicker: then this would never give up the thread
 
     def _process(self, arrived: EngineCoreOutputs) -> None:
@@ -240,12 +255,12 @@ class AsyncLLM:
                 refused.put(ValueError(why))
         self._tell("record", arrived, outputs)
 
-    def _end_all(self, error: Exception) -> None:
-        "Every request ends with this error."
+    def _end_all(self, make_error: Callable[[], Exception]) -> None:
+        "Every request ends with such an error, each with one of its own: to raise it adds the reader's traceback to it."
         for request_id, collector in self.collectors.items():
             self.output_processor.abort_requests([request_id])
-            collector.put(error)
-            self._tell("abort_request", request_id)
+            collector.put(make_error())
+            self._tell("fail_request", request_id)
         self.collectors.clear()
 
     # Around the requests
@@ -253,7 +268,8 @@ class AsyncLLM:
     def _check(self) -> None:
         if self.errored:
             raise self.dead_error
-        require(not self.closed, "the engine is closed")
+        if self.closed:
+            raise EngineClosedError
 
     async def check_health(self) -> None:
         "Raise if the engine can answer nothing more."
@@ -286,14 +302,14 @@ class AsyncLLM:
             await self.engine_core.call_utility_async("stop_trace")
 
     def shutdown(self) -> None:
-        "End the core's process, and with it the workers. Requests end with `ValueError`. May be called twice."
+        "End the core's process, and with it the workers. Requests end with `EngineClosedError`. May be called twice."
         if not self.closed:
             self.closed = True
             handler = self.output_handler
             if handler and not handler.done() and not handler.get_loop().is_closed():
                 handler.cancel()
             self.engine_core.shutdown()
-            self._end_all(ValueError("the engine is closed"))
+            self._end_all(EngineClosedError)
 
 
 AsyncLLMEngine, AsyncEngineArgs = AsyncLLM, EngineArgs  # as vLLM's V0 called them

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['logger', 'ADD', 'ABORT', 'UTILITY', 'STOP', 'OUTPUTS', 'RESULT', 'REFUSED', 'FAILED', 'DEAD', 'import_zmq',
-           'answer_to', 'EngineCoreProc', 'core_main', 'stop_core', 'MPClient', 'AsyncMPClient']
+           'answer_to', 'EngineCoreProc', 'core_main', 'drop_stale', 'EngineClosedError', 'stop_core', 'MPClient',
+           'AsyncMPClient']
 
-# %% ../../nbs/54_core_process.ipynb #db34bec6
+# %% ../../nbs/54_core_process.ipynb #7998e764
 import asyncio
 import logging
 import os
@@ -37,7 +38,7 @@ from teachvllm.executor.multiproc_executor import (
     start_process,
     stop_processes,
 )
-from ..messages import EngineCoreOutputs, EngineCoreRequest
+from ..messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
 # %% ../../nbs/54_core_process.ipynb #6cddd022
 logger = logging.getLogger("teachvllm")
@@ -140,13 +141,30 @@ def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
             made[0].shutdown()
     end_process()
 
-# %% ../../nbs/54_core_process.ipynb #8382f144
+# %% ../../nbs/54_core_process.ipynb #429c744a
+def drop_stale(
+    news: list[EngineCoreOutput],  # of one message
+    aborted: dict[str, int],  # ids of requests, with the number of their abort: 1 for the first that was sent
+    num_seen: int,  # aborts that the core had seen when it sent the message
+) -> tuple[list[EngineCoreOutput], dict[str, int]]:
+    "The news that are of no aborted request, and the aborts that the core had not seen when it sent them."
+    waiting = {request_id: number for request_id, number in aborted.items() if number > num_seen}
+    return [one for one in news if one.request_id not in waiting], waiting
+
+# %% ../../nbs/54_core_process.ipynb #3a330b74
+class EngineClosedError(ValueError):
+    "The engine was closed: by `shutdown`, or as its context ended."
+
+    def __init__(self, message: str = "the engine is closed"):
+        super().__init__(message)
+
+
 def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[socket.socket]) -> None:
     "End the core's process, within 5 s, and close the socket."
     if os.getpid() != owner:  # a fork of the engine's process
         return
     with suppress(Exception):
-        sock.send_multipart([STOP], 1)  # NOBLOCK: a process that never connected gets none
+        sock.send_multipart([STOP], import_zmq().NOBLOCK)  # a process that never connected gets none
     stop_processes([process])
     for file in files:
         file.close()
@@ -165,8 +183,8 @@ class MPClient:
 
     def __init__(self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False):
         zmq, backend = import_zmq(), config.parallel_config.distributed_executor_backend
-        by_launcher = "distributed_executor_backend=external_launcher: its processes are the workers, there is none for a core"
-        require(backend != "external_launcher", by_launcher)
+        why = "distributed_executor_backend=external_launcher: its processes are the workers, there is none for a core"
+        require(backend != "external_launcher", why)
         self.dead, self.num_calls = "", count()
         self.running = set[str]()  # the requests of which the core may still have news
         self.aborted, self.num_aborts = dict[str, int](), 0  # by which message each was aborted: older news are dropped
@@ -201,8 +219,8 @@ class MPClient:
             how = "teachvllm.engine.core_proc", "core_main", args, ["teachvllm-core"], [theirs.fileno()]
             self.process = start_process(*how, env)
         self.stop = weakref.finalize(self, stop_core, os.getpid(), self.process, self.sock, [self.life])
-        self.poller.register(self.sock, 1)  # POLLIN
-        self.poller.register(self.life, 1)
+        self.poller.register(self.sock, self.zmq.POLLIN)
+        self.poller.register(self.life, self.zmq.POLLIN)
 
     # What InprocClient has, too
 
@@ -264,7 +282,7 @@ class MPClient:
         if self.dead:
             raise EngineDeadError(self.dead)
         if not self.stop.alive:
-            raise ValueError("the engine is closed")
+            raise EngineClosedError
 
     def _receive(self, timeout: float | None) -> None:
         "Wait for one message, at most so many seconds, and take it."
@@ -281,12 +299,10 @@ class MPClient:
 
     def _take(self, kind: bytes, *data: bytes) -> None:
         "Keep what a message brings."
-        if self.aborted and kind in (OUTPUTS, REFUSED):  # what was sent before an abort is about the old request
-            self.aborted = {i: number for i, number in self.aborted.items() if number > int(data[1])}
         if kind == OUTPUTS:
             outputs = self.decode(data[0])
-            if self.aborted:
-                outputs.outputs = [news for news in outputs.outputs if news.request_id not in self.aborted]
+            if self.aborted:  # what was sent before an abort is about the old request
+                outputs.outputs, self.aborted = drop_stale(outputs.outputs, self.aborted, int(data[1]))
             self.arrived.append(outputs)
             self.running.difference_update(news.request_id for news in outputs.outputs if news.request_finished)
         elif kind == RESULT and data[0] in self.abandoned:
@@ -295,6 +311,7 @@ class MPClient:
             self.results[data[0]] = (data[1], data[2])
         elif kind == REFUSED:
             request_id, why = msgspec.msgpack.decode(data[0])
+            _, self.aborted = drop_stale([], self.aborted, int(data[1]))
             if request_id not in self.aborted:
                 self.running.discard(request_id)
                 self.arrived.append(EngineCoreOutputs(refused=[(request_id, why)]))
@@ -314,8 +331,9 @@ class MPClient:
         try:
             while number not in self.results:
                 self._receive(timeout)
-        except BaseException:  # Ctrl-C, say
-            self.abandoned.add(number)
+        except BaseException:  # Ctrl-C, say; the result may have come at the same moment
+            if self.results.pop(number, None) is None:
+                self.abandoned.add(number)
             raise
         return self._take_result(number)
 

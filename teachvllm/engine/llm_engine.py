@@ -49,7 +49,7 @@ def check_picklable(name: str, value: Any) -> None:
     except Exception as error:
         raise ValueError(f"{name} cannot be sent to the workers' processes: {error}") from error
 
-# %% ../../nbs/60_llm_engine.ipynb #d77f88c4
+# %% ../../nbs/60_llm_engine.ipynb #66138f01
 class Processor:
     """Makes a checked `EngineCoreRequest` of a prompt and its parameters. It has the tokenizer and an `InputProcessor`.
 
@@ -61,7 +61,7 @@ class Processor:
         self.config, self.tokenizer, self.input_processor = vllm_config, tokenizer, InputProcessor(model, tokenizer)
         self.eos_token_ids = get_eos_token_ids(model, tokenizer)
         self.task = model.pooler_config.task if model.pooler_config else "generate"
-        self._random = random.Random(model.seed)  # gives a seed to each request that brings none
+        self.random = random.Random(model.seed)  # gives a seed to each request that brings none
 
     @classmethod
     def from_config(cls, vllm_config: VllmConfig) -> "Processor":
@@ -93,7 +93,7 @@ class Processor:
         self.input_processor.prepare(params, self.eos_token_ids)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         params.stop_token_ids = [i for i in params.stop_token_ids if i not in eos]  # EOS ends it with no stop_reason
-        seed = self._random.getrandbits(63) if params.seed is None else params.seed % 2**64
+        seed = self.random.getrandbits(63) if params.seed is None else params.seed % 2**64
         stop_token_ids = sorted(eos.union(params.stop_token_ids))
         return EngineCoreRequest(request_id, token_ids, params, seed, stop_token_ids, priority, beam), text
 
@@ -104,7 +104,7 @@ class Processor:
         ok = isinstance(params, PoolingParams) == (self.task != "generate")
         require(ok, f'task="{self.task}": this engine {does}; {hint}')
 
-# %% ../../nbs/60_llm_engine.ipynb #7459d453
+# %% ../../nbs/60_llm_engine.ipynb #ae85fc4e
 class LLMEngine:
     """Takes requests, runs steps, gives outputs. It has an input processor, an output processor, and a client of the core.
 
@@ -132,9 +132,11 @@ class LLMEngine:
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         "Read and write text with this tokenizer from now on; None: with none. `ValueError` while there are requests."
-        require(not self.output_processor.request_states, "there are requests: finish or abort them first")
-        self.processor = Processor(self.config, tokenizer)
-        self.output_processor.tokenizer = tokenizer
+        with self._lock:
+            require(not self.output_processor.request_states, "there are requests: finish or abort them first")
+            processor = Processor(self.config, tokenizer)
+            processor.random = self.processor.random  # the seeds go on, so that no request gets one a second time
+            self.processor, self.output_processor.tokenizer = processor, tokenizer
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, enable_multiprocessing: bool | None = None) -> "LLMEngine":
@@ -242,7 +244,8 @@ class LLMEngine:
 
     def get_metrics(self) -> dict[str, int]:
         "Counters since the engine began, and the queues and the pool as they are now: the fields of `SchedulerStats`."
-        stats = self.engine_core.call_utility("get_stats")
+        with self._lock:  # of one socket's two answers, two threads might each read the other's
+            stats = self.engine_core.call_utility("get_stats")
         return {name: getattr(stats, name) for name in stats.__struct_fields__}
 
     def reset_prefix_cache(self) -> bool:

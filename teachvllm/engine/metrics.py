@@ -152,7 +152,7 @@ def make_metrics(registry: Any, model_name: str, max_model_len: int) -> dict[str
         | {name: make(prometheus.Histogram, name, text, buckets=b or longest) for name, (b, text) in HISTOGRAMS.items()}
     )
 
-# %% ../../nbs/63_metrics.ipynb #27774e8d
+# %% ../../nbs/63_metrics.ipynb #743218b4
 class PrometheusStatLogger:
     """Observes an `AsyncLLM`, and keeps vLLM's metrics of it in a `registry` of its own, labelled with the model's name.
 
@@ -189,6 +189,12 @@ class PrometheusStatLogger:
         "A request was aborted by its user, before it was finished."
         if self.requests.pop(request_id, None):
             self.ended.labels(self.model_name, "abort").inc()
+            self._set_gauges()
+
+    def fail_request(self, request_id: str) -> None:
+        "A request ended with an exception: the core died, say."
+        if self.requests.pop(request_id, None):
+            self.ended.labels(self.model_name, "error").inc()
             self._set_gauges()
 
     def record(self, arrived: EngineCoreOutputs, outputs: list[Any]) -> None:

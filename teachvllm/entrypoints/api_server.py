@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'Message', 'GUARDED', 'OPEN_AT_THE_END', 'Extend', 'ServerArgs', 'add_server_args', 'find_api_key',
-           'server_args', 'error_response', 'Traffic', 'Guard', 'EventStream', 'begin', 'unless_gone',
+           'server_args', 'read_body', 'error_response', 'Traffic', 'Guard', 'EventStream', 'begin', 'unless_gone',
            'add_error_handlers', 'add_api_routes', 'add_state_routes', 'build_app', 'bind', 'Server',
            'serve_in_background', 'run_server']
 
@@ -123,7 +123,22 @@ def server_args(parsed: argparse.Namespace) -> ServerArgs:
     "The `ServerArgs` that `parsed` holds; other names in it are left alone."
     return ServerArgs(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(ServerArgs) if hasattr(parsed, f.name)})
 
-# %% ../../nbs/70b_api_server.ipynb #8139bef7
+# %% ../../nbs/70b_api_server.ipynb #c4bbe55d
+async def read_body(receive: Callable, limit: int, keep: bool = True) -> tuple[bytes | None, int]:
+    "The body and its length; None in place of it if the client went away. No more is kept than the limit allows."
+    body, size = bytearray(), 0
+    while size <= 16 * limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None, size
+        size += len(message.get("body", b""))
+        if keep and size <= limit:
+            body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    return bytes(body), size
+
+# %% ../../nbs/70b_api_server.ipynb #06d4c02d
 def error_response(message: str, status: int, param: str | None = None, **headers: str) -> Response:
     "An error as OpenAI's JSON."
     return JSONResponse(make_error(message, status, param).model_dump(), status, headers or None)
@@ -148,7 +163,7 @@ class Guard:
         self.key = api_key.encode() if api_key else None
 
     async def __call__(self, scope: Message, receive: Callable, send: Callable) -> None:
-        "ASGI."
+        "Answer a request, or let the app do it."
         guarded = scope["type"] == "http" and scope["path"].startswith(GUARDED)
         if scope["type"] != "http" or (self.traffic.is_draining and scope["path"] in OPEN_AT_THE_END):
             return await self.app(scope, receive, send)
@@ -163,7 +178,8 @@ class Guard:
     async def let_in(self, scope: Message, receive: Callable, send: Callable, guarded: bool, refusal: Response | None) -> None:
         "Read the body, and answer: with the app, or with a refusal."
         try:
-            body, size = await asyncio.wait_for(self.read(receive, refusal is None), self.args.request_timeout)
+            reading = read_body(receive, self.args.max_request_bytes, keep=refusal is None)
+            body, size = await asyncio.wait_for(reading, self.args.request_timeout)
             if body is None:  # the client went away
                 return None
             refusal = refusal or self.refuse_body(body, size, guarded)
@@ -203,21 +219,7 @@ class Guard:
                 return error_response(f"the body is not valid JSON: {error}", 400)
         return None
 
-    async def read(self, receive: Callable, keep: bool) -> tuple[bytes | None, int]:
-        "The body and its length; None in place of it if the client went away. No more is kept than the limit allows."
-        body, size, limit = bytearray(), 0, self.args.max_request_bytes
-        while size <= 16 * limit:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None, size
-            size += len(message.get("body", b""))
-            if keep and size <= limit:
-                body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        return bytes(body), size
-
-# %% ../../nbs/70b_api_server.ipynb #5de9b04a
+# %% ../../nbs/70b_api_server.ipynb #64691914
 class EventStream(StreamingResponse):
     "Events of which the first is there. However it ends, the generator is closed, and with it the request."
 
@@ -231,7 +233,7 @@ class EventStream(StreamingResponse):
         super().__init__(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def __call__(self, *args: Any) -> None:
-        "ASGI."
+        "Send the events."
         try:
             await super().__call__(*args)
         finally:
@@ -262,7 +264,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Respo
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-# %% ../../nbs/70b_api_server.ipynb #d77338f7
+# %% ../../nbs/70b_api_server.ipynb #984ab117
 def add_error_handlers(app: FastAPI) -> None:
     "Whatever a route raises is answered in OpenAI's form."
 
@@ -281,6 +283,8 @@ def add_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: Any) -> Response:
         return error_response(str(error.detail), error.status_code)
 
+    # Starlette raises an error again after its handler for `Exception` has answered, and uvicorn logs it with its
+    # traceback; so the kinds that are to be expected are named, and answered quietly
     for kind in ValueError, EngineDeadError, RuntimeError, Exception:
         app.add_exception_handler(kind, failed)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -378,12 +382,14 @@ def build_app(
         app.add_middleware(CORSMiddleware, allow_origins=args.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
-# %% ../../nbs/70b_api_server.ipynb #f0fa42ce
+# %% ../../nbs/70b_api_server.ipynb #58175c40
 class TimedProtocol(H11Protocol):
     """uvicorn's, and a connection that takes longer than `timeout` to send a request's headers is closed.
 
     Of uvicorn's two it is the one that is always installed, so that the longest headers are the same everywhere.
     """
+
+    NOT_WAITING = object()  # what is remembered of a look that found a request being answered: no `cycle` is the same
 
     def __init__(self, *args: Any, timeout: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -391,7 +397,7 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.look_again(object())
+        self.look_again(self.NOT_WAITING)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -403,7 +409,7 @@ class TimedProtocol(H11Protocol):
         if waits and before is self.cycle:
             self.transport.close()
         else:
-            self.timer = self.loop.call_later(self.request_timeout, self.look_again, self.cycle if waits else object())
+            self.timer = self.loop.call_later(self.request_timeout, self.look_again, self.cycle if waits else self.NOT_WAITING)
 
 # %% ../../nbs/70b_api_server.ipynb #c3c61765
 def bind(args: ServerArgs) -> socket.socket:

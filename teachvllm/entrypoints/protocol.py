@@ -9,7 +9,7 @@ __all__ = ['logger', 'Int', 'Absent', 'TokenIds', 'Texts', 'warned', 'NOT_SERVED
            'DetokenizeRequest', 'new_id', 'UsageInfo', 'CompletionLogprobs', 'CompletionChoice', 'CompletionResponse',
            'ChatLogprob', 'ChatLogprobs', 'AnswerMessage', 'ChatChoice', 'ChatDeltaChoice', 'ChatCompletionResponse',
            'EmbeddingData', 'EmbeddingResponse', 'TokenizeResponse', 'DetokenizeResponse', 'ModelCard', 'ModelList',
-           'ErrorInfo', 'ErrorResponse', 'RequestError', 'make_error', 'describe_validation']
+           'ErrorInfo', 'ErrorResponse', 'RequestError', 'make_error', 'say_plainly', 'describe_validation']
 
 # %% ../../nbs/70_protocol.ipynb #7124799b
 import logging
@@ -31,29 +31,29 @@ TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]], F
 Texts = Annotated[list[str], Field(fail_fast=True)]
 warned: set[str] = set()  # names of fields that were passed over; a client cannot make it grow without end
 
-# %% ../../nbs/70_protocol.ipynb #6de03f08
+# %% ../../nbs/70_protocol.ipynb #b329406a
 _NOT_SERVED_BY_REASON: dict[str, dict[str, Any]] = {  # why -> field of a request: the value that asks for nothing
-    "calling tools is not there": {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"},
-    "structured output is not there": {
+    "tool calling is not supported": {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"},
+    "structured output is not supported": {
         "response_format": {"type": "text"}, "guided_json": None, "guided_regex": None, "guided_choice": None,
         "guided_grammar": None, "structured_outputs": None, "structural_tag": None, "guided_decoding_backend": None,
         "guided_whitespace_pattern": None,
     },
     "all requests share one prefix cache": {"cache_salt": None},
-    "a response has texts": {"return_token_ids": False},
-    "a prompt is text, and so is the answer": {
+    "responses contain text only, no token ids": {"return_token_ids": False},
+    "prompts and answers are text only": {
         "audio": None, "modalities": ["text"], "prompt_embeds": None, "mm_processor_kwargs": None,
     },
-    "a continuation has no end that is given": {"suffix": ""},
-    "code from a request is not run": {"logits_processors": []},
-    "LoRA is not there": {"lora_request": None},
-    "vectors are given whole": {"dimensions": None},
-    "a template is given messages, and no documents": {"documents": []},
+    "text is only continued, not inserted before a suffix": {"suffix": ""},
+    "code from requests is never run": {"logits_processors": []},
+    "LoRA is not supported": {"lora_request": None},
+    "vectors are not shortened": {"dimensions": None},
+    "chat templates get messages only, no documents": {"documents": []},
     "a chat template writes the special tokens itself": {"add_special_tokens": False},
 }  # fmt: skip
 NOT_SERVED = {name: (value, why) for why, names in _NOT_SERVED_BY_REASON.items() for name, value in names.items()}
 
-# %% ../../nbs/70_protocol.ipynb #294196eb
+# %% ../../nbs/70_protocol.ipynb #4babc63d
 class RequestModel(BaseModel):
     """What all requests have in common: an unknown field is passed over with a warning, one of `NOT_SERVED` is refused.
 
@@ -68,7 +68,7 @@ class RequestModel(BaseModel):
         extra = self.model_extra or {}
         for name, value in extra.items():
             neutral, why = NOT_SERVED.get(name, (value, ""))
-            require(value is None or value == neutral, f"{name}: not in teachvllm yet: {why}")
+            require(value is None or value == neutral, f"{name}: {why}")
         unknown = [name for name in extra if name not in NOT_SERVED and name not in warned]
         if unknown and len(warned) < 1000:  # each name once
             warned.update(unknown[:1000])
@@ -190,7 +190,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = False  # the answer begins with the prompt
     add_special_tokens: bool = True  # those that the tokenizer puts before a text
 
-# %% ../../nbs/70_protocol.ipynb #4bedf6da
+# %% ../../nbs/70_protocol.ipynb #f4b73a3a
 class ContentPart(BaseModel):
     "A part of a message: text; other kinds are refused."
 
@@ -201,7 +201,7 @@ class ContentPart(BaseModel):
     @model_validator(mode="after")
     def check_kind(self) -> "ContentPart":
         "`ValueError` for anything but text."
-        require(self.type == "text", f"messages: a part of type {self.type!r:.40} is not in teachvllm yet: only text is")
+        require(self.type == "text", f"messages: a part of type {self.type!r:.40} is not supported: only text is")
         require(self.text is not None, "messages: a part of type 'text' has no text")
         return self
 
@@ -289,7 +289,7 @@ class DetokenizeRequest(RequestModel):
     model: str | None = None
     tokens: TokenIds
 
-# %% ../../nbs/70_protocol.ipynb #0e735698
+# %% ../../nbs/70_protocol.ipynb #a955e833
 def new_id(kind: str) -> str:
     "A name for a response."
     return f"{kind}-{uuid.uuid4().hex}"
@@ -305,7 +305,7 @@ class UsageInfo(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    "What the tokens of a completion were worth: lists with an entry for each token."
+    "The log-probabilities of a completion's tokens: lists with an entry for each token."
 
     text_offset: list[int]
     token_logprobs: list[float | None]  # None for the first token of a prompt, which follows none
@@ -334,7 +334,7 @@ class CompletionResponse(BaseModel):
     choices: list[CompletionChoice]
     usage: UsageInfo | None = None
 
-# %% ../../nbs/70_protocol.ipynb #0c9b2ffb
+# %% ../../nbs/70_protocol.ipynb #e6932842
 class ChatLogprob(BaseModel):
     "A token and its log-probability."
 
@@ -378,7 +378,7 @@ class ChatDeltaChoice(BaseModel):
 
 
 class ChatCompletionResponse(BaseModel):
-    "What `/v1/chat/completions` answers."
+    "What `/v1/chat/completions` answers. In a stream each event is one, too, with the `object` chat.completion.chunk."
 
     id: str
     object: str = "chat.completion"
@@ -481,15 +481,18 @@ def make_error(message: str, status: int, param: str | None = None) -> ErrorResp
     kind = ERROR_TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))
 
-# %% ../../nbs/70_protocol.ipynb #7190aef0
+# %% ../../nbs/70_protocol.ipynb #c1b2aa92
+def say_plainly(message: str) -> str:
+    "pydantic's message in a form that can follow a field's name."
+    return re.sub(r"^(Input|List|Dictionary|String) should", "it should", message.removeprefix("Value error, "))
+
+# %% ../../nbs/70_protocol.ipynb #3245314f
 def describe_validation(errors: list[Any]) -> tuple[str, str | None]:
     "pydantic's list of what is wrong in a request as one message, and the first field that is concerned."
     found: dict[str, list[str]] = {}
     for error in errors:
         place = [str(part) for part in error["loc"] if part != "body"]
-        message = error["msg"].removeprefix("Value error, ")
-        message = re.sub(r"^(Input|List|Dictionary|String) should", "it should", message)
-        told = found.setdefault(place[0] if place else "", [])
+        told, message = found.setdefault(place[0] if place else "", []), say_plainly(error["msg"])
         if message not in told:
             told.append(message)
     lines = [f"{name}: {', or '.join(told)}" if name else ", and ".join(told) for name, told in found.items()]

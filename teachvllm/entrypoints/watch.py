@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LISTS', 'NOTHING', 'POLICY', 'sse', 'id_pairs', 'ids_of', 'difference', 'StepEncoder', 'StepDecoder', 'Feed',
-           'Watcher', 'watch_page', 'make_router', 'make_watch_router', 'LiveSteps', 'WatchedLLM', 'watch']
+           'Watcher', 'watch_page', 'is_loopback', 'make_router', 'make_watch_router', 'LiveSteps', 'WatchedLLM',
+           'watch']
 
-# %% ../../nbs/71_watch.ipynb #c83e0b42
+# %% ../../nbs/71_watch.ipynb #3f2154e7
 import asyncio
 import json
 import socket
@@ -18,6 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.resources import files
+from ipaddress import ip_address
 from itertools import chain, count, islice
 from os.path import commonprefix
 from typing import Any
@@ -238,7 +240,7 @@ class StepDecoder:
             now["free"], frame.get("copied", []), frame.get("out", []), frame.get("in", []), cached_blocks=sorted(now["cached"]),
         )  # fmt: skip
 
-# %% ../../nbs/71_watch.ipynb #64438480
+# %% ../../nbs/71_watch.ipynb #ce95d7e9
 class Feed:
     """The frames of the last `seconds`, `max_bytes` of them at most, and their readers. It belongs to one event loop.
 
@@ -253,7 +255,7 @@ class Feed:
         self.look, self.seconds, self.max_bytes = look, seconds, max_bytes
         self.readers: set[asyncio.Event] = set()
         self.why = ""  # it has ended
-        self.num_recordings = 0
+        self.name, self.num_recordings = f"{time.time_ns():x}", 0  # with both a page knows a recording again
         self.clear()
 
     def clear(self) -> None:
@@ -268,7 +270,7 @@ class Feed:
         self.clear()
         self.num_recordings, self.why, self.encoder = self.num_recordings + 1, "", StepEncoder(trace)
         pool = {"num_blocks": trace.num_blocks, "block_size": trace.block_size, "block_bytes": trace.block_bytes}
-        self.pool = msgspec.json.encode(pool | about)
+        self.pool = msgspec.json.encode(pool | about | {"recording": f"{self.name}-{self.num_recordings}"})
         self._wake()
 
     def add(self, step: StepTrace) -> None:
@@ -320,7 +322,7 @@ class Feed:
             while True:
                 news.clear()
                 begins = bool(self.pool) and recording != self.num_recordings
-                message, recording = sse(self.pool, "pool") if begins else b"", self.num_recordings
+                message, recording = b"retry: 1000\n\n" + sse(self.pool, "pool") if begins else b"", self.num_recordings
                 place, came = self._from(self.first if begins else place, begins)
                 message += sse(b"[%s]" % b",".join(came)) if came else b""
                 if not message:
@@ -419,8 +421,9 @@ class Watcher:
                 self.is_recording = False
                 self.feed.end(str(error))
 
-# %% ../../nbs/71_watch.ipynb #4c19d772
+# %% ../../nbs/71_watch.ipynb #34ced365
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+POLICY += "; base-uri 'none'; form-action 'none'"
 
 # %% ../../nbs/71_watch.ipynb #24738b22
 def watch_page() -> str:
@@ -428,7 +431,16 @@ def watch_page() -> str:
     text = files("teachvllm.entrypoints").joinpath("watch.html").read_text(encoding="utf-8")
     return text.replace("/*BOOK*/null", json.dumps({"palette": PALETTE, "hatches": HATCHES, "phases": PHASES}))
 
-# %% ../../nbs/71_watch.ipynb #08e1d017
+# %% ../../nbs/71_watch.ipynb #3fb2aa2a
+def is_loopback(host: str | None) -> bool:
+    "Whether this is an address of this machine's loopback, or `localhost`. No other name is: who owns it says what it means."
+    try:
+        address = ip_address(host or "")
+    except ValueError:
+        return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+# %% ../../nbs/71_watch.ipynb #14e15b2d
 def make_router(events: Callable[[], AsyncGenerator[bytes, None]], loopback_only: bool = True) -> Any:
     "A FastAPI router with `GET /watch`, the page, and `GET /watch/events`, the stream that it reads."
     from fastapi import APIRouter, Depends, HTTPException, Request
@@ -436,7 +448,7 @@ def make_router(events: Callable[[], AsyncGenerator[bytes, None]], loopback_only
 
     def guard(request: Request) -> None:
         hosts = {request.url.hostname, request.client.host if request.client else "localhost"}
-        ok = not loopback_only or all(host in ("localhost", "::1") or str(host).startswith("127.") for host in hosts)
+        ok = not loopback_only or all(map(is_loopback, hosts))
         relayed = set(request.headers) & {"x-forwarded-for", "x-real-ip", "forwarded"}  # by a proxy on this machine
         if not ok or (loopback_only and relayed):  # also a page elsewhere whose name was made to mean this machine
             raise HTTPException(403, "/watch is for this machine only: open http://127.0.0.1:<port>/watch on it, or by ssh -L")
@@ -463,22 +475,36 @@ def make_watch_router(engine: AsyncLLM, loopback_only: bool = True) -> Any:
     watchers = [logger for logger in engine.stat_loggers if isinstance(logger, Watcher)]
     return make_router((watchers[0] if watchers else Watcher(engine)).events, loopback_only)
 
-# %% ../../nbs/71_watch.ipynb #f2aae25e
+# %% ../../nbs/71_watch.ipynb #00688eec
 class LiveSteps(list):
-    "The steps of a trace that is watched while it grows: each is told to `tell`, and those of the last `seconds` are kept."
+    """The steps of a trace that is watched while it grows: each is told to `tell`, and those of the last `seconds` are kept.
 
-    def __init__(self, tell: Callable[[StepTrace], None], seconds: float):
+    What the trace knows of a request is kept as long, so that it does not grow without end.
+    """
+
+    def __init__(self, trace: Trace, tell: Callable[[StepTrace], None], seconds: float):
         super().__init__()
-        self.tell, self.seconds = tell, seconds
+        self.trace, self.tell, self.seconds = trace, tell, seconds
+        self.seen: dict[str, float] = {}  # name -> start of the last step that has it; the latest at the end
 
     def append(self, step: StepTrace) -> None:
-        "Keep one more step."
+        "Keep one more step, and forget what is too old."
         super().append(step)
-        while self[0].start < step.start - self.seconds:
+        oldest = step.start - self.seconds
+        while self[0].start < oldest:
             del self[0]
+        queues = (step.waiting, step.running, step.swapped, step.finished, step.block_tables, step.num_prompt_tokens)
+        for name in chain(*queues):
+            for known in (name, request_of(self.trace, name)):
+                self.seen.pop(known, None)
+                self.seen[known] = step.start
+        while self.seen and self.seen[name := next(iter(self.seen))] < oldest:
+            del self.seen[name]
+            self.trace.num_prompt_tokens.pop(name, None)
+            self.trace.texts.pop(name, None)
         self.tell(step)
 
-# %% ../../nbs/71_watch.ipynb #f0c2ccfd
+# %% ../../nbs/71_watch.ipynb #43c151d4
 class WatchedLLM:
     """The page for an `LLM` in this process, served by a thread on a free port of the loopback while it is recorded.
 
@@ -512,7 +538,7 @@ class WatchedLLM:
 
     def _record(self) -> None:
         self.trace = self.engine.start_trace()
-        self.trace.steps = LiveSteps(lambda step: self._call(self.feed.add, step), self.seconds)
+        self.trace.steps = LiveSteps(self.trace, lambda step: self._call(self.feed.add, step), self.seconds)
         config = self.engine.config
         budget, model = config.scheduler_config.max_num_batched_tokens, str(config.model_config.model)
         self._call(lambda: self.feed.begin(self.trace, model=model, max_num_batched_tokens=budget))
@@ -525,7 +551,9 @@ class WatchedLLM:
         if self.engine.closed:
             self.feed.end("the engine is closed")
         elif self.engine.trace is None:
-            self._record()
+            with self.engine._lock:  # so that no `LLM.record` can come between the question and the start
+                if self.engine.trace is None and not self.engine.closed:
+                    self._record()
         elif not self.engine.has_unfinished_requests():
             self.feed.idle()
 

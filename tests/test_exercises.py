@@ -1,0 +1,146 @@
+"""The book's exercises: stubs fail kindly, solutions pass and run in the engine, known mistakes are recognised."""
+
+import ast
+import contextlib
+import io
+import json
+import linecache
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teachvllm.exercises import check as checks
+from teachvllm.exercises.check import EXERCISES, Report, check, find_exercise
+
+ROOT = Path(__file__).resolve().parents[1]
+CHAPTERS = sorted(ROOT.glob("nbs/[0-9]*.ipynb"))
+SOLUTIONS = sorted(ROOT.glob("nbs/solutions/*.ipynb"))
+with contextlib.suppress(ValueError):
+    find_exercise("")  # imports the modules that register exercises
+NAMES = sorted(EXERCISES)
+LEADS = re.compile(
+    r"\*\*Exercise, (predict|write|design) \(\d+ min, (easy|medium|hard), (core path|second reading)\)\.\*\*"
+)
+
+
+def cells(notebook: Path, kind: str = "code") -> Iterator[str]:
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == kind:
+            yield "".join(cell["source"])
+
+
+def checked(source: str) -> str | None:
+    "The name in the last line `check(name)` of a cell, if that is what it ends with."
+    with contextlib.suppress(SyntaxError, IndexError):
+        last = ast.parse(source).body[-1]
+        if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and ast.unparse(last.value.func) == "check":
+            return ast.unparse(last.value.args[0])
+    return None
+
+
+def run_cells(sources: list[str]) -> Iterator[tuple[str, Any]]:
+    "Run cells in one namespace; yields the name and the report of each that ends with `check(name)`."
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, source in enumerate(sources):
+        label = f"<cell {number}>"
+        linecache.cache[label] = (len(source), None, source.splitlines(True), label)
+        tree = ast.parse(source)
+        name = checked(source)
+        last = tree.body.pop() if name else None
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(tree, label, "exec"), names)
+        if isinstance(last, ast.Expr):
+            yield str(name), eval(compile(ast.Expression(last.value), label, "eval"), names)
+
+
+def stubs(notebook: Path) -> dict[str, str]:
+    found = {checked(source): source for source in cells(notebook) if "raise NotImplementedError" in source}
+    return {name: source for name, source in found.items() if name in EXERCISES}
+
+
+def imports_of(notebook: Path) -> list[str]:
+    "The cells of a notebook that hold nothing but imports."
+    found = []
+    for source in cells(notebook):
+        with contextlib.suppress(SyntaxError):
+            body = ast.parse(source).body
+            if body and all(isinstance(node, ast.Import | ast.ImportFrom) for node in body):
+                found.append(source)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stub_waits_in_its_chapter(name: str) -> None:
+    chapter = ROOT / "nbs" / f"{EXERCISES[name].chapter}.ipynb"
+    source = stubs(chapter)[name]
+    reports = dict(run_cells([*imports_of(chapter), source]))
+    assert isinstance(reports[name], Report) and not reports[name].passed
+    assert "not written yet" in reports[name].text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_usual_mistakes_are_named(name: str) -> None:
+    exercise = EXERCISES[name]
+    assert len(exercise.mistakes) >= 4
+    for sentence, mistake in exercise.mistakes.items():
+        before, mistake.__name__ = mistake.__name__, name
+        try:
+            report = check(mistake, engine=False)
+        finally:
+            mistake.__name__ = before
+        assert not report.passed and sentence in report.text, f"{name}: {sentence}\n{report.text}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_answer_gets_words(name: str) -> None:
+    answers = [
+        lambda *args, **kwargs: None,
+        lambda *args, **kwargs: "seven",
+        lambda: None,
+        lambda *args, **kwargs: 1 / 0,
+    ]
+    for answer in answers:
+        answer.__name__ = name
+        report = check(answer, engine=False)
+        assert not report.passed and "hint" in report.text, report.text
+
+
+@pytest.mark.parametrize("notebook", SOLUTIONS, ids=lambda path: path.stem)
+def test_solutions_pass_and_serve(notebook: Path) -> None:
+    reports = dict(run_cells([source for source in cells(notebook) if "eval: false" not in source]))
+    asked = {name for name, exercise in EXERCISES.items() if exercise.chapter == notebook.stem}
+    assert asked <= set(reports), f"no solution for {asked - set(reports)}"
+    for name in asked:
+        assert reports[name].passed, reports[name].text
+        assert EXERCISES[name].engine is None or "in the engine" in reports[name].text.lower()
+
+
+@pytest.mark.parametrize("notebook", [c for c in CHAPTERS if not c.stem.startswith("93")], ids=lambda path: path.stem)
+def test_every_chapter_has_exercises_of_three_kinds(notebook: Path) -> None:
+    kinds = [lead[0] for text in cells(notebook, "markdown") for lead in LEADS.findall(text)]
+    text = "\n".join(cells(notebook, "markdown"))
+    assert len(re.findall(r"\*\*Exercise", text)) == len(kinds), "a lead that is not of the usual form"
+    assert {"predict", "design"} <= set(kinds)
+    assert ("write" in kinds) == bool(stubs(notebook)) and ("write" in kinds or notebook.stem[:2] in ("94", "95"))
+    assert "**After this chapter you can**" in text and "**Time**" in text
+
+
+def test_an_endless_loop_is_ended_and_unknown_names_are_refused() -> None:
+    name = NAMES[0]
+
+    def endless(*args: Any, **kwargs: Any) -> None:
+        while True:
+            pass
+
+    endless.__name__ = name
+    exercise = EXERCISES[name]
+    EXERCISES[name] = checks.Exercise(**{**vars(exercise), "seconds": 0.2})
+    try:
+        assert "never ends" in check(endless, engine=False).text
+    finally:
+        EXERCISES[name] = exercise
+    with pytest.raises(ValueError, match="no exercise is called"):
+        check(test_an_endless_loop_is_ended_and_unknown_names_are_refused)
