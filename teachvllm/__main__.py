@@ -278,9 +278,9 @@ def run_demo(parsed: argparse.Namespace) -> None:
         figure.savefig(parsed.out / name, bbox_inches="tight", dpi=200)
         print(f"saved {parsed.out / name}")
 
-# %% ../nbs/98_command_line.ipynb #7ab42e23
+# %% ../nbs/98_command_line.ipynb #fdabda98
 def tied_copy_bytes(model: Any, device: str) -> int:
-    "Bytes of the heads that lie in memory twice: a CPU packs matrices for their products, and not the embedding that a head is tied to."
+    "Bytes of the heads that lie in memory twice: on a CPU a head that is tied to the embedding is packed for its product."
     import torch
 
     heads = [layer for layer in model.modules() if getattr(layer, "shares_weight", False)]

@@ -62,13 +62,12 @@ def stubs(notebook: Path) -> dict[str, str]:
 
 
 def imports_of(notebook: Path) -> list[str]:
-    "The cells of a notebook that hold nothing but imports."
+    "What a notebook imports, statement by statement; its cell for Colab left out."
     found = []
     for source in cells(notebook):
         with contextlib.suppress(SyntaxError):
-            body = ast.parse(source).body
-            if body and all(isinstance(node, ast.Import | ast.ImportFrom) for node in body):
-                found.append(source)
+            body = [] if "eval: false" in source else ast.parse(source).body
+            found += [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     return found
 
 
@@ -76,7 +75,11 @@ def imports_of(notebook: Path) -> list[str]:
 def test_a_stub_waits_in_its_chapter(name: str) -> None:
     chapter = ROOT / "nbs" / f"{EXERCISES[name].chapter}.ipynb"
     source = stubs(chapter)[name]
-    reports = dict(run_cells([*imports_of(chapter), source]))
+    exports = [re.match(r"#\| default_exp (\S+)", text) for text in cells(chapter)]
+    own = [
+        f"from teachvllm.{found[1]} import *" for found in exports if found
+    ]  # a stub may extend a class of its chapter
+    reports = dict(run_cells([*imports_of(chapter), *own, source]))
     assert isinstance(reports[name], Report) and not reports[name].passed
     assert "not written yet" in reports[name].text
 
@@ -86,11 +89,8 @@ def test_usual_mistakes_are_named(name: str) -> None:
     exercise = EXERCISES[name]
     assert len(exercise.mistakes) >= 4
     for sentence, mistake in exercise.mistakes.items():
-        before, mistake.__name__ = mistake.__name__, name
-        try:
-            report = check(mistake, engine=False)
-        finally:
-            mistake.__name__ = before
+        mistake.__name__ = name  # by which `check` finds the exercise
+        report = check(mistake, engine=False)
         assert not report.passed and sentence in report.text, f"{name}: {sentence}\n{report.text}"
 
 
@@ -118,7 +118,9 @@ def test_solutions_pass_and_serve(notebook: Path) -> None:
         assert EXERCISES[name].engine is None or "in the engine" in reports[name].text.lower()
 
 
-@pytest.mark.parametrize("notebook", [c for c in CHAPTERS if not c.stem.startswith("93")], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook", [c for c in CHAPTERS if c.stem[:2] not in ("93", "96")], ids=lambda path: path.stem
+)
 def test_every_chapter_has_exercises_of_three_kinds(notebook: Path) -> None:
     kinds = [lead[0] for text in cells(notebook, "markdown") for lead in LEADS.findall(text)]
     text = "\n".join(cells(notebook, "markdown"))

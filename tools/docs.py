@@ -13,7 +13,7 @@ from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve import proc_nbs
 
 ROOT = Path(__file__).resolve().parents[1]
-NUMBERED = re.compile(r"(?<![/\w])\d\d[a-z]?_(\w+\.ipynb)")
+NUMBERED = re.compile(r"(?<![/\w])\d\d[a-z]{0,2}_(\w+\.ipynb)")
 OUTPUT_FILE = re.compile(r'\n *"output-file: .*",')
 
 

@@ -158,7 +158,7 @@ class StepRecorder:
                 trace.finished.append(name)
                 trace.token_ids[name] = list(seq.token_ids)
 
-# %% ../../nbs/52_engine_core.ipynb #5ce1adb6
+# %% ../../nbs/52_engine_core.ipynb #26e41290
 class EngineCore:
     """A scheduler, and an executor that carries its steps out. Requests go in and tokens come out, as messages.
 
@@ -248,7 +248,7 @@ class EngineCore:
                 self._submit(self.scheduler)
             return self._collect()
         except BaseException as error:
-            self._recover(f"{type(error).__name__}: {error}")
+            self._recover(": ".join(filter(None, (type(error).__name__, str(error)))))
             raise
 
     def _submit(self, scheduler: Scheduler) -> None:

@@ -21,20 +21,27 @@ from .memory import _serve, _serve_tiny, _with
 from ..sampling_params import BeamSearchParams, SamplingParams
 from ..sequence import Sequence, SequenceGroup, SequenceStatus
 
-# %% ../../nbs/93b_exercises_core.ipynb #3732a401
+# %% ../../nbs/93b_exercises_core.ipynb #ff739f17
 def _schedule_plain(
-    toy: Any, count: bool = True, again: bool = False, more: int = 0, at_once: int = 99, late: bool = False, last: bool = False
-) -> dict[str, int]:
-    "The right answer; each of the last six arguments changes one thing to a mistake."
+    toy: Any, count: bool = True, again: bool = False, more: int = 0, at_once: int = 99, late: bool = False, last: bool = False,
+    after: bool = False, skip: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    "The right answer; each of the last eight arguments changes one thing to a mistake."
     scheduled, before = {}, list(toy.running)
     while toy.waiting and len(toy.running) < min(toy.max_num_seqs + more, len(before) + at_once):
         group = toy.waiting.last() if last else toy.waiting.peek()
+        if skip and len(toy.running) > len(before):  # what a `for` loop over the queue does
+            if len(toy.waiting) < 2:
+                break
+            group = toy.waiting[1]
         toy.waiting.remove(group)
         toy.running.add(group)
     for group in before if late else toy.running:
         seq = group.first_seq
         scheduled[group.request_id] = seq.get_len() if again else seq.num_new_tokens
         seq.num_computed_tokens += seq.num_new_tokens if count else 0
+        if after:
+            scheduled[group.request_id] = seq.num_new_tokens
     return scheduled
 
 
@@ -67,7 +74,7 @@ def _steps_case(requests: list[tuple[int, int]], max_num_seqs: int, num_steps: i
     said = f"requests 0, 1, … of (prompt, answer) {requests} tokens, max_num_seqs={max_num_seqs}; NAME(toy) in {num_steps} steps"
     return Case(f"{said}  -> [what it returned, then waiting, then running]", run)
 
-# %% ../../nbs/93b_exercises_core.ipynb #21b6e2fb
+# %% ../../nbs/93b_exercises_core.ipynb #22da400f
 def _copies(queue: RequestQueue) -> RequestQueue:
     "The same requests, for an answer to work on."
     copies = RequestQueue(FCFSPolicy())
@@ -106,6 +113,10 @@ register(
         ],  # fmt: skip
         oracle=_schedule_plain,
         mistakes={
+            "0 tokens: `num_new_tokens` is what is left to compute, and it was read after `num_computed_tokens` had "
+            "grown. In which order must the two lines stand?": _with(_schedule_plain, after=True),
+            "A request was skipped. A `for` loop over a queue from which it removes jumps over the next one: loop as "
+            "long as there is a place and a request that waits, and take the first.": _with(_schedule_plain, skip=True),
             "The step computes these tokens, but the sequence "
             "does not know: which number of it must grow?": _with(_schedule_plain, count=False),
             "In the second step only the token that was sampled last is left to compute, and this computes the "
@@ -125,7 +136,7 @@ register(
             ),
         },
         hint="First admit from `toy.waiting` while there is a place, then go through all that run: what does each still lack?",
-        engine=_serve(_plain_scheduler, num_gpu_blocks_override=200, swap_space=0),
+        engine=_serve(_plain_scheduler, num_gpu_blocks_override=200, swap_space=0, max_num_seqs=5),
         seconds=3.0,
     )
 )

@@ -345,7 +345,7 @@ _check.register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93g_exercises_executor.ipynb #d1247467
+# %% ../../nbs/93g_exercises_executor.ipynb #5ae6edb2
 def _rank_workers(places: list[tuple[str, str]], here: str, wrong: str = "") -> list[tuple[int, int]]:
     "The oracle; `wrong` makes mistakes of it."
 
@@ -401,7 +401,7 @@ _check.register(
             "The nodes stand in the order of their ids. Asked is that of their addresses.": _partial(_rank_workers, wrong="id"),
             "Two nodes with one address are mixed. What tells them apart?": _partial(_rank_workers, wrong="address"),
         },
-        hint="Sort by several things, one after the other: the driver's node or not, the address, the id, and at last Ray's order.",
+        hint="Sort by several things, in turn: the driver's node or not, the address, the id, and at last Ray's order.",
         oracle=_rank_workers,
         engine=_count_groups,
     )
@@ -508,7 +508,7 @@ _check.register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93g_exercises_executor.ipynb #bbcf2a16
+# %% ../../nbs/93g_exercises_executor.ipynb #4aac7968
 def _overlapped(prices: _CostModel, work: _np.ndarray) -> float:
     fixed, tokens, seqs, context, pairs, copied, swapped = (_np.array(list(vars(prices).values())) * work).tolist()
     return max(fixed + context, tokens + pairs) + seqs + copied + swapped
@@ -546,7 +546,7 @@ def _simulate_overlap(answer: _Any) -> str:
                 clock.append(self)
 
         if charge:
-            overlap = type("Overlap", (_CostModel,), {"seconds": lambda self, work: float(charge(self, work))})
+            overlap = type("Overlap", (_CostModel,), {"seconds": lambda self, work, charge=charge: float(charge(self, work))})
             Priced.cost_model = overlap(fixed=2e-3, per_token=0.2e-3)
         else:
             Priced.cost_model = _CostModel(fixed=2e-3, per_token=0.2e-3)

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/93a_exercises_foundations.ipynb #942b15b9
+# %% ../../nbs/93a_exercises_foundations.ipynb #02ee3612
 import contextlib
-import importlib
 import json
 import tempfile
 import types
@@ -380,7 +379,3 @@ register(
         tolerance=1e-9,
     )
 )
-
-# %% ../../nbs/93a_exercises_foundations.ipynb #d96ca04b
-for _name in ("arguments", "requests"):
-    importlib.import_module(f"teachvllm.exercises.{_name}")

@@ -24,13 +24,14 @@ from ..messages import EngineCoreOutputs as _EngineCoreOutputs
 from ..sampling_params import SamplingParams as _SamplingParams
 from ..transformers_utils import DEFAULT_MODEL as _DEFAULT_MODEL
 
-# %% ../../nbs/93fa_exercises_front.ipynb #c6b51986
+# %% ../../nbs/93fa_exercises_front.ipynb #0027a116
 def _tiny_llm(vocab_size: int = 96, **options: _Any) -> _LLM:
     "The tiny model of `serve_prompts`; its folder is read once, so it may go."
     with _tempfile.TemporaryDirectory() as folder:
         (_Path(folder) / "config.json").write_text(_json.dumps({**_check.TINY, "vocab_size": vocab_size}))
         usual: dict[str, _Any] = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "max_model_len": 96}
-        usual |= {"num_gpu_blocks_override": 64, "attention_backend": "torch_sdpa", "enforce_eager": True, "disable_log_stats": True}
+        usual |= {"num_gpu_blocks_override": 64, "attention_backend": "torch_sdpa", "enforce_eager": True}
+        usual["disable_log_stats"] = True
         text = {} if "tokenizer" in options else {"skip_tokenizer_init": True}
         return _LLM(folder, **{**usual, **text, **options})
 

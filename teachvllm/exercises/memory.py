@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/93ab_exercises_memory.ipynb #1caa613c
+# %% ../../nbs/93ab_exercises_memory.ipynb #e7909cc3
 import json
 import tempfile
 import time
@@ -19,6 +19,7 @@ from ..core.block_allocator import BlockAllocator
 from ..core.block_manager import BlockSpaceManager, hash_block_tokens
 from ..core.request_queue import FCFSPolicy
 from .check import TINY, Case, Exercise, register, serve_prompts, stand_in
+from ..llm import LLM
 from ..sampling_params import SamplingParams
 from ..sequence import Sequence, SequenceGroup
 
@@ -271,13 +272,13 @@ register(
     )
 )
 
-# %% ../../nbs/93ab_exercises_memory.ipynb #e019faa4
+# %% ../../nbs/93ab_exercises_memory.ipynb #bbccbde0
 def _append_slots(
     table: list[int], num_computed: int, num_tokens: int, block_size: int, allocate: Any, room: bool = True, there: bool = True,
-    up: int = -1, another: bool = False, all_ids: bool = False,
+    up: int = -1, another: bool = False, all_ids: bool = False, past: bool = True,
 ) -> list[int]:  # fmt: skip
-    "The right answer; each of the last five arguments changes one thing to a mistake."
-    total = num_tokens + num_computed * room
+    "The right answer; each of the last six arguments changes one thing to a mistake."
+    total = num_tokens + num_computed * (room and past)
     needed = total // block_size if up == 0 else total // block_size + 1 if up > 0 else -(-total // block_size)
     new = [allocate() for _ in range(needed - len(table) * (there and room))]
     if another:
@@ -321,6 +322,9 @@ register(
             "The right blocks, but the caller's table did not grow. Does a line of yours make a new list instead "
             "of changing `table`?": (
                 _with(_append_slots, another=True)
+            ),
+            "A block is missing. The blocks of the table hold the tokens that are computed already: do they count in your sum?": (
+                _with(_append_slots, past=False)
             ),
             "Blocks were taken although the last one still had room. The tokens that are computed already count, "
             "too: how many tokens "
@@ -509,11 +513,9 @@ register(
     )
 )
 
-# %% ../../nbs/93ab_exercises_memory.ipynb #1a2a4f79
+# %% ../../nbs/93ab_exercises_memory.ipynb #b8e3b76c
 def _serve_tiny(use: Callable[[Any], Any], **options: Any) -> tuple[Any, float]:
     "What `use(llm)` returns for a tiny model, and the seconds that it took."
-    from teachvllm import LLM  # the finished engine
-
     usual = {
         "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_model_len": 96,
         "block_size": 4, "num_gpu_blocks_override": 60, "attention_backend": "torch_sdpa", "enforce_eager": True,

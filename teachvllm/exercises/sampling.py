@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/93ca_exercises_sampling.ipynb #b33a8759
+# %% ../../nbs/93ca_exercises_sampling.ipynb #1504b9d9
 import json as _json
 import math as _math
 import tempfile as _tempfile
@@ -20,24 +20,27 @@ from unittest import mock as _mock
 import numpy as _np
 import torch as _torch
 
-import teachvllm as _teachvllm
+import teachvllm.llm as _llm
+import teachvllm.sampling_params as _params
 from ..config import PoolerConfig as _PoolerConfig
 from . import check as _check
 from ..model_executor import rotary_embedding as _rotary
 from ..model_executor.pooler import Pooler as _Pooler
+from ..worker import model_runner as _model_runner
 
-# %% ../../nbs/93ca_exercises_sampling.ipynb #87de63ce
+# %% ../../nbs/93ca_exercises_sampling.ipynb #7b75d725
 def _serving(
     name: str, adapt: _Callable = lambda answer: answer, config: _Any = (), options: _Any = (), patches: _Any = (), **params: _Any
 ) -> _Callable[[_Any], str]:
-    "How the answer to exercise `name` is put to work: with these changes of the tiny model, of `LLM`'s options and of the requests."
+    "How the answer to exercise `name` is put to work: with these changes of the tiny model, of `LLM`'s options "
+    "and of the requests."
 
     def serve(answer: _Any) -> str:
         exercise = _replace(_check.EXERCISES[name], engine=dict(options))
         with _ExitStack() as stack:
             stack.enter_context(_mock.patch.dict(_check.TINY, dict(config)))
-            asking = _partial(_teachvllm.SamplingParams, **params)
-            stack.enter_context(_mock.patch.object(_teachvllm, "SamplingParams", asking))
+            asking = _partial(_params.SamplingParams, **params)
+            stack.enter_context(_mock.patch.object(_params, "SamplingParams", asking))
             for patch in patches() if patches else ():
                 stack.enter_context(patch)
             worked, text = _check.try_in_engine(exercise, adapt(answer))
@@ -46,13 +49,16 @@ def _serving(
 
     return serve
 
-# %% ../../nbs/93ca_exercises_sampling.ipynb #50841a51
-def _add_norm(x: _torch.Tensor, residual: _torch.Tensor, weight: _torch.Tensor, eps: float, wrong: str = "") -> tuple[_torch.Tensor, _torch.Tensor]:
+# %% ../../nbs/93ca_exercises_sampling.ipynb #79a6ece0
+def _add_norm(
+    x: _torch.Tensor, residual: _torch.Tensor, weight: _torch.Tensor, eps: float, wrong: str = ""
+) -> tuple[_torch.Tensor, _torch.Tensor]:
     "The norm of x + residual, and the sum, perhaps wrongly."
     total = x if wrong == "alone" else x + residual
     y = total if wrong == "half" else total.float()
     y = y - y.mean(-1, keepdim=True) if wrong == "layer" else y
-    mean = y.pow(2).mean() if wrong == "all rows" else y.pow(2).sum(-1, keepdim=True) if wrong == "sum" else y.pow(2).mean(-1, keepdim=True)
+    mean = y.pow(2).sum(-1, keepdim=True) if wrong == "sum" else y.pow(2).mean(-1, keepdim=True)
+    mean = y.pow(2).mean() if wrong == "all rows" else mean
     root = mean.sqrt() + eps if wrong == "outside" else (mean + eps).sqrt()
     normed = (y / root).to(x.dtype)
     return (normed if wrong == "unweighted" else normed * weight), x if wrong == "x" else total
@@ -88,19 +94,23 @@ _check.register(
             "Divided by the root of the *sum* of squares; the formula has their mean.": _partial(_add_norm, wrong="sum"),
             "The mean was subtracted first: that is LayerNorm. RMS norm only divides.": _partial(_add_norm, wrong="layer"),
             "This is the norm of x alone; the residual is added first.": _partial(_add_norm, wrong="alone"),
-            "The norm is right, but the second result must be the sum: the next layer adds to it.": _partial(_add_norm, wrong="x"),
+            "The norm is right, but the second result must be the sum: the next layer adds to "
+            "it.": _partial(_add_norm, wrong="x"),
             "Where is `weight`? It multiplies each column at the end.": _partial(_add_norm, wrong="unweighted"),
-            "One root for all rows; each token has its own. Look at the dimension of the mean, and at `keepdim`.": _partial(_add_norm, wrong="all rows"),
+            "One root for all rows; each token has its own. Look at the dimension of the mean, and at "
+            "`keepdim`.": _partial(_add_norm, wrong="all rows"),
             "ε belongs under the root, not beside it.": _partial(_add_norm, wrong="outside"),
-            "300² is more than float16 can hold, so the squares are infinite. Compute in float32 in between.": _partial(_add_norm, wrong="half"),
+            "300² is more than float16 can hold, so the squares are infinite. Compute in float32 in "
+            "between.": _partial(_add_norm, wrong="half"),
         },
         hint="Take the formula at the beginning of the chapter piece by piece: sum, squares, mean, root, weight.",
     )
 )
 
-# %% ../../nbs/93ca_exercises_sampling.ipynb #161dedc5
+# %% ../../nbs/93ca_exercises_sampling.ipynb #303a8871
 def _llama3(
-    dim: int, rope: dict[str, _Any], /, per_turn: float = 2 * _math.pi, clamp: bool = True, swap: bool = False, power: int = -1, hard: bool = False
+    dim: int, rope: dict[str, _Any], /, per_turn: float = 2 * _math.pi,
+    clamp: bool = True, swap: bool = False, power: int = -1, hard: bool = False,
 ) -> tuple[_torch.Tensor, float]:
     "Llama 3's speeds, perhaps wrongly."
     speeds, scale = _rotary.default_frequencies(dim, rope)
@@ -111,7 +121,8 @@ def _llama3(
     return (1 - kept) * speeds * rope["factor"] ** power + kept * speeds, scale
 
 
-_rope = {"rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+_rope = {"rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_rope["original_max_position_embeddings"] = 128
 _scaled = {**_rope, "rope_type": "llama3", "rope_theta": 10.0, "original_max_position_embeddings": 32}
 _check.register(
     _check.Exercise(
@@ -122,25 +133,32 @@ _check.register(
             "llama3_frequencies", config={"rope_parameters": _scaled, "rope_scaling": _scaled},
             patches=lambda: [_mock.patch.dict(_rotary.ROPE_KINDS, llama3=lambda *args: _rotary.llama3_frequencies(*args))],
         ),
-        cases=[_check.call(8, _rope), _check.call(16, _rope), _check.call(64, {**_rope, "rope_theta": 500_000.0, "factor": 32.0})],
+        cases=[
+            _check.call(8, _rope), _check.call(16, _rope), _check.call(64, {**_rope, "rope_theta": 500_000.0, "factor": 32.0}),
+        ],
         mistakes={
-            "This counts radians. A full turn has 2π of them, and the two limits are numbers of turns.": _partial(_llama3, per_turn=1),
+            "This counts radians. A full turn has 2π of them, and the two limits are numbers of "
+            "turns.": _partial(_llama3, per_turn=1),
             "A share larger than one, or less than zero: outside the two limits nothing is mixed. Look at `clamp`.": (
                 _partial(_llama3, clamp=False)
             ),
             "The wrong way round: fast pairs keep their speed, slow ones are slowed down.": _partial(_llama3, swap=True),
             "Slow pairs became faster: a longer text needs smaller angles for each position.": _partial(_llama3, power=1),
-            "Between the two limits the speeds are mixed, in proportion to how far a pair is from either.": _partial(_llama3, hard=True),
-            "All pairs were squeezed; that is `linear`. How often must a pair turn to keep its speed?": _rotary.linear_frequencies,
+            "Between the two limits the speeds are mixed, in proportion to how far a pair is from "
+            "either.": _partial(_llama3, hard=True),
+            "All pairs were squeezed; that is `linear`. How often must a pair turn to keep its "
+            "speed?": _rotary.linear_frequencies,
             "The speeds are not changed at all. Which pairs never complete a turn?": _rotary.default_frequencies,
         },
-        hint="Count each pair's turns in the text that the model was trained on, then look at the three kinds one after the other.",
+        hint="Count each pair's turns in the text that the model was trained on, then take the three kinds one by one.",
         tolerance=1e-5,
     )
 )  # fmt: skip
 
-# %% ../../nbs/93ca_exercises_sampling.ipynb #d21b5f8a
-def _draw(weights: _torch.Tensor, uniform: _torch.Tensor, dim: int = -1, right: bool = True, scaled: bool = True) -> _torch.Tensor:
+# %% ../../nbs/93ca_exercises_sampling.ipynb #e7c5f6ff
+def _draw(
+    weights: _torch.Tensor, uniform: _torch.Tensor, dim: int = -1, right: bool = True, scaled: bool = True
+) -> _torch.Tensor:
     "Draws by the inverse of the cumulative distribution, perhaps wrongly."
     cdf = weights.cumsum(dim)
     return _torch.searchsorted(cdf, uniform[:, None] * (cdf[:, -1:] if scaled else 1), right=right)[:, 0]
@@ -162,18 +180,22 @@ _check.register(
             _check.call(_torch.eye(300)[::7], _torch.full((43,), 1 - 2**-23)),
         ],
         mistakes={
-            "This is the likeliest token, whatever the number is. Where on the line of weights, laid end to end, does `uniform` land?": (
+            "This is the likeliest token, whatever the number is. Where on the line of weights, laid end to end, "
+            "does `uniform` land?": (
                 lambda weights, uniform: weights.argmax(-1)
             ),
             "The weights are probabilities already, or in proportion to them; a softmax on top makes them nearly equal.": (
                 lambda weights, uniform: _draw(weights.softmax(-1), uniform)
             ),
-            "One index for each row is asked for, of shape [rows]: `searchsorted` returned a column. Which dimension is one too many?": (
+            "One index for each row is asked for, of shape [rows]: `searchsorted` returned a column. Which "
+            "dimension is one too many?": (
                 lambda weights, uniform: _draw(weights, uniform)[:, None]
             ),
-            "A token of weight zero was chosen: `searchsorted` stops where the sum *reaches* the number, not where it passes it. "
+            "A token of weight zero was chosen: `searchsorted` stops where the sum *reaches* the number, not "
+            "where it passes it. "
             "Look at `right`.": _partial(_draw, right=False),
-            "The weights need not add up to one. By what must `uniform` be multiplied before it is compared with the running sum?": (
+            "The weights need not add up to one. By what must `uniform` be multiplied before it is compared with "
+            "the running sum?": (
                 _partial(_draw, scaled=False)
             ),
             "All rows used the first row's number. Look at the shapes: [rows, 1] against [rows, n].": (
@@ -183,14 +205,14 @@ _check.register(
                 lambda weights, uniform: (_draw(weights, uniform, dim=0) if len(weights) > 1 else _draw(weights, uniform))
             ),
         },
-        hint="Lay a row's weights end to end, as in the chapter's figure of words: where do `uniform` times the total lie on that line?",
+        hint="Lay a row's weights end to end: where on that line does `uniform` times the total lie?",
     )
 )
 
-# %% ../../nbs/93ca_exercises_sampling.ipynb #6afd5e57
+# %% ../../nbs/93ca_exercises_sampling.ipynb #190f6f97
 def _penalize(
-    row: _torch.Tensor, prompt: list[int], output: list[int], presence: float = 0.0, frequency: float = 0.0, repetition: float = 1.0, *,
-    wrong: str = "",
+    row: _torch.Tensor, prompt: list[int], output: list[int],
+    presence: float = 0.0, frequency: float = 0.0, repetition: float = 1.0, *, wrong: str = "",
 ) -> _torch.Tensor:  # fmt: skip
     "The penalties of one row, perhaps with one thing wrong."
     new, seen = row.clone().float(), set(output) if wrong == "output only" else {*prompt, *output}
@@ -241,21 +263,26 @@ _check.register(
         ],
         mistakes={
             "The repetition penalty looks at the prompt as well as at the output.": _partial(_penalize, wrong="output only"),
-            "Half of a negative logit is larger than it. What must the repetition penalty do there, so that the token becomes less likely?": (
+            "Half of a negative logit is larger than it. What must the repetition penalty do there, so that the "
+            "token becomes less likely?": (
                 _partial(_penalize, wrong="divide")
             ),
-            "Repetition counts a token once, however often it was written. Go through a set of the tokens.": _partial(_penalize, wrong="each time"),
-            "Presence and frequency look at the output only; here the prompt's tokens were counted, too.": _partial(_penalize, wrong="prompt"),
-            "Presence is subtracted once for a token that was written, and not once for each time.": _partial(_penalize, wrong="presence"),
-            "Frequency is subtracted once for each time the token was written. Look at `count`.": _partial(_penalize, wrong="once"),
+            "Repetition counts a token once, however often it was written. Go through a set of the "
+            "tokens.": _partial(_penalize, wrong="each time"),
+            "Presence and frequency look at the output only; here the prompt's tokens were counted, "
+            "too.": _partial(_penalize, wrong="prompt"),
+            "Presence is subtracted once for a token that was written, and not once for each "
+            "time.": _partial(_penalize, wrong="presence"),
+            "Frequency is subtracted once for each time the token was written. Look at "
+            "`count`.": _partial(_penalize, wrong="once"),
             "Each penalty is right alone, but their order is not: repetition comes first.": _partial(_penalize, wrong="last"),
             "Nothing was changed. Which tokens of the row must become smaller?": lambda row, *others, **settings: row,
         },
-        hint="Take one token at a time: is it in the prompt, in the output, how often? Then look at the table at the top of the chapter.",
+        hint="Take one token at a time: is it in the prompt, in the output, how often? The chapter's table says the rest.",
     )
 )  # fmt: skip
 
-# %% ../../nbs/93ca_exercises_sampling.ipynb #fccaf680
+# %% ../../nbs/93ca_exercises_sampling.ipynb #7c2dac36
 def _pool(hidden: _torch.Tensor, lengths: list[int], kind: str, wrong: str = "") -> _torch.Tensor:
     "A vector for each prompt of a flat batch, perhaps wrongly."
     ends = _torch.tensor(lengths).cumsum(0)
@@ -280,7 +307,7 @@ def _embed(kind: str) -> _np.ndarray:
     with _tempfile.TemporaryDirectory() as folder:
         (_Path(folder) / "config.json").write_text(_json.dumps(_check.TINY))
         pooling = _PoolerConfig(pooling_type=kind)
-        with _teachvllm.LLM(folder, task="embed", override_pooler_config=pooling, num_gpu_blocks_override=64, **options) as llm:
+        with _llm.LLM(folder, task="embed", override_pooler_config=pooling, num_gpu_blocks_override=64, **options) as llm:
             outputs = llm.embed([{"prompt_token_ids": [5 + i] * (3 + 4 * i) + [9, 8]} for i in range(3)], use_tqdm=False)
     return _np.array([output.outputs.embedding for output in outputs])
 
@@ -288,7 +315,7 @@ def _embed(kind: str) -> _np.ndarray:
 def _serve_pooled(answer: _Any) -> str:
     "A tiny engine for embeddings, with the answer in its pooler."
 
-    used = []
+    used: list[str] = []
 
     def pool(pooler: _Any, hidden: _torch.Tensor, x: dict[str, _torch.Tensor]) -> _torch.Tensor:
         kind = pooler.config.pooling_type
@@ -306,7 +333,7 @@ def _serve_pooled(answer: _Any) -> str:
             assert _np.allclose(_embed(kind), ours, atol=1e-5) and kind in used, f"other vectors than ours with {kind}"
     return f"an engine for embeddings called it with LAST, MEAN and CLS, and its {len(ours)} vectors are the same as with ours"
 
-# %% ../../nbs/93ca_exercises_sampling.ipynb #559c401d
+# %% ../../nbs/93ca_exercises_sampling.ipynb #04057391
 _states = _torch.tensor([[1.0, 0.0], [2.0, 4.0], [3.0, 8.0], [5.0, 1.0], [7.0, 2.0], [9.0, 6.0]])
 _check.register(
     _check.Exercise(
@@ -326,8 +353,73 @@ _check.register(
             "The first row of the whole batch, for all prompts. Where does each prompt begin?": _partial(_pool, wrong="CLS"),
             "The mean of all prompts' tokens together; each prompt has a mean of its own.": _partial(_pool, wrong="MEAN"),
             "These are the sums of each prompt's rows. By what must they be divided?": _partial(_pool, wrong="sum"),
-            "Each sum was divided by the longest prompt's length, as if the batch were padded. It is flat.": _partial(_pool, wrong="longest"),
+            "Each sum was divided by the longest prompt's length, as if the batch were padded. It is "
+            "flat.": _partial(_pool, wrong="longest"),
         },
         hint="Write the rows' numbers 0 to 5 in a line, and mark after which of them a prompt ends.",
+    )
+)
+
+# %% ../../nbs/93ca_exercises_sampling.ipynb #cdefd5c2
+def _find_block(largest: _torch.Tensor, total: _torch.Tensor, uniform: float, wrong: str = "") -> tuple[int, float]:
+    "The block in which `uniform` lands, and the weight that is left to go inside it, perhaps wrongly."
+    best = largest.max()
+    shrunk = {"own": total, "grow": total * (best - largest).exp()}.get(wrong, total * (largest - best).exp())
+    cdf = shrunk.cumsum(0)
+    target = uniform * (1 if wrong == "unscaled" else cdf[-1])
+    block = int(largest.argmax() if wrong == "best" else (cdf <= target).sum() if wrong != "reaches" else (cdf < target).sum())
+    rest = target - (cdf[block - 1] if block else 0)
+    return block, float(target if wrong == "all" else target - cdf[min(block, len(cdf) - 1)] if wrong == "own block" else rest)
+
+
+def _sample_blocks(logits: _torch.Tensor, temperature: _torch.Tensor, uniform: _torch.Tensor, size: int = 16) -> _torch.Tensor:
+    "A sampler of blocks in torch: what `sample_rows` does, for rows that are drawn."
+    ids = []
+    for row, heat, number in zip(logits, temperature.tolist(), uniform.tolist()):
+        blocks = (row / (heat or 1.0)).split(size)
+        largest = _torch.stack([block.max() for block in blocks])
+        total = _torch.stack([(block - block.max()).exp().sum() for block in blocks])
+        at, rest = _find_block(largest, total, number)
+        inside = (blocks[at] - largest.max()).exp().cumsum(0)
+        ids.append(at * size + min(int((inside <= rest).sum()), len(inside) - 1))
+    return _torch.tensor(ids)
+
+
+_zeros, _totals = _torch.zeros(3), _torch.tensor([1.0, 2.0, 1.0])
+_uneven = _torch.tensor([0.0, -0.6931472, -1.3862944])  # the logarithms of 1, 1/2 and 1/4
+_check.register(
+    _check.Exercise(
+        name="find_block",
+        chapter="32a_fused_sampler",
+        oracle=_find_block,
+        target="teachvllm.exercises.sampling:_find_block",
+        engine=_serving(
+            "find_block", patches=lambda: [_mock.patch.object(_model_runner, "find_fused_sampler", lambda device: _sample_blocks)]
+        ),
+        cases=[
+            _check.call(_zeros, _totals, 0.1),
+            _check.call(_zeros, _totals, 0.5),
+            _check.call(_uneven, _torch.tensor([2.0, 2.0, 4.0]), 0.7),
+            _check.call(_uneven.flip(0), _torch.tensor([2.0, 2.0, 4.0]), 0.05),
+            _check.call(_torch.tensor([-_math.inf, 0.0, 0.0]), _torch.tensor([0.0, 1.0, 1.0]), 0.0),
+        ],
+        mistakes={
+            "`uniform` is a share. Of what? Multiply it with the weight of all blocks "
+            "together.": _partial(_find_block, wrong="unscaled"),
+            "The block is right, but the rest is counted from the row's beginning: take off what the blocks before it hold.": (
+                _partial(_find_block, wrong="all")
+            ),
+            "Too much was taken off: only the blocks *before* the chosen one, not "
+            "itself.": _partial(_find_block, wrong="own block"),
+            "This is the block with the largest logit. Where does the number land?": _partial(_find_block, wrong="best"),
+            "Each total is relative to its own block's largest logit. Bring them to a common one before you add them.": (
+                _partial(_find_block, wrong="own")
+            ),
+            "The wrong way round: a block whose largest logit is small must shrink. Look at the sign in "
+            "`exp`.": _partial(_find_block, wrong="grow"),
+            "A block without any weight was chosen: the sum must *pass* the target, not only reach "
+            "it.": _partial(_find_block, wrong="reaches"),
+        },
+        hint="First bring all totals to the largest logit of the row; then it is chapter 32's `inverse_cdf` over blocks.",
     )
 )
