@@ -13,16 +13,16 @@ from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve import proc_nbs
 
 ROOT = Path(__file__).resolve().parents[1]
-NUMBERED = re.compile(r"(?<![/\w])\d\d[a-z]{0,2}_(\w+\.ipynb)")
+NUMBERED = re.compile(r"(?<![/\w])(\.\./|solutions/)?\d\d[a-z]{0,2}_(\w+\.ipynb)")
 OUTPUT_FILE = re.compile(r'\n *"output-file: .*",')
 
 
 def drop_numbers(folder: Path) -> None:
     "Give the pages of processed notebooks the addresses that nbdev's links use: 12_scheduler becomes scheduler."
-    for path in [*folder.glob("*.ipynb"), folder / "_quarto.yml"]:
+    for path in [*folder.glob("*.ipynb"), *folder.glob("solutions/*.ipynb"), folder / "_quarto.yml"]:
         text = OUTPUT_FILE.sub("", path.read_text(encoding="utf-8"))
-        path.write_text(NUMBERED.sub(r"\1", text), encoding="utf-8")
-        path.rename(path.with_name(NUMBERED.sub(r"\1", path.name)))
+        path.write_text(NUMBERED.sub(r"\1\2", text), encoding="utf-8")
+        path.rename(path.with_name(NUMBERED.sub(r"\2", path.name)))
 
 
 def main() -> None:
