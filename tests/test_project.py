@@ -126,7 +126,11 @@ def test_imports_are_declared() -> None:
     "Beside Python's own, it imports what pyproject.toml requires, and nothing of `dev` (no nbdev, no fastcore)"
     requires = [Requirement(line) for line in importlib.metadata.requires("teachvllm") or []]
     declared = {r.name.replace("-", "_") for r in requires if "dev" not in str(r.marker)}
-    names = {"nvidia_ml_py": ["pynvml"], "pyzmq": ["zmq"], "pydantic": ["pydantic_core"]}  # under which they are imported
+    names = {
+        "nvidia_ml_py": ["pynvml"],
+        "pyzmq": ["zmq"],
+        "pydantic": ["pydantic_core"],
+    }  # under which they are imported
     declared |= {name for package, imports in names.items() if package in declared for name in imports}
     assert not declared & {"nbdev", "fastcore", "execnb"}
     known = declared | sys.stdlib_module_names | {"teachvllm"}
@@ -255,12 +259,17 @@ def test_the_recorded_start_is_the_one_in_chapter_00a() -> None:
     for name, stage in zip(listed, startup["stages"].values()):
         assert re.search(rf" {stage['ms']:,.1f} ms .*{re.escape(name)}\b", shown), f"{name}: run 00a and save it"
     assert startup["blocks"]["gpu"] > 0 and startup["bytes"]["weights"] > 0
-    load, front = startup["stages"]["load_model"]["ms"], sum(stage["ms"] for stage in list(startup["stages"].values())[:2])
+    load, front = (
+        startup["stages"]["load_model"]["ms"],
+        sum(stage["ms"] for stage in list(startup["stages"].values())[:2]),
+    )
     quoted = {"42_memory_profiling": f"{startup['bytes']['activations'] / 2**20:,.1f} MiB", "44_worker": f"{load:,.0f}",
               "50_executor": f"{load:,.1f}", "60_llm_engine": f"{front:,.0f} ms in chapter 00a"}  # fmt: skip
     for stem, number in quoted.items():
         cells = code_cells(ROOT / "nbs" / f"{stem}.ipynb")
-        assert number in "".join("".join(o.get("text", "")) for cell in cells for o in cell["outputs"]), f"{stem}: run it again"
+        assert number in "".join("".join(o.get("text", "")) for cell in cells for o in cell["outputs"]), (
+            f"{stem}: run it again"
+        )
 
 
 def test_notebooks_are_small() -> None:
