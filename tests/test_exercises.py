@@ -6,6 +6,8 @@ import io
 import json
 import linecache
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,3 +148,30 @@ def test_an_endless_loop_is_ended_and_unknown_names_are_refused() -> None:
         EXERCISES[name] = exercise
     with pytest.raises(ValueError, match="no exercise is called"):
         check(test_an_endless_loop_is_ended_and_unknown_names_are_refused)
+
+
+def test_a_stand_in_is_gone_afterwards_and_must_have_been_called() -> None:
+    from teachvllm.core import block_manager
+
+    for target in (
+        "teachvllm.core.block_manager:num_blocks_for",
+        "teachvllm.core.block_manager:BlockSpaceManager.free",
+    ):
+        ours = checks.find_target(target)[2]
+        with pytest.raises(ZeroDivisionError), checks.stand_in(target, lambda *args: 1 / 0):
+            assert checks.find_target(target)[2] is not ours
+            block_manager.num_blocks_for(1, 1) if "num_blocks" in target else block_manager.BlockSpaceManager.free(
+                None, None
+            )
+        assert checks.find_target(target)[2] is ours
+    with pytest.raises(ValueError, match="never called"), checks.stand_in(target, lambda *args: None):
+        pass
+
+
+def test_a_time_limit_keeps_the_one_around_it() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(checks.TookTooLong), checks.limit_time(0.5):
+        with pytest.raises(checks.TookTooLong), checks.limit_time(0.1):
+            time.sleep(5)
+        time.sleep(5)
+    assert signal.getsignal(signal.SIGALRM) is before

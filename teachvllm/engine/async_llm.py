@@ -87,7 +87,7 @@ class StatLoggerBase(Protocol):
     def abort_request(self, request_id: str) -> None:
         "A request was aborted by its user, before it was finished."
 
-# %% ../../nbs/62_async_llm.ipynb #5b6c49b5
+# %% ../../nbs/62_async_llm.ipynb #a2a28bd3
 class AsyncLLM:
     """An engine whose requests are awaited: `async for output in engine.generate(prompt, params, request_id)`.
 
@@ -214,8 +214,8 @@ class AsyncLLM:
         "Tell the stat loggers; what fails in one of them is logged, and no request's concern."
         for stat_logger in self.stat_loggers:
             try:
-                tell = getattr(stat_logger, event, None) or stat_logger.abort_request  # not all have `fail_request`
-                tell(*args)
+                optional = event == "fail_request" and not hasattr(stat_logger, event)
+                getattr(stat_logger, "abort_request" if optional else event)(*args)
             except Exception:
                 logger.exception("%s.%s failed", type(stat_logger).__name__, event)
 

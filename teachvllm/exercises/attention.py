@@ -187,7 +187,7 @@ _check.register(_check.Exercise(
     hint="Three steps: slots [n, longest], gather, masked attention. Compare one row with `attend_pages` of chapter 20.",
 ))  # fmt: skip
 
-# %% ../../nbs/93c_exercises_attention.ipynb #ebad82bd
+# %% ../../nbs/93c_exercises_attention.ipynb #ab15b888
 def _attend_tiles(rows, position, k_pages, v_pages, table, end, scale, tile, fault: str = "") -> torch.Tensor:
     block_size, acc, total = k_pages.shape[1], torch.zeros(rows.shape), torch.zeros(len(rows))
     largest = torch.full((len(rows),), -torch.inf)
@@ -196,8 +196,8 @@ def _attend_tiles(rows, position, k_pages, v_pages, table, end, scale, tile, fau
         entry = key // tile if fault == "tile is page" else key // block_size
         page = entry if fault == "no table" else table[entry.clamp(max=(end - 1) // block_size)]
         k, v = k_pages[page, key % block_size], v_pages[page, key % block_size]
-        scores = torch.where((key <= position[:, None]) | (fault == "no mask"), rows @ k.T * scale, -torch.inf)
-        new = torch.maximum(largest, scores.amax(1))
+        scores = torch.where((key <= position[:, None]) | (fault == "no mask"), rows @ k.T * (1 if fault == "no scale" else scale), -torch.inf)
+        new = torch.maximum(largest, scores.amax() if fault == "one largest" else scores.amax(1))
         power = torch.exp if fault == "exp" else torch.exp2
         weights, shrink = power(scores - new[:, None]), power(largest - new)
         acc = acc * (1 if fault == "sums not shrunk" else shrink[:, None]) + weights @ v
@@ -206,12 +206,11 @@ def _attend_tiles(rows, position, k_pages, v_pages, table, end, scale, tile, fau
     return acc / (1 if fault == "not divided" else total[:, None])
 
 
-def _tiles_case(position: list[int], end: int, tile: int, block_size: int) -> _check.Case:
+def _tiles_case(position: list[int], end: int, tile: int, block_size: int, size: float = 2) -> _check.Case:
     _, (k, v), table, *_ = _paged_sequence(end, 1, (1, 1), 4, block_size, seed=end)
     g = torch.Generator().manual_seed(1)
-    rows = 2 * torch.randn(len(position), 4, generator=g)
-    said = f"rows at positions {position}, keys up to {end}, tiles of {tile}, pages of {block_size}"
-    args = rows, torch.tensor(position), k[:, :, 0], v[:, :, 0], table
+    said = f"rows at positions {position}, keys before {end}, tiles of {tile}, pages of {block_size}"
+    args = size * torch.randn(len(position), 4, generator=g), torch.tensor(position), k[:, :, 0], v[:, :, 0], table
     return _check.Case("NAME: " + said, lambda answer: answer(*(x.clone() for x in args), end, 0.7, tile))
 
 
@@ -224,8 +223,8 @@ def _tiles_at_work(answer: Any) -> str:
         for head, (k, v) in enumerate(kv_cache.permute(3, 0, 1, 2, 4)):
             heads = slice(head * group, (head + 1) * group)
             rows = q[:, heads].reshape(-1, self.head_size)
-            result = answer(rows, position, k, v, table, seq_len, self.scale * math.log2(math.e), 6)
-            out[:, heads] = result.view(-1, group, self.head_size)
+            scale = self.scale * math.log2(math.e)
+            out[:, heads] = answer(rows, position, k, v, table, seq_len, scale, 6).view(-1, group, self.head_size)
         return out
 
     return _serve(_by_sequence(run), calls)
@@ -234,7 +233,8 @@ def _tiles_at_work(answer: Any) -> str:
 _check.register(_check.Exercise(
     name="attend_tiles", chapter="22_triton_ladder", oracle=_attend_tiles, engine=_tiles_at_work,
     cases=list(starmap(_tiles_case, (([3], 4, 4, 4), ([7], 8, 8, 4), ([0, 3], 4, 4, 4), ([15], 16, 4, 4),
-                                     ([11, 11], 12, 8, 4), ([9, 10], 11, 4, 3), ([16, 17, 18, 19], 20, 6, 5)))),
+                                     ([11, 11], 12, 8, 4), ([9, 10], 11, 4, 3), ([16, 17, 18, 19], 20, 6, 5),
+                                     ([3, 3, 3], 4, 4, 4, 1000)))),
     mistakes=_faults(_attend_tiles, {
         "not divided": "The sums were not divided by the sum of weights. The last line of `online_softmax` does it.",
         "exp": "Weights are powers of two in this chapter: log₂ e is in the scale already. exp2, not exp.",
@@ -243,10 +243,12 @@ _check.register(_check.Exercise(
         "tile is page": "Tiles were taken for pages. A tile may lie in several pages: look up key // block_size for each key.",
         "sums not shrunk": "The weighted sum was not shrunk when a larger score came: acc * shrink, as in rung 1.",
         "total not shrunk": "The sum of weights was not shrunk when a larger score came. It needs the same factor as acc.",
+        "no scale": "The scores are not multiplied by `scale`.",
+        "one largest": "A row's weights all became 0: each row has a largest score of its own, `amax(1)`, not one for all.",
         "last largest": "The largest score is that of the last tile alone. What had the row seen before?",
         "whole tiles": "The last keys are missing: they do not fill a tile. range(0, end, tile) begins one for them, too.",
     }),
-    hint="Print largest, shrink and total after each tile, as the chapter does for one query.",
+    hint="NaN? Something past `end` was read: 0 × NaN is NaN. Else print largest, shrink and total after each tile; return one tensor, shaped like rows.",
 ))  # fmt: skip
 
 # %% ../../nbs/93c_exercises_attention.ipynb #d5fec413

@@ -231,11 +231,11 @@ register(
     )
 )
 
-# %% ../../nbs/93b_exercises_core.ipynb #01905f0c
+# %% ../../nbs/93b_exercises_core.ipynb #8dd4b602
 class _ReservesAll(Scheduler):
     "The right answer; the attributes below change one thing to a mistake each."
 
-    itself, alone, most, together, exact = True, True, True, False, True
+    itself, alone, most, together, exact, asks = True, True, True, False, True, True
 
     def _can_admit(self, group: SequenceGroup, freed: Any = frozenset()) -> AllocStatus:
         size, groups = self.block_manager.block_size, [*self.running, group][: None if self.itself else -1]
@@ -244,12 +244,12 @@ class _ReservesAll(Scheduler):
         full = reserved > self.block_manager.num_gpu_blocks - (not self.exact)
         if full and (self.running or not self.alone):
             return AllocStatus.LATER
-        return super()._can_admit(group, freed)
+        return super()._can_admit(group, freed) if self.asks else AllocStatus.OK
 
 
-def _scheduler_case(requests: list[tuple[int, int]], num_blocks: int, max_steps: int = 40) -> Case:
+def _scheduler_case(requests: list[tuple[int, int]], num_blocks: int, watermark: float = 0, max_steps: int = 40) -> Case:
     def run(answer: Any) -> list[Any]:
-        scheduler = answer(SchedulerConfig(max_model_len=64, max_num_seqs=8), BlockSpaceManager(2, num_blocks, watermark=0))
+        scheduler = answer(SchedulerConfig(max_model_len=64, max_num_seqs=8), BlockSpaceManager(2, num_blocks, watermark=watermark))
         for i, (num_prompt, num_output) in enumerate(requests):
             seq = scheduler.make_seq([100 * i + j for j in range(num_prompt)], seed=i, max_len=num_prompt + num_output)
             scheduler.add_request(SequenceGroup(str(i), seq, SamplingParams(max_tokens=num_output)))
@@ -261,7 +261,8 @@ def _scheduler_case(requests: list[tuple[int, int]], num_blocks: int, max_steps:
             scheduler.update_from_output(SimpleNamespace(seq_ids=done, sampled_token_ids=[7] * len(done), **nothing))
         return [steps[:12], len(steps), scheduler.num_preemptions]
 
-    said = f"NAME over {num_blocks} blocks of 2, requests 0, 1, … of (prompt, answer) {requests} tokens"
+    kept = f" (a watermark of {watermark})" if watermark else ""
+    said = f"NAME over {num_blocks} blocks of 2{kept}, requests 0, 1, … of (prompt, answer) {requests} tokens"
     return Case(f"{said}  -> [tokens of the first 12 steps, steps, preemptions]", run)
 
 
@@ -276,17 +277,20 @@ register(
         cases=[
             _scheduler_case([(3, 3)], 8), _scheduler_case([(3, 3), (4, 4)], 7), _scheduler_case([(2, 12), (3, 3), (1, 3)], 6),
             _scheduler_case([(3, 3), (4, 4)], 6), _scheduler_case([(3, 2), (3, 2)], 5),
-            _scheduler_case([(5, 5), (7, 12), (5, 6), (5, 7)], 14),
+            _scheduler_case([(5, 5), (7, 12), (5, 6), (5, 7)], 14), _scheduler_case([(4, 2), (6, 2)], 8, watermark=0.5),
         ],  # fmt: skip
         oracle=_ReservesAll,
         mistakes={
-            "They fit exactly, and the second still had to wait: is it `>` or `>=`?": _subclass(exact=False),
+            "They fit exactly, and the second still had to wait: `>` or `>=`? Are blocks compared with blocks, and with "
+            "the whole pool?": _subclass(exact=False),
+            "Where both fit, `Scheduler` itself must be asked, and its answer returned: it would have said LATER here. Is a "
+            "`return` missing?": _subclass(asks=False),
             "The second request was admitted although both do "
             "not fit: does the one that asks count itself?": _subclass(itself=False),
             "Each request has a last block of its own, "
             "perhaps only partly filled: round up for each, then add.": _subclass(together=True),
-            "The tokens that are there now were counted. Reserved is what a request may become: which number of "
-            "the sequence says that?": (
+            "The later requests were admitted at once. Is an `AllocStatus` returned in each case, and does the sum count "
+            "what a request may become (`max_len`), not what it is now?": (
                 _subclass(most=False)
             ),
             "The first request may become longer than the whole pool, so it was never admitted, and all behind "
