@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EXERCISES', 'TINY', 'PARTS', 'difference', 'Case', 'call', 'one_line', 'short', 'TookTooLong', 'limit_time',
-           'Outcome', 'attempt', 'Exercise', 'find_target', 'register', 'stand_in', 'serve_prompts', 'try_in_engine',
-           'Report', 'check', 'find_exercise']
+           'Outcome', 'attempt', 'Exercise', 'find_target', 'register', 'stand_in', 'serve_prompts', 'in_thread',
+           'try_in_engine', 'Report', 'check', 'find_exercise']
 
 # %% ../../nbs/93_check.ipynb #2a0e6c1b
 import copy
@@ -257,6 +257,24 @@ def serve_prompts(**options: Any) -> tuple[list[list[int]], float]:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - began
     return [list(answer.token_ids) for output in outputs for answer in output.outputs], seconds
+
+# %% ../../nbs/93_check.ipynb #2871b507
+def in_thread(work: Callable[[], Any]) -> Any:
+    "What `work` returns or raises, done in a thread of its own: one that hangs does not keep the process from ending."
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.extend((work(), None))
+        except BaseException as error:
+            found.extend((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 # %% ../../nbs/93_check.ipynb #abaa9c9f
 def _serve_in_turn(exercise: Exercise, answer: Any) -> tuple[bool, str]:

@@ -5,15 +5,14 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/93ga_exercises_clients.ipynb #99fa3376
+# %% ../../nbs/93ga_exercises_clients.ipynb #94542068
 import asyncio
 import copy
 import json
 import math
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +22,12 @@ from ..arg_utils import EngineArgs
 from ..engine.async_llm import AsyncLLM
 from ..engine.llm_engine import LLMEngine
 from ..engine.metrics import PrometheusStatLogger
-from .check import TINY, Case, Exercise, call, register, stand_in
+from .check import TINY, Case, Exercise, call, in_thread, register, stand_in
 from ..messages import EngineCoreOutput, EngineCoreOutputs
 from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 
-# %% ../../nbs/93ga_exercises_clients.ipynb #1d3e7f39
+# %% ../../nbs/93ga_exercises_clients.ipynb #ca02c2c6
 _USUAL = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_model_len": 96,
     "block_size": 4, "num_gpu_blocks_override": 64, "attention_backend": "torch_sdpa", "enforce_eager": True,
@@ -42,24 +41,6 @@ def _tiny_args(**options: Any) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY))
         yield EngineArgs(model=folder, **{**_USUAL, **options})
-
-
-def _run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    "What a coroutine returns, run in a thread with an event loop of its own: a notebook has one that runs already."
-    found: list[Any] = []
-
-    def target() -> None:
-        try:
-            found.append(asyncio.run(work()))
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #966aae63
 def _stale_case(ids: str, aborted: dict[str, int], num_seen: int) -> Case:
@@ -161,7 +142,7 @@ register(
     ),
 )
 
-# %% ../../nbs/93ga_exercises_clients.ipynb #3d33f8d8
+# %% ../../nbs/93ga_exercises_clients.ipynb #3f85b163
 def _output(*parts: tuple[int, str], end: str = "", logprobs: bool = False, prompt: Any = None) -> RequestOutput:
     "An output with these sequences: (index, text), a token for each letter."
 
@@ -253,7 +234,7 @@ def _read_slowly(answer: Any) -> str:
             engine.shutdown()
 
     with _tiny_args() as args, stand_in("teachvllm.engine.async_llm:merge_outputs", answer) as calls:
-        fast, slow = _run(both)
+        fast, slow = in_thread(lambda: asyncio.run(both()))
     if sum(fast, []) != sum(slow, []):
         raise AssertionError(f"the slow reader got the tokens {sum(slow, [])}, not {sum(fast, [])}")
     found = f"a slow reader got {len(slow)} pieces with the same {len(sum(slow, []))} tokens as the fast one's {len(fast)}"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/93i_exercises_engine.ipynb #4dddc350
+# %% ../../nbs/93i_exercises_engine.ipynb #e594e447
 import asyncio
 import http.client
 import math
@@ -30,7 +30,7 @@ from ..engine.output_processor import OutputProcessor
 from ..executor.executor_base import get_executor_class
 from .check import Case, Exercise, call, register, short, stand_in
 from .package import OPTIONS as _OPTIONS
-from .package import in_thread as _in_thread
+from .check import in_thread as _in_thread
 from .package import server as _server
 from .package import tiny_folder as _tiny_folder
 from ..llm import LLM

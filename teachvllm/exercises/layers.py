@@ -59,7 +59,7 @@ def _where_fewer(fewer: _Any) -> _Any:
     "size, kv_heads)`."
     return _other_kv_heads(lambda rank, size, n, m: fewer(rank, size, m) if m < size else rank * m // size)
 
-# %% ../../nbs/93d_exercises_layers.ipynb #48c93df0
+# %% ../../nbs/93d_exercises_layers.ipynb #f281b56e
 def _logits_of_ranks(size: int, connect: bool = False) -> tuple[_torch.Tensor, float]:
     "Logits of a tiny Llama on `size` threads as ranks, perhaps with shared memory, and the seconds they took. "
     "They must be transformers' on each of them."
@@ -92,12 +92,17 @@ def _serve_heads(answer: _Any) -> str:
             sizes = [n * head_size for n in (num_heads, num_kv_heads, num_kv_heads)]
             super().__init__(hidden_size, sizes, context, bias, rows=rows)
 
-    _, ours = min((_logits_of_ranks(4) for _ in range(2)), key=lambda pair: pair[1])
-    with _check.stand_in("teachvllm.model_executor.layers:QKVParallelLinear", Shared) as calls:
-        _, yours = _logits_of_ranks(4)
-    assert calls[0], "no layer was made with the answer"
-    text = f"four ranks cut their {calls[0]} attention layers as you said, and their logits are those of transformers"
-    return f"{text}; that took {yours / ours:.2f} times as long as with ours"
+    num_calls, times = _compare_ranks(4, "teachvllm.model_executor.layers:QKVParallelLinear", Shared)
+    text = f"four ranks cut their {num_calls} attention layers as you said, and their logits are those of transformers"
+    return f"{text}; that took {times:.2f} times as long as with ours"
+
+
+def _compare_ranks(size: int, target: str, answer: _Any, connect: bool = False) -> tuple[int, float]:
+    "How often `size` ranks called the answer in the place of `target`, and how many times as long as with ours it took."
+    _, ours = min((_logits_of_ranks(size, connect) for _ in range(2)), key=lambda pair: pair[1])
+    with _check.stand_in(target, answer) as calls:
+        _, yours = _logits_of_ranks(size, connect)
+    return calls[0], yours / ours
 
 # %% ../../nbs/93d_exercises_layers.ipynb #b42b7995
 _check.register(
@@ -218,7 +223,7 @@ def _whole_ring(x: _torch.Tensor, rank: int, size: int, send: _Any, receive: _An
 def _no_second_round(x: _torch.Tensor, rank: int, size: int, send: _Any, receive: _Any) -> _torch.Tensor:
     return _ring(x, rank, size, send, receive, share_steps=1 - size)
 
-# %% ../../nbs/93d_exercises_layers.ipynb #1412555e
+# %% ../../nbs/93d_exercises_layers.ipynb #98ff76ed
 def _serve_ring(answer: _Any) -> str:
     "A tiny Llama on two ranks whose sums are made by the answer."
 
@@ -229,12 +234,9 @@ def _serve_ring(answer: _Any) -> str:
         total = answer(padded, group.rank_in_group, size, send, receive)[: len(flat)].view(x.shape)
         return x.copy_(total) if x.is_contiguous() else total
 
-    _, ours = min((_logits_of_ranks(2) for _ in range(2)), key=lambda pair: pair[1])
-    with _check.stand_in("teachvllm.distributed.parallel_state:GroupCoordinator.all_reduce", all_reduce) as calls:
-        _, yours = _logits_of_ranks(2)
-    assert calls[0], "no rank called it"
-    text = f"two ranks that share a model called it {calls[0]} times, and their logits are those of transformers"
-    return f"{text}; that took {yours / ours:.2f} times as long as with Gloo's"
+    num_calls, times = _compare_ranks(2, "teachvllm.distributed.parallel_state:GroupCoordinator.all_reduce", all_reduce)
+    text = f"two ranks that share a model called it {num_calls} times, and their logits are those of transformers"
+    return f"{text}; that took {times:.2f} times as long as with Gloo's"
 
 
 _check.register(
@@ -328,7 +330,7 @@ def _shared(
         total += own[other] if wrong != "own first" or other != rank else 0
     return total
 
-# %% ../../nbs/93d_exercises_layers.ipynb #9567abf1
+# %% ../../nbs/93d_exercises_layers.ipynb #29cfefce
 def _serve_shared(answer: _Any) -> str:
     "A tiny Llama on two ranks with shared memory, whose sums are made by the answer."
 
@@ -346,12 +348,10 @@ def _serve_shared(answer: _Any) -> str:
 
     if not _CpuCommunicator.is_supported():
         return "nothing: ranks share memory on Linux and x86 only"
-    _, ours = min((_logits_of_ranks(2, connect=True) for _ in range(2)), key=lambda pair: pair[1])
-    with _check.stand_in("teachvllm.distributed.cpu_communicator:CpuCommunicator.all_reduce", all_reduce) as calls:
-        _, yours = _logits_of_ranks(2, connect=True)
-    assert calls[0], "no rank called it"
-    text = f"two ranks that share a model called it {calls[0]} times, and their logits are those of transformers"
-    return f"{text}; that took {yours / ours:.2f} times as long as with ours"
+    target = "teachvllm.distributed.cpu_communicator:CpuCommunicator.all_reduce"
+    num_calls, times = _compare_ranks(2, target, all_reduce, connect=True)
+    text = f"two ranks that share a model called it {num_calls} times, and their logits are those of transformers"
+    return f"{text}; that took {times:.2f} times as long as with ours"
 
 
 _check.register(

@@ -7,7 +7,7 @@ __all__ = ['GiB', 'CPU_KV_CACHE_BYTES', 'kib_fields', 'process_memory', 'release
            'cgroup_available', 'available_memory', 'process_gpu_memory', 'MemorySnapshot', 'MemoryProfile',
            'MemoryProfiler', 'keep_freed_memory']
 
-# %% ../../nbs/42_memory_profiling.ipynb #7f1b01b7
+# %% ../../nbs/42_memory_profiling.ipynb #be0429be
 import ctypes
 import gc
 import os
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..arg_utils import control_groups
 from ..config import CacheConfig, ShowAsTable, require
 
 # %% ../../nbs/42_memory_profiling.ipynb #7fac3256
@@ -67,7 +68,7 @@ def model_bytes(model: nn.Module) -> int:
                     sizes[id(x)] = x.nbytes
     return sum(sizes.values())
 
-# %% ../../nbs/42_memory_profiling.ipynb #0283c2c7
+# %% ../../nbs/42_memory_profiling.ipynb #604a581c
 #| code-fold: true
 def group_left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
     """Bytes left under one control group's own limit; None if it has no limit, or there is no such group.
@@ -90,16 +91,11 @@ def cgroup_available(
 
     Reads cgroup versions 2 and 1. `root` is where they are mounted, `groups` the list of groups this process is in.
     """
-    left = []
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
-        _, controllers, name = line.split(":", 2)
-        group = Path(name.lstrip("/"))
-        for folder in (group, *group.parents):  # the last is ".": the root
-            if not controllers:
-                left.append(group_left(root / folder, "memory.max", "memory.current", "inactive_file"))
-            elif "memory" in controllers.split(","):
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                left.append(group_left(root / "memory" / folder, *names))
+    names = {
+        2: ("memory.max", "memory.current", "inactive_file"),
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    left = [group_left(folder, *names[version]) for version, folder in control_groups("memory", root, groups)]
     return min((number for number in left if number is not None), default=None)
 
 
