@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_worker import SOON, wait_until
+from fake_worker import SOON, slow_down, wait_until
 from helpers import random_prompts
 
 from teachvllm import LLM, SamplingParams
@@ -60,6 +60,18 @@ async def read(engine: AsyncLLM, prompt: Any, params: SamplingParams, request_id
     return outputs
 
 
+def in_slow_steps(engine: AsyncLLM, what: Callable[[], Awaitable]) -> Callable[[], Awaitable]:
+    "A request of 200 tokens then takes four seconds at least, however long this process waits for its turn."
+
+    async def main() -> None:
+        await engine.collective_rpc(slow_down, args=(0.02,))
+        await what()
+        if engine.is_running:
+            await engine.collective_rpc(slow_down, args=(0,))
+
+    return main
+
+
 async def blocks_used(engine: AsyncLLM) -> int:
     stats = await engine.engine_core.call_utility_async("get_stats")
     return stats.num_gpu_blocks_used
@@ -98,11 +110,23 @@ def test_a_slow_reader_holds_nothing_up(engine: AsyncLLM, expected: list[list[in
     "Its outputs are merged: few come, none is lost; meanwhile a quick reader gets all of its own."
 
     async def main() -> None:
-        slow = asyncio.create_task(read(engine, PROMPTS[0], greedy(), "slow", pause=0.5))
+        outputs, quick_is_done = [], asyncio.Event()
+
+        async def read_slowly() -> None:
+            async for output in engine.generate(PROMPTS[0], greedy(), "slow"):
+                outputs.append(output)
+                await quick_is_done.wait()
+
+        slow = asyncio.create_task(read_slowly())
+        while not outputs:
+            await asyncio.sleep(0.01)
         quick = await read(engine, PROMPTS[1], greedy(), "quick")
-        assert not slow.done() and quick[-1].finished
-        outputs = await slow
-        assert len(outputs) < 10 and sum((output.outputs[0].token_ids for output in outputs), []) == expected[0]
+        assert quick[-1].finished and len(outputs) == 1
+        while engine.output_processor.request_states:
+            await asyncio.sleep(0.01)
+        quick_is_done.set()
+        await slow
+        assert len(outputs) <= 2 and sum((output.outputs[0].token_ids for output in outputs), []) == expected[0]
 
     run(main)
 
@@ -137,7 +161,7 @@ def test_requests_that_are_given_up(engine: AsyncLLM) -> None:
         outputs = await read(engine, PROMPTS[1], greedy(max_tokens=3), "a")
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == 3
 
-    run(main)
+    run(in_slow_steps(engine, main))
 
 
 def test_many_come_and_go(engine: AsyncLLM, expected: list[list[int]]) -> None:
@@ -195,7 +219,7 @@ def test_refused(engine: AsyncLLM) -> None:
         assert await engine.collective_rpc(lambda worker: worker.rank) == [0]
         assert await engine.reset_prefix_cache() is True
 
-    run(main)
+    run(in_slow_steps(engine, main))
 
 
 class Told:
@@ -250,7 +274,7 @@ def test_the_core_dies(folder: str) -> None:
         await engine.abort("r0")
         engine.shutdown()
 
-    run(main)
+    run(in_slow_steps(engine, main))
 
 
 def test_closed_while_requests_run(folder: str) -> None:
@@ -268,7 +292,7 @@ def test_closed_while_requests_run(folder: str) -> None:
         with pytest.raises(EngineClosedError, match="the engine is closed"):
             await read(engine, PROMPTS[0], greedy(), "b")
 
-    run(main)
+    run(in_slow_steps(engine, main))
     wait_until(lambda: engine.engine_core.process.returncode is not None)
 
 
@@ -314,7 +338,7 @@ def test_the_output_handler_is_gone(engine: AsyncLLM) -> None:
         assert len(await read(engine, PROMPTS[1], greedy(FINAL_ONLY, 3), "next")) == 1
         assert sum(len(output.outputs[0].token_ids) for output in await waiting) == 40
 
-    run(main)
+    run(in_slow_steps(engine, main))
 
 
 def test_merged_outputs() -> None:
