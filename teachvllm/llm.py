@@ -22,6 +22,7 @@ from tqdm import tqdm
 from .arg_utils import EngineArgs
 from .config import PoolerConfig, UnknownArgument, check_not_yet, require
 from .engine.llm_engine import LLMEngine
+from .executor.executor_base import EngineClosedError
 from .inputs import Prompt, apply_chat_template, get_default_sampling_params
 from teachvllm.outputs import (
     BeamSearchOutput,
@@ -86,7 +87,8 @@ def run_requests(
 
     Whatever goes wrong, Ctrl-C included, none of them is left in the engine.
     """
-    require(not engine.closed, "the engine is closed")
+    if engine.closed:
+        raise EngineClosedError
     require(not engine.has_unfinished_requests(), "the engine has other requests: finish or abort them first")
     outputs: dict[str, Any] = {}
     try:

@@ -75,7 +75,7 @@ def make_config(size: int = 2, tp_size: int | None = None, faults: dict | None =
 
 
 def slow_down(worker: Any, seconds: float) -> None:
-    "For `collective_rpc`: each step takes so much longer, until 0 ends it. What a test finds running still runs when it looks again."
+    "For `collective_rpc`: each step takes so much longer, until 0 ends it. What a test finds running then still runs."
     worker.__dict__.pop("submit", None)
     if submit := seconds and worker.submit:
         worker.submit = lambda out: (time.sleep(seconds), submit(out))[1]

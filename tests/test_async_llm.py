@@ -14,8 +14,7 @@ from helpers import random_prompts
 from teachvllm import LLM, SamplingParams
 from teachvllm.arg_utils import EngineArgs
 from teachvllm.engine.async_llm import AsyncLLM, RequestOutputCollector, merge_outputs
-from teachvllm.engine.core_proc import EngineClosedError
-from teachvllm.executor.executor_base import EngineDeadError
+from teachvllm.executor.executor_base import EngineClosedError, EngineDeadError
 from teachvllm.outputs import CompletionOutput, RequestOutput
 from teachvllm.sampling_params import PoolingParams, RequestOutputKind
 

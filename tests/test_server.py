@@ -586,8 +586,8 @@ class Fails(Broken):
 
 
 def test_whose_fault_an_error_is(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from teachvllm.engine.core_proc import EngineClosedError
     from teachvllm.entrypoints.serving import CompletionWriter
+    from teachvllm.executor.executor_base import EngineClosedError
 
     app = build_app(engine)
     for error, expected in (

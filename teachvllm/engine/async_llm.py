@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from ..arg_utils import EngineArgs
 from ..config import VllmConfig, require
-from .core_proc import AsyncMPClient, EngineClosedError
+from .core_proc import AsyncMPClient
 from .llm_engine import Processor, init_logger
 from .output_processor import OutputProcessor
-from ..executor.executor_base import EngineDeadError, ExecutorBase, get_executor_class
+from ..executor.executor_base import EngineClosedError, EngineDeadError, ExecutorBase, get_executor_class
 from ..inputs import Prompt
 from ..messages import EngineCoreOutputs, EngineCoreRequest
 from ..outputs import PoolingRequestOutput, RequestOutput

@@ -21,7 +21,7 @@ from ..config import NotSupportedYet, VllmConfig
 from ..core.beam_search import BeamSearch
 from ..core.extensions import LookAhead, ParallelSampling, make_scheduler
 from ..core.scheduler import Scheduler, SchedulerOutput
-from ..executor.executor_base import EngineDeadError, ExecutorBase, let_interrupts_in
+from ..executor.executor_base import EngineClosedError, EngineDeadError, ExecutorBase, let_interrupts_in
 from ..messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from ..sequence import Sequence, SequenceGroup
 from ..trace import StepTrace, Trace
@@ -225,7 +225,7 @@ class EngineCore:
     def _check(self) -> None:
         "Raise if the engine is closed or dead."
         if self.closed:
-            raise ValueError("the engine is closed")
+            raise EngineClosedError
         if self.dead:
             raise EngineDeadError(self.dead)
 

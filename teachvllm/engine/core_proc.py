@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'ADD', 'ABORT', 'UTILITY', 'STOP', 'OUTPUTS', 'RESULT', 'REFUSED', 'FAILED', 'DEAD', 'import_zmq',
-           'answer_to', 'EngineCoreProc', 'core_main', 'drop_stale', 'EngineClosedError', 'stop_core', 'MPClient',
-           'AsyncMPClient']
+           'answer_to', 'EngineCoreProc', 'core_main', 'drop_stale', 'stop_core', 'MPClient', 'AsyncMPClient']
 
 # %% ../../nbs/54_core_process.ipynb #7998e764
 import asyncio
@@ -28,7 +27,7 @@ import torch
 
 from ..config import VllmConfig, require
 from .core import EngineCore
-from ..executor.executor_base import EngineDeadError, ExecutorBase, HoldInterrupts, let_interrupts_in
+from ..executor.executor_base import EngineClosedError, EngineDeadError, ExecutorBase, HoldInterrupts, let_interrupts_in
 from teachvllm.executor.multiproc_executor import (
     begin_process,
     describe_error,
@@ -152,13 +151,6 @@ def drop_stale(
     return [one for one in news if one.request_id not in waiting], waiting
 
 # %% ../../nbs/54_core_process.ipynb #3a330b74
-class EngineClosedError(ValueError):
-    "The engine was closed: by `shutdown`, or as its context ended."
-
-    def __init__(self, message: str = "the engine is closed"):
-        super().__init__(message)
-
-
 def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[socket.socket]) -> None:
     "End the core's process, within 5 s, and close the socket."
     if os.getpid() != owner:  # a fork of the engine's process

@@ -20,7 +20,7 @@ from ..config import VllmConfig, require
 from .core import InprocClient
 from .core_proc import MPClient
 from .output_processor import OutputProcessor
-from ..executor.executor_base import ExecutorBase, HoldInterrupts, get_executor_class
+from ..executor.executor_base import EngineClosedError, ExecutorBase, HoldInterrupts, get_executor_class
 from ..executor.multiproc_executor import to_bytes
 from ..inputs import InputProcessor, Prompt, get_eos_token_ids, get_tokenizer
 from ..messages import EngineCoreRequest
@@ -158,10 +158,12 @@ class LLMEngine:
 
         With `scheduling_policy="priority"` the requests with the smallest `priority` run first.
         """
-        require(not self.closed, "the engine is closed")
+        if self.closed:
+            raise EngineClosedError
         request, text = self.processor(request_id, prompt, params, priority)  # tokenizing does not hold up a step
         with self._lock, HoldInterrupts():
-            require(not self.closed, "the engine is closed")
+            if self.closed:
+                raise EngineClosedError
             require(request_id not in self.output_processor.request_states, f"request_id={request_id!r} is in use")
             self.output_processor.add_request(request, text)
             try:
@@ -185,7 +187,8 @@ class LLMEngine:
         as finished, with `finish_reason="error"`. The others go on.
         """
         with self._lock:
-            require(not self.closed, "the engine is closed")
+            if self.closed:
+                raise EngineClosedError
             with HoldInterrupts():  # at the end of this block at the latest it raises: then the next call gives these outputs
                 self._outputs = self._outputs or self._step()
             outputs, self._outputs = self._outputs, []

@@ -22,7 +22,6 @@ from pydantic import BaseModel, ValidationError
 
 from ..config import require
 from ..engine.async_llm import LONG_PROMPT, AsyncLLM
-from ..engine.core_proc import EngineClosedError
 from teachvllm.entrypoints.protocol import (
     AnswerMessage,
     ChatChoice,
@@ -52,7 +51,7 @@ from teachvllm.entrypoints.protocol import (
     make_error,
     new_id,
 )
-from ..executor.executor_base import EngineDeadError
+from ..executor.executor_base import EngineClosedError, EngineDeadError
 from ..inputs import apply_chat_template, encode, get_default_sampling_params, load_generation_config, too_long
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from ..sampling_params import PoolingParams

@@ -27,9 +27,9 @@ from typing import Any
 import msgspec
 
 from ..block_player import BlockPlayer, block_player, event_text, grouped_events
-from ..config import require
 from ..engine.async_llm import AsyncLLM
 from ..engine.llm_engine import LLMEngine
+from ..executor.executor_base import EngineClosedError
 from ..messages import EngineCoreOutputs, EngineCoreRequest
 from ..trace import StepTrace, Trace, request_of
 from ..viz import HATCHES, PALETTE, PHASES
@@ -517,7 +517,8 @@ class WatchedLLM:
         import uvicorn
         from fastapi import FastAPI
 
-        require(not engine.closed, "the engine is closed")
+        if engine.closed:
+            raise EngineClosedError
         self.engine, self.seconds, self.trace = engine, seconds, Trace(0, 1, 0)
         self.feed, self.app = Feed(self._look, seconds), FastAPI(openapi_url=None)
         self.app.include_router(make_router(self.feed.read))

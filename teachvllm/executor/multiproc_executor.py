@@ -35,7 +35,7 @@ import torch
 from ..config import VllmConfig, require
 from ..core.scheduler import SchedulerOutput
 from ..distributed.parallel_state import host_store
-from .executor_base import EngineDeadError, ExecutorBase, HoldInterrupts, let_interrupts_in
+from .executor_base import EngineClosedError, EngineDeadError, ExecutorBase, HoldInterrupts, let_interrupts_in
 from ..model_executor.sampler import ModelRunnerOutput
 from ..worker.worker import WorkerWrapperBase
 
@@ -422,7 +422,7 @@ class MultiprocExecutor(ExecutorBase):
 
     def _send(self, method: str | Callable, args: tuple = (), kwargs: Any = None, who: int = EVERY) -> Call:
         if self.closed:
-            raise ValueError("the engine is closed")
+            raise EngineClosedError
         return self.group.send(method, args, kwargs or {}, who)
 
     def collective_rpc(

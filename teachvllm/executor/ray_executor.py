@@ -22,7 +22,7 @@ import torch
 from ..config import VllmConfig, require
 from ..core.scheduler import SchedulerOutput
 from ..distributed.parallel_state import host_store
-from .executor_base import EngineDeadError, ExecutorBase, HoldInterrupts
+from .executor_base import EngineClosedError, EngineDeadError, ExecutorBase, HoldInterrupts
 from ..model_executor.sampler import ModelRunnerOutput
 from ..worker.worker import WorkerWrapperBase
 
@@ -194,7 +194,7 @@ class RayDistributedExecutor(ExecutorBase):
 
     def _check(self) -> None:
         if self.closed:
-            raise ValueError("the engine is closed")
+            raise EngineClosedError
         if self.dead:
             raise EngineDeadError(self.dead)
 
