@@ -201,12 +201,13 @@ SCRIPT = """
   });
   get('bar').hidden = false;
   show(0);
+  if ('autoplay' in document.body.dataset && !matchMedia('(prefers-reduced-motion: reduce)').matches) play();
 })();
 """
 
 # %% ../nbs/07_block_player.ipynb #e62ef7d0
 PAGE = Template("""<!doctype html><html lang='en'><head><meta charset='utf-8'><title>$title</title>
-<meta name='viewport' content='width=device-width, initial-scale=1'><style>$style$swatches</style></head><body>
+<meta name='viewport' content='width=device-width, initial-scale=1'><style>$style$swatches</style></head><body$autoplay>
 <h1>$title</h1><p>$about</p>
 <svg width='0' height='0' style='position:absolute' aria-hidden='true'><defs>
 <pattern id='hatch' width='6' height='6' patternUnits='userSpaceOnUse' patternTransform='rotate(45)'>
@@ -447,15 +448,16 @@ def page_parts(frames: Frames) -> dict[str, str]:
     }  # fmt: skip
 
 # %% ../nbs/07_block_player.ipynb #94812ac8
-def block_player(trace: Trace, path: str | Path | None = None, max_kib: int = 150) -> BlockPlayer:
+def block_player(trace: Trace, path: str | Path | None = None, max_kib: int = 150, autoplay: bool = False) -> BlockPlayer:
     """A page that plays a recording block by block, in one file, which also reads without scripts; saved to `path`.
 
     All steps are in it; if that would be more than `max_kib`, those with events; if that is still too much, the first
-    of those, and the page says how many it left out.
+    of those, and the page says how many it left out. With `autoplay` it starts by itself, unless the reader's system
+    asks for no motion.
     """
     require(len(trace.steps) > 0, NO_STEPS)
     frames = Frames(trace)
-    parts = page_parts(frames)
+    parts = page_parts(frames) | {"autoplay": " data-autoplay" if autoplay else ""}
     chosen, note, sizes = list(range(len(trace.steps))), "", [len(section.encode()) for section in frames.sections]
     room = 1024 * max_kib - len(PAGE.substitute(**parts, left_out=" " * 200, frames="").encode())  # the note takes less
     if sum(sizes) > room:

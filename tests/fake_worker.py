@@ -2,9 +2,9 @@
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +27,15 @@ def make_worker_cls() -> type:
             if what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "exit":
-                sys.exit(7)
+                os._exit(7)  # at once: Python's own end may take longer than one waits for the exit code
             if what == "hang":
                 time.sleep(3600)
             if what.startswith("sleep"):
                 time.sleep(float(what[5:]))
+            if what.startswith("wait"):  # for a file, and not for ever
+                end = time.monotonic() + SOON
+                while not os.path.exists(what[5:]) and time.monotonic() < end:
+                    time.sleep(0.01)
             if what.startswith("raise"):
                 raise LookupError(what)
             return what
@@ -79,6 +83,27 @@ def slow_down(worker: Any, seconds: float) -> None:
     worker.__dict__.pop("submit", None)
     if submit := seconds and worker.submit:
         worker.submit = lambda out: (time.sleep(seconds), submit(out))[1]
+
+
+def wait_for(path: str) -> None:
+    "For what a worker does: go on when there is such a file."
+    wait_until(lambda: os.path.exists(path))
+
+
+def named_memory(pids: Iterable[int]) -> set[Path]:
+    """Shared memory that these processes hold under a name, which could outlive them.
+
+    Our own has none (`os.memfd_create`), so this is nothing, unless a library has some, or ours gets a name one day. Whatever
+    else is in /dev/shm belongs to other programs, which come and go.
+    """
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            found |= {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    found.add(os.readlink(link))
+    return {Path(name) for name in found if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
 
 
 def is_alive(pid: int) -> bool:

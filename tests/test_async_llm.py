@@ -64,9 +64,11 @@ def in_slow_steps(engine: AsyncLLM, what: Callable[[], Awaitable]) -> Callable[[
 
     async def main() -> None:
         await engine.collective_rpc(slow_down, args=(0.02,))
-        await what()
-        if engine.is_running:
-            await engine.collective_rpc(slow_down, args=(0,))
+        try:
+            await what()
+        finally:
+            if engine.is_running:
+                await engine.collective_rpc(slow_down, args=(0,))
 
     return main
 

@@ -29,6 +29,7 @@ from teachvllm.bench_serve import (  # noqa: E402
     run_bench_serve,
     run_load,
     sample_requests,
+    send_request,
     show_table,
 )
 
@@ -36,7 +37,10 @@ ODD = "a\u2028b\u2029\x85\u00a0é"  # characters at which Python splits lines, a
 
 
 class FakeServer:
-    "Streams as many chunks as are asked for. `mode` says what goes wrong; with `every` only in each so-manieth request."
+    """Streams as many chunks as are asked for. `mode` says what goes wrong; with `every` only in each so-manieth request.
+
+    The first `together` requests after the warm-up are held until so many are there.
+    """
 
     def __init__(self) -> None:
         self.mode, self.every, self.delay, self.has_usage, self.takes_ids = "", 1, 0.002, True, True
@@ -44,7 +48,7 @@ class FakeServer:
         self.received: list[float] = []
         self.headers: list[dict] = []
         self.ports: list[int] = []
-        self.num_now = self.num_most = 0
+        self.num_now, self.num_most, self.together = 0, 0, 1
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -67,6 +71,8 @@ class FakeServer:
             return await self.reply(send, 500 if mode else 400, {"error": {"message": "no ids here, please"}})
         self.num_now += 1
         self.num_most = max(self.num_most, self.num_now)
+        while self.num_most < min(self.together, len(self.bodies)):
+            await asyncio.sleep(0.001)
         await self.stream(send, body, "chat" in scope["path"], mode)
 
     async def reply(self, send: Any, status: int, body: dict) -> None:
@@ -114,7 +120,7 @@ def running() -> Iterator[tuple[FakeServer, str]]:
     app = FakeServer()
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level=60, lifespan="off", ws="none")
+    config = uvicorn.Config(app, log_level=60, lifespan="off", ws="none", timeout_keep_alive=60)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
@@ -233,21 +239,33 @@ def test_lengths(url: str) -> None:
 
 
 def test_concurrency_is_limited_in_the_client(fake: FakeServer, url: str) -> None:
+    fake.together = 3
     outputs, _ = run(url, Load(num_prompts=12, max_concurrency=3, random_output_len=4))
     assert fake.num_most == 3 and fake.num_now == 0 and all(one.success for one in outputs)
     held_back = [one for one in outputs if one.start_time > min(other.chunk_times[-1] for other in outputs)]
     assert len(held_back) >= 9  # and that wait is in no latency
     assert all(one.ttft == one.chunk_times[0] - one.start_time for one in outputs)
-    run(url, Load(num_prompts=12, random_output_len=40))
+    fake.bodies, fake.together = [], 4
+    run(url, Load(num_prompts=12))
     assert fake.num_most > 3
 
 
-def test_idle_connections_are_not_used_again(fake: FakeServer, url: str) -> None:
+def test_idle_connections_are_not_used_again(fake: FakeServer, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "A server, uvicorn say, closes them after 5 s: a request sent at that moment would fail, for no fault of the server."
-    times = [0.0] * 10 + [0.3] * 10 + [3.0] * 10
-    outputs, _ = asyncio.run(asyncio.wait_for(run_load(url, "/v1/completions", [{"max_tokens": 2}] * 30, times), 60))
-    assert all(one.success for one in outputs)
-    assert not set(fake.ports[-10:]) & set(fake.ports[:20])
+    outputs, now, ahead = list[RequestFuncOutput](), time.monotonic, [0.0]
+
+    async def main() -> None:
+        async with module.make_client(url) as client:
+            for ahead[0] in (0.0, 3.0):  # seconds that pass for the client's clock
+                outs = [RequestFuncOutput(0) for _ in range(10)]
+                outputs.extend(outs)
+                sent = [send_request(client, "/v1/completions", {"max_tokens": 2}, out, now) for out in outs]
+                await asyncio.gather(*sent)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now() + ahead[0])
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert len(fake.ports) == len(outputs) == 20 and all(one.success for one in outputs)
+    assert not set(fake.ports[:10]) & set(fake.ports[10:])
 
 
 @pytest.mark.parametrize(

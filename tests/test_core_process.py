@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_worker import SOON, is_alive, wait_until
+from fake_worker import SOON, is_alive, slow_down, wait_until
 from helpers import random_prompts
 
 from teachvllm import LLM, SamplingParams
@@ -212,6 +212,7 @@ def test_the_core_is_killed(folder: str) -> None:
     engine = make_engine(folder, tensor_parallel_size=2, distributed_executor_backend="mp")
     workers = engine.collective_rpc(lambda worker: os.getpid())
     assert len(set(workers)) == 2
+    engine.collective_rpc(slow_down, args=(0.5,))  # all tokens would take 50 s
     engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
     engine.step()
     for pid in (engine.engine_core.process.pid, *workers):
@@ -267,6 +268,7 @@ def test_a_worker_of_the_core_is_killed(folder: str) -> None:
     "The core ends, and says which worker it was."
     engine = make_engine(folder, tensor_parallel_size=2, distributed_executor_backend="mp")
     workers = engine.collective_rpc(lambda worker: os.getpid())
+    engine.collective_rpc(slow_down, args=(0.5,))
     engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
     engine.step()
     os.kill(workers[1], signal.SIGKILL)
@@ -293,22 +295,19 @@ def test_it_does_not_start(folder: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 PROGRAM = """
-    import os, sys, time
+    import os, sys
     from teachvllm import LLM, SamplingParams
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     llm = LLM(sys.argv[1], dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=40)
-    print(llm.llm_engine.engine_core.process.pid, flush=True)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    first = True
-    while True:
-        try:
-            outputs = llm.generate([5, 6, 7], params, use_tqdm=False)
-            if not first:
-                print("answered", len(outputs[0].outputs[0].token_ids), flush=True)
-                sys.exit()
-        except KeyboardInterrupt:
-            first = False
-            print("interrupted", llm.llm_engine.get_num_unfinished_requests(), flush=True)
+    try:
+        print(llm.llm_engine.engine_core.process.pid, flush=True)
+        while True:
+            llm.generate([5, 6, 7], params, use_tqdm=False)
+    except KeyboardInterrupt:
+        print("interrupted", llm.llm_engine.get_num_unfinished_requests(), flush=True)
+    outputs = llm.generate([5, 6, 7], params, use_tqdm=False)
+    print("answered", len(outputs[0].outputs[0].token_ids), flush=True)
 """  # no __main__ guard: the core's process does not run the program again
 
 

@@ -148,7 +148,7 @@ def test_nothing_imports_triton_for_it():
         "import sys; sys.modules['triton'] = None; from teachvllm.worker.model_runner import find_fused_sampler as find"
     )
     code += "; assert find('cuda:0') is None"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 COMPILE = """

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,13 +199,17 @@ def test_a_child_that_dies_or_hangs_takes_one_task_with_it(tool: ModuleType, mon
     script.write_text(
         "import json, os, sys, time\n"
         "tasks = json.load(open(sys.argv[2]))\n"
-        "if len(tasks) < 4: time.sleep(60)\n"
+        "if len(tasks) < 4:\n"
+        f"    open({str(tmp_path / 'asleep')!r}, 'w').close()\n"
+        "    time.sleep(600)\n"
         "open(sys.argv[3], 'a').write(json.dumps(tasks[0]) + '\\n')\n"
-        "os._exit(tool_status if len(tasks) == 6 else 9)\n".replace("tool_status", str(tool.GPU_LOST))
+        f"os._exit({tool.GPU_LOST} if len(tasks) == 6 else 9)\n"
     )
     monkeypatch.setattr(tool, "__file__", str(script))
+    clock = SimpleNamespace(time=lambda: float((tmp_path / "asleep").exists()), sleep=time.sleep)
+    monkeypatch.setattr(tool, "time", clock)  # the deadline, 0.5, has passed once the third one sleeps
     tasks = [tool.task("copy_bandwidth", 0, num_bytes=i) for i in range(6)]
-    rows = tool.run_tasks(tasks, time.time() + 2, toy=True, save=lambda rows: None)
+    rows = tool.run_tasks(tasks, 0.5, toy=True, save=lambda rows: None)
     assert [row["args"]["num_bytes"] for row in rows] == list(range(6))
     late = "stopped: the time budget was spent"
     assert [row.get("error") for row in rows] == [None, None, "its process died with status 9", late, late, late]

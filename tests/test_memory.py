@@ -395,7 +395,8 @@ def test_requests_come_and_go_from_other_threads(folder: str) -> None:
             thread.start()
         while any(thread.is_alive() for thread in threads) or engine.has_unfinished_requests():
             done |= {output.request_id: output for output in engine.step() if output.finished}
-        assert not errors and set(done) == {str(i) for i in range(len(prompts))}
+        assert not errors  # one of those that go may have ended before it is aborted
+        assert {name for name in done if not name.startswith("gone")} == {str(i) for i in range(len(prompts))}
         assert [done[str(i)].outputs[0].token_ids for i in range(len(prompts))] == [answer for (answer,) in expected]
         engine.step()
         check_all_free(llm)

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_worker import SOON, is_alive, make_config, wait_until
+from fake_worker import SOON, is_alive, make_config, named_memory, wait_until
 
 from teachvllm import LLM, SamplingParams
 from teachvllm.executor import multiproc_executor
@@ -107,12 +108,14 @@ def test_several_threads(shared: MultiprocExecutor) -> None:
         assert list(answers) == [[(0, i), (1, i)] for i in range(100)]
 
 
-def test_timeout(shared: MultiprocExecutor) -> None:
+def test_timeout(shared: MultiprocExecutor, tmp_path: Path) -> None:
     "Who did not answer is said, the answer that comes later is dropped, and all goes on."
-    with pytest.raises(TimeoutError, match=r"execute_model: no answer from worker rank=1 after 0\.2 s"):
-        shared.collective_rpc("execute_model", timeout=0.2, args=({1: "sleep 0.6"},))
+    go = tmp_path / "go"
+    with pytest.raises(TimeoutError, match=r"execute_model: no answer from worker rank=1 after 2 s"):
+        shared.collective_rpc("execute_model", timeout=2.0, args=({1: f"wait {go}"},))
     with pytest.raises(TimeoutError):
         shared.collective_rpc("execute_model", timeout=0.0, args=({1: "raise late"},))  # no call waits for this error
+    go.touch()
     assert shared.collective_rpc("execute_model", args=(2,)) == [(0, 2), (1, 2)]
     assert shared.execute_model(3) == (0, 3)
 
@@ -166,28 +169,32 @@ def test_steps(shared: MultiprocExecutor) -> None:
     assert shared.collective_rpc(lambda w: w.steps) == [[], []]
 
 
-def test_an_error_of_a_worker_that_was_not_to_answer(shared: MultiprocExecutor) -> None:
+def test_an_error_of_a_worker_that_was_not_to_answer(shared: MultiprocExecutor, tmp_path: Path) -> None:
     "It is raised, though the output rank is well: at once if it waits, else by the next call. After a reset all is forgotten."
+    first, second, third = (tmp_path / name for name in "BCD")
     with pytest.raises(LookupError, match="raise B") as failed:
-        shared.execute_model({0: "sleep 1", 1: "raise B"})
+        shared.execute_model({0: f"wait {first}", 1: "raise B"})
     assert "worker rank=1" in causes(failed.value)
+    first.touch()
     shared.reset()
-    assert shared.execute_model({1: "sleep 0.3"}) == (0, {1: "sleep 0.3"})  # rank 1 is not done yet
+    assert shared.execute_model({1: f"wait {second}"})[0] == 0  # rank 1 is not done yet
     assert shared.execute_model({1: "raise C"}) == (0, {1: "raise C"})
-    time.sleep(0.5)
+    second.touch()
+    wait_until(lambda: bool(select.select([shared.group.workers[1].sock], [], [], 0)[0]))  # what it answers has come
     with pytest.raises(LookupError, match="raise C") as failed:
         shared.execute_model(5)
     assert "worker rank=1" in causes(failed.value)
     shared.reset()
-    assert shared.execute_model({1: "sleep 0.3"}) == (0, {1: "sleep 0.3"})
+    assert shared.execute_model({1: f"wait {third}"})[0] == 0
     assert shared.execute_model({1: "raise D"}) == (0, {1: "raise D"})
+    third.touch()
     with pytest.raises(LookupError, match="raise D"):
         shared.collective_rpc("execute_model", args=(6,))
     shared.reset()
     assert shared.execute_model(7) == (0, 7)
 
 
-def test_a_step_on_a_gpu_is_launched_before_the_one_before_is_fetched(shared: MultiprocExecutor) -> None:
+def test_a_step_on_a_gpu_is_launched_before_the_last_is_fetched(shared: MultiprocExecutor, tmp_path: Path) -> None:
     "There a step is two orders. An error when it is launched is raised when it is fetched."
     shared.reset()
     shared.is_ahead = True
@@ -198,10 +205,12 @@ def test_a_step_on_a_gpu_is_launched_before_the_one_before_is_fetched(shared: Mu
         assert [shared.collect(), shared.collect()] == [(0, 1), (0, 2)]
         assert shared.collective_rpc(lambda w: w.launched) == [[], []]
         for rank in (0, 1):
-            shared.submit({0: "sleep 0.3"} | {rank: "raise E"})
+            go = tmp_path / f"{rank}"
+            shared.submit({0: f"wait {go}"} | {rank: "raise E"})
             with pytest.raises(LookupError, match="raise E") as failed:
                 shared.collect()
             assert f"worker rank={rank}" in causes(failed.value)
+            go.touch()
             shared.reset()
         assert shared.execute_model(3) == (0, 3)
     finally:
@@ -393,11 +402,12 @@ def test_killed_in_a_step() -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_dies_after_an_error() -> None:
+def test_dies_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     "The error of one worker is often the echo of another one's death. And what the dead one said last is told."
     executor = MultiprocExecutor(make_config())
     with pytest.raises(LookupError):
         executor.collective_rpc("execute_model", args=({1: "raise its last words"},))
+    monkeypatch.setattr(multiproc_executor.WorkerGroup, "grace", SOON)  # the death may come long after the echo
     with pytest.raises(EngineDeadError, match=r"(?s)rank=1.*exited with code 7.*its last words"):
         executor.execute_model({0: "raise lost the connection", 1: "exit"})
     check_dead(executor, "code 7")
@@ -437,7 +447,7 @@ def test_shutdown_while_a_worker_hangs() -> None:
 # Scripts
 
 SCRIPT = """
-    import os, sys, time
+    import os, sys
     from types import SimpleNamespace as NS
     from teachvllm.executor.multiproc_executor import MultiprocExecutor
 
@@ -459,29 +469,32 @@ SCRIPT = """
     )
     assert executor.execute_model(Order()) == 42
     print(*executor.collective_rpc(lambda w: os.getpid()), executor.collective_rpc(lambda w: w.url)[0], flush=True)
+    sys.stdin.readline()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and /dev/shm")
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("end", ["killed", "ends", "raises"])
 def test_a_script_without_a_guard(end: str, tmp_path: Path) -> None:
     "It is not run again by the workers, and however it ends, nothing is left: no process, shared memory or port."
-    tail = {"killed": "time.sleep(600)", "ends": "", "raises": "raise SystemExit(3)"}[end]
     path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(SCRIPT) + tail)
-    shm, env = sorted(os.listdir("/dev/shm")), {**os.environ, "PYTHONPATH": str(Path(multiproc_executor.PACKAGE_ROOT))}
-    script = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True, env=env)
-    assert script.stdout and script.stdout.readline() == "a script begins\n"
+    path.write_text(textwrap.dedent(SCRIPT) + ("raise SystemExit(3)" if end == "raises" else ""))
+    env = {**os.environ, "PYTHONPATH": str(Path(multiproc_executor.PACKAGE_ROOT))}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    script = subprocess.Popen([sys.executable, str(path)], **pipes, text=True, env=env)
+    assert script.stdin and script.stdout and script.stdout.readline() == "a script begins\n"
     *pids, url = script.stdout.readline().split()
+    memory = named_memory([script.pid, *map(int, pids)])
+    assert all(is_alive(int(pid)) for pid in pids)
+    socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=SOON).close()
     if end == "killed":
-        assert all(is_alive(int(pid)) for pid in pids)
-        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=SOON).close()
         script.kill()
+    script.stdin.close()
     assert script.wait(SOON) == {"killed": -signal.SIGKILL, "ends": 0, "raises": 3}[end]
     wait_until(lambda: not any(is_alive(int(pid)) for pid in pids))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=SOON)
-    assert script.stdout.read() == "" and sorted(os.listdir("/dev/shm")) == shm
+    assert script.stdout.read() == "" and not [one for one in memory if one.exists()]
     script.stdout.close()
 
 

@@ -1,7 +1,7 @@
-"""Every notebook runs top to bottom where the package is installed and nbdev is not, as on Colab.
+"""Every notebook runs top to bottom where the package came from its wheel, and there is no nbdev and no compiler: on Colab.
 
-Each is executed by nbclient, as `jupyter nbconvert --execute` does, from an empty folder, in a kernel that cannot import
-nbdev. Two run at a time, each with one thread. How long each took is printed; only one that is stuck is ended.
+Each is executed by nbclient, as `jupyter nbconvert --execute` does, from an empty folder. Two run at a time, each with
+one thread. How long each took is printed; only one that is stuck is ended.
 """
 
 import importlib.util
@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +31,7 @@ import sys
 class NoNbdev:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"nbdev", "fastcore", "execnb", "ghapi"}:
-            raise ModuleNotFoundError(f"No module named {name!r}: nobody who only reads has it", name=name)
+            raise ModuleNotFoundError(f"No module named {name!r}: a reader has none", name=name)
 
 sys.meta_path.insert(0, NoNbdev())
 """
@@ -54,7 +55,17 @@ def parameter(notebook: Path) -> Any:
     return pytest.param(notebook, id=notebook.stem, marks=marks)
 
 
-def execute(notebook: Path, folder: Path) -> tuple[str, float]:
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "A folder with the package as `pip install` puts it on Colab: from a wheel, which has only what is packed."
+    folder, pip = tmp_path_factory.mktemp("wheel"), [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT], check=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
+    return folder / "site"
+
+
+def execute(notebook: Path, folder: Path, installed: Path) -> tuple[str, float]:
     "Run `notebook` in the empty `folder`; what went wrong ('' if nothing did) and the seconds that it took."
     blocked, work = folder / "blocked", folder / "work"
     for path in (blocked, work):
@@ -62,7 +73,9 @@ def execute(notebook: Path, folder: Path) -> tuple[str, float]:
     (blocked / "sitecustomize.py").write_text(NO_NBDEV)
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(blocked), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(blocked), str(installed), os.environ.get("PYTHONPATH")])),
+        "CC": "no-compiler",  # what needs one must do without
+        "CXX": "no-compiler",
         "PYTHONHASHSEED": "0",
         "IPYTHONDIR": str(folder / "ipython"),
         "OMP_NUM_THREADS": "1",
@@ -78,7 +91,7 @@ def execute(notebook: Path, folder: Path) -> tuple[str, float]:
 
 @pytest.fixture(scope="module")
 def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, installed: Path
 ) -> Iterator[dict[Path, Future[tuple[str, float]]]]:
     "All the notebooks that were asked for, two running at a time, in the order of their tests."
     items = [
@@ -86,7 +99,7 @@ def runs(
     ]
     asked = [item.callspec.params["notebook"] for item in items]
     pool = ThreadPoolExecutor(max_workers=2)
-    yield {path: pool.submit(execute, path, tmp_path_factory.mktemp(path.stem)) for path in asked}
+    yield {path: pool.submit(execute, path, tmp_path_factory.mktemp(path.stem), installed) for path in asked}
     pool.shutdown(cancel_futures=True)
 
 
@@ -107,11 +120,15 @@ def test_which_need_triton() -> None:
 
 @pytest.mark.parametrize(
     "code, says",
-    [("import teachvllm", ""), ("import nbdev", "No module named 'nbdev'"), ("assert 1 > 2", "AssertionError")],
+    [
+        ("import teachvllm; assert '-packages' not in teachvllm.__file__ and 'wheel' in teachvllm.__file__", ""),
+        ("import nbdev", "No module named 'nbdev'"),
+        ("assert 1 > 2", "AssertionError"),
+    ],
 )
-def test_the_runner_tells(code: str, says: str, tmp_path: Path) -> None:
-    "The package can be imported in that kernel, nbdev cannot, and a cell that fails is noticed."
+def test_the_runner_tells(code: str, says: str, tmp_path: Path, installed: Path) -> None:
+    "The wheel's package can be imported in that kernel, nbdev cannot, and a cell that fails is noticed."
     notebook = tmp_path / "cell.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), notebook)
-    problem, _ = execute(notebook, tmp_path)
+    problem, _ = execute(notebook, tmp_path, installed)
     assert says in problem if says else not problem

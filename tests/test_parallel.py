@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -229,10 +228,8 @@ def test_a_rank_that_fails_ends_the_others_wait() -> None:
             parallel.tp.all_reduce(torch.ones(1))
         raise RuntimeError("a consequence")
 
-    start = time.perf_counter()
     with pytest.raises(KeyError, match="rank 1's own error"):
-        run_ranks(fail, 3, timeout=300)
-    assert time.perf_counter() - start < 100  # not the timeout
+        run_ranks(fail, 3, timeout=600)  # longer than the test may take
 
 
 # Models

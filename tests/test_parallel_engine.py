@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fake_worker import SOON, is_alive, wait_until
+from fake_worker import SOON, is_alive, named_memory, wait_for, wait_until
 from helpers import VOCAB, make_tiny
 from test_async_scheduling import EOS, GREEDY, Answers, Told, core_of, make_requests
 
@@ -124,10 +124,10 @@ def test_one_stage_fails(folder: str, expected: Answers, stage: int, where: str)
             setattr(owner, where, fail)
 
     with LLM(folder, num_gpu_blocks_override=200, pipeline_parallel_size=2, **OPTIONS) as llm:
-        core_of(llm).executor.reset_timeout = 2.0
         llm.generate([[1, 2, 3], [7]], GREEDY, use_tqdm=False)
         llm.collective_rpc(spoil)
         if stage == 0:  # the other one waits for what never comes
+            core_of(llm).executor.reset_timeout = 2.0
             with pytest.raises((ZeroDivisionError, EngineDeadError)):
                 llm.generate([[4, 5, 6], [8]], GREEDY, use_tqdm=False)
             with pytest.raises(EngineDeadError, match="spoilt"):
@@ -139,15 +139,16 @@ def test_one_stage_fails(folder: str, expected: Answers, stage: int, where: str)
             check_nothing_left(llm)
 
 
-def test_ctrl_c_in_a_long_step(folder: str, expected: Answers) -> None:
+def test_ctrl_c_in_a_long_step(folder: str, expected: Answers, tmp_path: Path) -> None:
     "It is taken while the engine waits for the workers; they finish the step, and the engine goes on."
+    go = tmp_path / "go"
 
     def be_slow(worker: Any) -> None:
         submit = worker.submit
 
         def slow(out: Any) -> None:
             worker.submit = submit
-            time.sleep(4)
+            wait_for(str(go))
             submit(out)
 
         worker.submit = slow
@@ -156,11 +157,9 @@ def test_ctrl_c_in_a_long_step(folder: str, expected: Answers) -> None:
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         llm.collective_rpc(be_slow)
         llm.llm_engine.add_request("a", [1, 2, 3], GREEDY)
-        waits = []
 
         def press() -> None:
-            time.sleep(1)
-            waits.append(len(core_of(llm).in_flight))
+            wait_until(lambda: bool(core_of(llm).in_flight))
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
         thread = threading.Thread(target=press)
@@ -169,7 +168,8 @@ def test_ctrl_c_in_a_long_step(folder: str, expected: Answers) -> None:
             llm.llm_engine.step()
         thread.join()
         [call] = core_of(llm).executor.group.calls.values()
-        assert waits == [1] and not call.answers, "it was held until the step was over"
+        assert len(core_of(llm).in_flight) == 1 and not call.answers, "it was held until the step was over"
+        go.touch()
         core_of(llm)._recover("KeyboardInterrupt")
         [output] = llm.llm_engine.step()
         assert output.outputs[0].finish_reason == "error" and "KeyboardInterrupt" in output.outputs[0].stop_reason
@@ -244,11 +244,11 @@ def listening(pids: Iterable[int]) -> set[str]:
 
 
 def traces() -> set[str]:
-    "What an engine of this process could leave: processes, shared memory, ports."
+    "What an engine of this process could leave: processes, ports."
     if sys.platform != "linux":
         return set()
     children = {f"process {pid}" for pid, parent in processes().items() if parent == os.getpid()}
-    return children | set(os.listdir("/dev/shm")) | listening([os.getpid()])
+    return children | listening([os.getpid()])
 
 
 def make_dying_worker(phase: str) -> type:
@@ -319,6 +319,7 @@ def test_faults(folder: str, expected: Answers, phase: str, where: str) -> None:
         assert output.outputs[0].token_ids == expected["greedy"][0][0]
         executor, fault = core_of(llm).executor, make_fault(where)
         workers = executor.group.workers
+        memory = named_memory([os.getpid(), *(worker.process.pid for worker in workers)])
         assert {f"process {worker.process.pid}" for worker in workers} <= traces() or sys.platform != "linux"
         if where == "hang":
             executor.step_timeout = executor.reset_timeout = 0.5
@@ -337,7 +338,7 @@ def test_faults(folder: str, expected: Answers, phase: str, where: str) -> None:
                 llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         wait_until(lambda: traces() <= before)  # before it is closed
         assert all(worker.process.returncode is not None for worker in workers)
-    wait_until(lambda: traces() <= before)
+    wait_until(lambda: traces() <= before and not [one for one in memory if one.exists()])
 
 
 SCRIPT = """
@@ -352,21 +353,22 @@ SCRIPT = """
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and /dev/shm")
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_the_parent_is_killed(folder: str, tmp_path: Path) -> None:
     "While it serves with two workers: they end, and with them all that they held."
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
-    memory, env = set(os.listdir("/dev/shm")), {**os.environ, "PYTHONPATH": PACKAGE_ROOT}
+    env = {**os.environ, "PYTHONPATH": PACKAGE_ROOT}
     script = subprocess.Popen([sys.executable, str(path), folder], stdout=subprocess.PIPE, text=True, env=env)
     assert script.stdout and [script.stdout.readline() for _ in range(2)] == ["served\n"] * 2
     workers = [pid for pid, parent in processes().items() if parent == script.pid]
-    sockets = listening([script.pid, *workers])
+    sockets, memory = listening([script.pid, *workers]), named_memory([script.pid, *workers])
     assert len(workers) == 2 and sockets, "two workers, and at least the address at which they met"
     script.kill()
     assert script.wait(SOON) == -signal.SIGKILL
     script.stdout.close()
-    wait_until(lambda: not any(map(is_alive, workers)) and set(os.listdir("/dev/shm")) <= memory)
+    wait_until(lambda: not any(map(is_alive, workers)))
+    assert not [one for one in memory if one.exists()]
     assert not sockets & listening(processes())
 
 

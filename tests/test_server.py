@@ -51,7 +51,6 @@ from teachvllm.outputs import CompletionOutput, RequestOutput  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 512}
 HELLO = [{"role": "user", "content": "Hello"}]
-TIMEOUT = 2.0  # seconds for a request's headers, and its body
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def engine(speaker: str) -> Iterator[AsyncLLM]:
 
 @pytest.fixture(scope="module")
 def url(engine: AsyncLLM) -> Iterator[str]:
-    args = ServerArgs(port=0, served_model_name=["tiny", "other"], request_timeout=TIMEOUT, max_num_prompts=40)
+    args = ServerArgs(port=0, served_model_name=["tiny", "other"], request_timeout=60, max_num_prompts=40)
     with serve_in_background(engine, args, routers=[state_router(engine)]) as url:
         yield url
 
@@ -437,22 +436,24 @@ def test_ten_megabytes_are_too_much(client: Any) -> None:
     )  # 2 MB, not tokenized whole
 
 
-def test_clients_that_send_slowly_are_shut_out(url: str, client: Any) -> None:
+def test_clients_that_send_slowly_are_shut_out(speaker: str) -> None:
     "Half a request's headers, half a body, one byte at a time, nothing at all; and meanwhile the server answers."
-    place = ("127.0.0.1", int(url.rpartition(":")[2]))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
     halves = [b"", head, head + b"\r\n" + b'{"prompt":']
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in halves]
-        for sock, half in zip(socks, halves):
-            sock.sendall(half)
+        args = ServerArgs(port=0, request_timeout=2.0)  # for this test alone: elsewhere a busy machine may take longer
+        url = stack.enter_context(serve_in_background(EngineArgs(speaker, **OPTIONS), args))
+        place, socks = ("127.0.0.1", int(url.rpartition(":")[2])), []
+        for half in halves:
+            socks.append(stack.enter_context(socket.create_connection(place, timeout=20)))
+            socks[-1].sendall(half)
         drip = stack.enter_context(socket.create_connection(place, timeout=20))
         drip.sendall(head)
-        deadline = time.monotonic() + 5 * TIMEOUT
+        deadline = time.monotonic() + 60
         with contextlib.suppress(OSError):
             while time.monotonic() < deadline:
                 drip.sendall(b"X-A: b\r\n")
-                assert client.get("/health").status_code == 200
+                assert httpx.get(f"{url}/health", timeout=20).status_code == 200
                 time.sleep(0.1)
             raise AssertionError("the connection is still open")
         answers = [b"".join(iter(lambda sock=sock: sock.recv(65536), b"")) for sock in socks]
@@ -763,10 +764,14 @@ def test_load_with_clients_that_leave(engine: AsyncLLM, client: Any, url: str, o
 
     asyncio.run(everything())
     assert len(finished) >= NUM - sum(leaves) and len(finished) < NUM
-    after = settled(client)
+    for _ in range(100):  # a task ends a little later than its request
+        after = settled(client)
+        if after["tasks"] <= before["tasks"] + 2:
+            break
+        time.sleep(0.05)
+    assert after["tasks"] <= before["tasks"] + 2, (before, after)
     assert memory[1] - memory[0] < 64 << 20, memory
     assert os.listdir(engine.folder) == files  # type: ignore[attr-defined]
-    assert after["tasks"] <= before["tasks"] + 2, (before, after)
     if num_files:
         for _ in range(100):  # connections that were closed by the other side
             if len(os.listdir("/proc/self/fd")) <= num_files:
@@ -836,7 +841,9 @@ def test_the_options() -> None:
 SCRIPT = """
 import argparse, sys
 from teachvllm import EngineArgs
-from teachvllm.entrypoints.api_server import add_server_args, run_server
+from teachvllm.entrypoints.api_server import Server, add_server_args, run_server
+
+Server.GRACE = 10.0  # a busy machine needs longer to ask, and to end its streams
 
 def extend(engine):
     print("core", engine.engine_core.process.pid, flush=True)
@@ -893,6 +900,23 @@ def streams(url: str, num: int, meanwhile: Any, most: int = 1900) -> list[list[s
     return asyncio.run(everything())
 
 
+@contextlib.contextmanager
+def half_a_body(url: str) -> Iterator[Any]:
+    "A request of which the server has read half the body; what this gives sends the rest, and gives the whole answer."
+    body = json.dumps({"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as sock:
+
+        def finish() -> bytes:
+            sock.sendall(body[5:])
+            return b"".join(iter(lambda: sock.recv(65536), b""))
+
+        sock.sendall(head.encode() + body[:5])
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200  # the half has been read
+        yield finish
+
+
 def alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         os.kill(pid, 0)
@@ -919,9 +943,9 @@ def test_when_the_core_dies_every_stream_ends_with_an_error(speaker: str) -> Non
                 break
 
     with server_process(speaker) as (process, core, url):
-        lines = streams(url, 50, kill, 500)
+        lines = streams(url, 50, kill)
         assert health[-1].status_code == 503 and "dead" in error_of(health[-1])["message"]
-        assert process.wait(timeout=30) == 1
+        assert process.wait(timeout=60) == 1
     for one in lines:
         error = json.loads(one[-1][6:])["error"]
         assert len(one) >= 2 and error["code"] == 503 and "dead" in error["message"], one[-1]
@@ -933,13 +957,15 @@ def test_sigterm_drains(speaker: str) -> None:
     with server_process(speaker, "--shutdown-timeout", "60") as (process, core, url):
 
         def stop() -> None:
-            process.send_signal(signal.SIGTERM)
-            for _ in range(100):
-                response = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=20)
-                if response.status_code != 200:
-                    break
-                time.sleep(0.02)
-            refused.extend([response, httpx.get(f"{url}/health", timeout=20)])
+            with half_a_body(url) as finish:  # so that the server drains until now, also if the streams have ended
+                process.send_signal(signal.SIGTERM)
+                for _ in range(100):
+                    response = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=20)
+                    if response.status_code != 200:
+                        break
+                    time.sleep(0.02)
+                refused.extend([response, httpx.get(f"{url}/health", timeout=20)])
+                finish()
 
         lines = streams(url, 2, stop, 800)
         assert [response.status_code for response in refused] == [503, 503] and refused[0].headers[
@@ -960,21 +986,14 @@ def test_a_drain_has_an_end(speaker: str) -> None:
 
 def test_a_body_that_comes_while_the_server_drains_is_answered(speaker: str) -> None:
     "Its request was let in: the server waits for it."
-    with server_process(speaker, "--shutdown-timeout", "30") as (process, core, url):
-        body = json.dumps({"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as sock:
-            sock.sendall(head.encode() + b"\r\n\r\n" + body[:5])
-            assert httpx.get(f"{url}/health", timeout=20).status_code == 200  # the half has been read
+    with server_process(speaker, "--shutdown-timeout", "60") as (process, core, url):
+        with half_a_body(url) as finish:
             process.send_signal(signal.SIGTERM)
             for _ in range(100):
                 if httpx.get(f"{url}/health", timeout=20).status_code == 503:
                     break
                 time.sleep(0.02)
-            sock.sendall(body[5:])
-            answer = b"".join(iter(lambda: sock.recv(65536), b""))
+            answer = finish()
         assert b" 200 " in answer.splitlines()[0] and json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"]
         assert process.wait(timeout=30) == 0
 

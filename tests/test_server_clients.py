@@ -94,7 +94,7 @@ def test_streams_add_up_to_the_same(client: Any, llm: LLM) -> None:
     found = ["".join(c.text for chunk in chunks for c in chunk.choices if c.index == i) for i in range(3)]
     reasons = {c.index: c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason}
     assert found == texts(expected) and reasons == {i: one.finish_reason for i, one in enumerate(expected)}
-    assert len({chunk.id for chunk in chunks}) == 1 and len(chunks) > 24
+    assert len({chunk.id for chunk in chunks}) == 1
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert (
         counts == sorted(counts)

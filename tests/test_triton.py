@@ -450,7 +450,7 @@ def compiled() -> dict[int, list[dict[str, Any]]]:
     children = [subprocess.Popen([*command, str(part)], **pipes) for part in (0, 1)]
     found = {}
     for child in children:
-        out, error = child.communicate(timeout=280)
+        out, error = child.communicate(timeout=500)
         assert child.returncode == 0, error[-3000:]
         found |= {line["row"]: line["kernels"] for line in map(json.loads, out.splitlines())}
     return found
@@ -467,6 +467,7 @@ def test_the_matrix_covers() -> None:
         assert len(windows) > 1 < len(caps) and None in windows & caps and splits == {1, 64}
 
 
+@pytest.mark.timeout(600)  # the first one waits for the children
 @pytest.mark.parametrize("row", range(len(MATRIX)), ids=lambda i: "-".join(map(str, MATRIX[i])).replace(" ", ""))
 def test_compiles_and_fits(row: int, compiled: dict[int, list[dict[str, Any]]]) -> None:
     chip, dtype, *_, soft_cap, splits = MATRIX[row]
@@ -483,6 +484,7 @@ def test_compiles_and_fits(row: int, compiled: dict[int, list[dict[str, Any]]]) 
         assert any(kernel["wgmma.mma_async"] for kernel in compiled[row])
 
 
+@pytest.mark.timeout(600)
 def test_batches_of_other_sizes_compile_nothing_new(compiled: dict[int, list[dict[str, Any]]]) -> None:
     "However many decodes come first: one narrow kernel, one wide one, one that writes."
     names = [kernel["name"] for kernel in compiled[-1]]

@@ -3,6 +3,7 @@
 nbdev's own command would install Quarto with sudo, so this calls the functions behind it.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -14,7 +15,18 @@ from nbdev.serve import proc_nbs
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERED = re.compile(r"(?<![/\w])(\.\./|solutions/)?\d\d[a-z]{0,2}_(\w+\.ipynb)")
+COLAB_BADGE = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
+WEB_FONTS = re.compile(r"@import url\([^)]*fonts\.googleapis\.com[^)]*\);?")
 OUTPUT_FILE = re.compile(r'\n *"output-file: .*",')
+
+
+def for_the_site(folder: Path) -> None:
+    "Leave out what is for README.md alone; the link to Colab needs no picture from there."
+    for path in [*folder.glob("*.ipynb"), *folder.glob("solutions/*.ipynb")]:
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        notebook["cells"] = [cell for cell in notebook["cells"] if not "".join(cell["source"]).startswith("<!-- readme -->")]
+        text = json.dumps(notebook, ensure_ascii=False, indent=1)
+        path.write_text(text.replace(COLAB_BADGE, "Open in Colab"), encoding="utf-8")
 
 
 def drop_numbers(folder: Path) -> None:
@@ -25,9 +37,18 @@ def drop_numbers(folder: Path) -> None:
         path.rename(path.with_name(NUMBERED.sub(r"\2", path.name)))
 
 
+def need_no_other_host(site: Path) -> None:
+    "Themes ask Google for fonts: the reader's own will do, at once and unseen."
+    for path in site.rglob("*.css"):
+        css = path.read_text(encoding="utf-8")
+        if (own := WEB_FONTS.sub("", css)) != css:
+            path.write_text(own, encoding="utf-8")
+
+
 def main() -> None:
     refresh_quarto_yml()
-    processed = proc_nbs(force=True)
+    processed = proc_nbs(force=True, n_workers=0)  # processes of its own would each import torch, for each notebook
+    for_the_site(processed)
     site, built = ROOT / "_docs", processed / "_docs"
     if quarto := shutil.which("quarto"):
         subprocess.run([quarto, "render", "--no-cache"], cwd=processed, check=True)
@@ -38,6 +59,7 @@ def main() -> None:
             sys.exit("neither Quarto nor smalldocs is here; smalldocs needs Python 3.11 or newer")
         subprocess.run([smalldocs, "render", processed], check=True)
         subprocess.run([smalldocs, "check", processed], check=True)  # broken links
+    need_no_other_host(built)
     shutil.rmtree(site, ignore_errors=True)
     shutil.move(built, site)
     print(f"open {site.relative_to(ROOT)}/index.html")

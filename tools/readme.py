@@ -13,6 +13,7 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
+SITE_ONLY, README_ONLY = "<!-- site -->\n", "<!-- readme -->\n"  # how such a cell begins; of code: `#| readme: false` or `true`
 PICTURES = "docs/readme"  # belongs to this script alone: what it does not write there, it removes
 
 
@@ -52,14 +53,15 @@ def build() -> dict[str, bytes]:
     "README.md and its pictures, by their paths."
     parts, pictures = [], {}
     for cell in nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4).cells:
-        if cell.cell_type == "markdown":
-            parts.append(from_root(cell.source))
+        if cell.cell_type == "markdown" and not cell.source.startswith(SITE_ONLY):
+            parts.append(from_root(cell.source.removeprefix(README_ONLY)))
         if cell.cell_type != "code":
             continue
         marks, code = directives(cell.source)
-        if "hide" in marks or marks.get("include") == "false":
+        shown = marks.get("readme", marks.get("include", "true")) == "true"
+        if "hide" in marks or not shown:
             continue
-        if code and marks.get("echo") != "false":
+        if code and marks.get("echo", marks.get("include")) != "false":
             parts.append(f"```python\n{code}\n```")
         if marks.get("output") != "false":
             alt = marks.get("fig-alt", "figure").strip("\"'")

@@ -332,7 +332,7 @@ def _name_mistake(exercise: Exercise, number: int, outcome: Outcome) -> str:
         return not _differ(attempt(case, mistake, exercise.seconds), expected, exercise.tolerance)
 
     for sentence, mistake in exercise.mistakes.items():
-        same = attempt(exercise.cases[number], mistake, max(1.0, exercise.seconds / 5))
+        same = attempt(exercise.cases[number], mistake, exercise.seconds)
         if not _differ(same, outcome, exercise.tolerance) and all(right(mistake, case) for case in exercise.cases[:number]):
             return sentence
     return ""

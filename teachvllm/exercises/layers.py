@@ -153,7 +153,7 @@ def _stop(threads: list[_threading.Thread]) -> None:
             _ctypes.pythonapi.PyThreadState_SetAsyncExc(_ctypes.c_ulong(thread.ident or 0), _ctypes.py_object(SystemExit))
 
 
-def _round(answer: _Any, rows: list[_torch.Tensor], seconds: float = 2.0) -> dict[str, _Any]:
+def _round(answer: _Any, rows: list[_torch.Tensor], seconds: float = 8.0) -> dict[str, _Any]:
     "What each rank returns, and how many numbers it sent; `rows` are what they begin with. A rank's error is raised."
     size, ended = len(rows), _time.monotonic() + seconds
     queues: list[_Any] = [_queue.Queue() for _ in rows]
