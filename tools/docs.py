@@ -4,6 +4,7 @@ nbdev's own command would install Quarto with sudo, so this calls the functions 
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -47,7 +48,7 @@ def need_no_other_host(site: Path) -> None:
 
 def main() -> None:
     refresh_quarto_yml()
-    processed = proc_nbs(force=True, n_workers=0)  # processes of its own would each import torch, for each notebook
+    processed = proc_nbs(force=True, n_workers=0)  # a process of its own for each would import torch each time
     for_the_site(processed)
     site, built = ROOT / "_docs", processed / "_docs"
     if quarto := shutil.which("quarto"):
@@ -62,8 +63,9 @@ def main() -> None:
     need_no_other_host(built)
     shutil.rmtree(site, ignore_errors=True)
     shutil.move(built, site)
-    print(f"open {site.relative_to(ROOT)}/index.html")
+    print(f"open {site.relative_to(ROOT)}/index.html", flush=True)
+    os._exit(0)  # IPython has a shell for each notebook, and each would collect garbage at exit: that takes two minutes
 
 
-if __name__ == "__main__":  # proc_nbs starts processes that import this file
+if __name__ == "__main__":
     main()
