@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from nbdev.config import get_config
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve import proc_nbs
 
@@ -22,12 +23,16 @@ OUTPUT_FILE = re.compile(r'\n *"output-file: .*",')
 
 
 def for_the_site(folder: Path) -> None:
-    "Leave out what is for README.md alone; the link to Colab needs no picture from there."
+    "Leave out what is for README.md alone; the link to Colab needs no picture, and a link to a symbol stays on this site."
+    home = "](" + get_config().doc_host + get_config().doc_baseurl + "/"
     for path in [*folder.glob("*.ipynb"), *folder.glob("solutions/*.ipynb")]:
         notebook = json.loads(path.read_text(encoding="utf-8"))
-        notebook["cells"] = [cell for cell in notebook["cells"] if not "".join(cell["source"]).startswith("<!-- readme -->")]
+        notebook["cells"] = [
+            cell for cell in notebook["cells"] if not "".join(cell["source"]).startswith("<!-- readme -->")
+        ]
         text = json.dumps(notebook, ensure_ascii=False, indent=1)
-        path.write_text(text.replace(COLAB_BADGE, "Open in Colab"), encoding="utf-8")
+        text = text.replace(COLAB_BADGE, "Open in Colab").replace(home, "](" if path.parent == folder else "](../")
+        path.write_text(text, encoding="utf-8")
 
 
 def drop_numbers(folder: Path) -> None:

@@ -13,7 +13,10 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
-SITE_ONLY, README_ONLY = "<!-- site -->\n", "<!-- readme -->\n"  # how such a cell begins; of code: `#| readme: false` or `true`
+SITE_ONLY, README_ONLY = (
+    "<!-- site -->\n",
+    "<!-- readme -->\n",
+)  # how such a cell begins; of code: `#| readme: false` or `true`
 PICTURES = "docs/readme"  # belongs to this script alone: what it does not write there, it removes
 
 
