@@ -95,6 +95,8 @@ def run_requests(
         for i, (request_id, (prompt, params)) in enumerate(requests.items()):
             try:
                 engine.add_request(request_id, prompt, params, priority[i] if priority else 0)
+            except EngineClosedError:
+                raise
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}" if len(requests) > 1 else str(error)) from error
         bar = ProgressBar(len(requests), use_tqdm)

@@ -80,9 +80,8 @@ def make_config(size: int = 2, tp_size: int | None = None, faults: dict | None =
 
 def slow_down(worker: Any, seconds: float) -> None:
     "For `collective_rpc`: each step takes so much longer, until 0 ends it. What a test finds running then still runs."
-    worker.__dict__.pop("submit", None)
-    if submit := seconds and worker.submit:
-        worker.submit = lambda out: (time.sleep(seconds), submit(out))[1]
+    submit = type(worker).submit
+    worker.submit = lambda out: (time.sleep(seconds), submit(worker, out))[1]
 
 
 def wait_for(path: str) -> None:
@@ -90,20 +89,13 @@ def wait_for(path: str) -> None:
     wait_until(lambda: os.path.exists(path))
 
 
-def named_memory(pids: Iterable[int]) -> set[Path]:
-    """Shared memory that these processes hold under a name, which could outlive them.
-
-    Our own has none (`os.memfd_create`), so this is nothing, unless a library has some, or ours gets a name one day. Whatever
-    else is in /dev/shm belongs to other programs, which come and go.
-    """
+def named_memory(pids: Iterable[int]) -> set[str]:
+    "Shared memory that these processes hold under a name, which could outlive them. Ours has none (`os.memfd_create`)."
     found = set()
     for pid in pids:
         with suppress(OSError):
             found |= {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(OSError):
-                    found.add(os.readlink(link))
-    return {Path(name) for name in found if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
+    return {name for name in found if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
 
 
 def is_alive(pid: int) -> bool:

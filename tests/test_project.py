@@ -274,6 +274,15 @@ def test_notebooks_are_small() -> None:
     none([f"{p.name}: {p.stat().st_size:,} bytes" for p in NOTEBOOKS if p.stat().st_size >= 1_000_000])
 
 
+def test_the_first_code_cell_installs() -> None:
+    "On Colab nothing else can run before it."
+    first = {
+        path.name: next(("".join(c["source"]) for c in cells(path) if c["cell_type"] == "code"), "")
+        for path in NOTEBOOKS
+    }
+    none([name for name, source in first.items() if source and "# On Colab, run this cell" not in source])
+
+
 def test_cells_for_a_gpu() -> None:
     "Colab gives the notebook a T4; the chapter says which cells want one; without one they do nothing."
     problems = []

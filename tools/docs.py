@@ -18,7 +18,7 @@ from nbdev.serve import proc_nbs
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERED = re.compile(r"(?<![/\w])(\.\./|solutions/)?\d\d[a-z]{0,2}_(\w+\.ipynb)")
 COLAB_BADGE = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
-WEB_FONTS = re.compile(r"@import url\([^)]*fonts\.googleapis\.com[^)]*\);?")
+WEB_FONTS = re.compile(r"""@import\s*(?:url\()?(["']?)https?://fonts\.googleapis\.com[^"')]*\1\)?;?""")
 OUTPUT_FILE = re.compile(r'\n *"output-file: .*",')
 
 
@@ -69,8 +69,8 @@ def main() -> None:
     shutil.rmtree(site, ignore_errors=True)
     shutil.move(built, site)
     print(f"open {site.relative_to(ROOT)}/index.html", flush=True)
-    os._exit(0)  # IPython has a shell for each notebook, and each would collect garbage at exit: that takes two minutes
 
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # IPython has a shell for each notebook, and each would collect garbage at exit: that takes two minutes

@@ -192,6 +192,8 @@ class UniProcExecutor(ExecutorBase):
 
     def submit(self, out: SchedulerOutput) -> None:
         "As every executor; where the worker has a thread, the call returns at once."
+        if self.driver_worker is None:
+            raise EngineClosedError
         if self.thread is None:
             super().submit(out)
         else:
