@@ -468,7 +468,7 @@ def block_player(trace: Trace, path: str | Path | None = None, max_kib: int = 15
             note += f" So are the last {len(chosen) - fit} of the {len(chosen)} others, to keep the page under {max_kib} KiB."
         chosen = chosen[:fit]
     page = BlockPlayer(PAGE.substitute(**parts, left_out=note, frames="".join(frames.sections[i] for i in chosen)))
-    page.height = min(900, 250 + frames.grid.height + 22 * max(5, *(len(events) for events in frames.events)))
+    page.height = min(900, 250 + frames.grid.height + 30 * max(5, *(len(events) for events in frames.events)))
     if path is not None:
         page.save(path)
     return page

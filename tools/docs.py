@@ -14,6 +14,7 @@ from pathlib import Path
 from nbdev.config import get_config
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve import proc_nbs
+from readme import README_ONLY
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERED = re.compile(r"(?<![/\w])(\.\./|solutions/)?\d\d[a-z]{0,2}_(\w+\.ipynb)")
@@ -22,17 +23,40 @@ WEB_FONTS = re.compile(r"""@import\s*(?:url\()?(["']?)https?://fonts\.googleapis
 OUTPUT_FILE = re.compile(r'\n *"output-file: .*",')
 
 
+def own_links(text: str, home: str, stem: str) -> str:
+    "Links that nbdev made of names in backticks, to pages of this site; those that it could not know to be wrong are undone."
+    theirs = re.compile(r"\[(`[^`\]]+`)\]\(" + re.escape(home) + r"[^)]*\)")
+    lines = []
+    for line in text.split("\n"):
+        if line.startswith("**Where this lives in vLLM.**"):  # names of vLLM's
+            line = theirs.sub(r"\1", line)
+        if line.startswith("|") and stem == "95_to_vllm":  # ours | vLLM's | …
+            ours, cut, others = line[1:].partition("|")
+            line = "|" + ours + cut + theirs.sub(r"\1", others)
+        lines.append(line)
+    elsewhere = (
+        re.escape(home) + "(?!" + stem.partition("_")[2] + r"\.html)"
+    )  # `merge`, say, is a word in many chapters
+    text = re.sub(r"\[(`[a-z]+`)\]\(" + elsewhere + r"[^)]*\)", r"\1", "\n".join(lines))
+    text = re.sub(re.escape(home) + r"(\w+\.html)#_\w*", home + r"\1", text)  # what is private has no heading
+    return re.sub(re.escape(home) + r"(\w+\.html#\w+)\.[\w.]+", home + r"\1", text)  # nor has a method
+
+
 def for_the_site(folder: Path) -> None:
-    "Leave out what is for README.md alone; the link to Colab needs no picture, and a link to a symbol stays on this site."
-    home = "](" + get_config().doc_host + get_config().doc_baseurl + "/"
+    "Number the titles, leave out what is for README.md alone, and keep readers here: Colab's link needs no picture."
+    home = get_config().doc_host + get_config().doc_baseurl + "/"
     for path in [*folder.glob("*.ipynb"), *folder.glob("solutions/*.ipynb")]:
-        notebook = json.loads(path.read_text(encoding="utf-8"))
-        notebook["cells"] = [
-            cell for cell in notebook["cells"] if not "".join(cell["source"]).startswith("<!-- readme -->")
-        ]
-        text = json.dumps(notebook, ensure_ascii=False, indent=1)
-        text = text.replace(COLAB_BADGE, "Open in Colab").replace(home, "](" if path.parent == folder else "](../")
-        path.write_text(text, encoding="utf-8")
+        notebook, number = json.loads(path.read_text(encoding="utf-8")), path.stem.partition("_")[0]
+        notebook["cells"] = [cell for cell in notebook["cells"] if not "".join(cell["source"]).startswith(README_ONLY)]
+        for cell in notebook["cells"]:
+            text = "".join(cell["source"])
+            if cell["cell_type"] == "raw" and number[0].isdigit():
+                text = re.sub(r"^title: (['\"]?)", rf"title: \g<1>{number} · ", text, flags=re.M)
+            if cell["cell_type"] == "markdown":
+                text = own_links(text.replace(COLAB_BADGE, "Open in Colab"), home, path.stem)
+            text = text.replace("](" + home, "](" if path.parent == folder else "](../")
+            cell["source"] = text.splitlines(keepends=True)
+        path.write_text(json.dumps(notebook, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
 def drop_numbers(folder: Path) -> None:
