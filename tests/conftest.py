@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from browser import CHROMIUM, Browser
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 if not torch.cuda.is_available():
@@ -37,6 +38,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("llama")
     make_tiny("llama", path)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    "Headless Chromium; what asks for it is skipped where there is none."
+    if not CHROMIUM:
+        pytest.skip("Chromium is not installed")
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import Browser
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVIEST = 1_500_000  # bytes of a page with all that it loads, as a host sends them: compressed
@@ -83,15 +83,6 @@ def served(folder: Path) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if not CHROMIUM:
-        pytest.skip("Chromium is not installed")
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
 
 
 def test_every_page_on_a_phone(site: Path, browser: Browser) -> None:

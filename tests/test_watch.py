@@ -624,15 +624,6 @@ def test_on_colab_the_recorded_player_is_shown(folder: str, monkeypatch: pytest.
 # A browser
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if not CHROMIUM:
-        pytest.skip("Chromium is not installed")
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
-
-
 STATES = """frames.map((_, k) => stateAt(k)).filter(s => !s.idle).map(s => ({step: s.step, free: s.free, words: sentence(s),
   tables: [...s.tables].map(([i, t]) => [who.get(i).name, t]), computed: [...s.computed].map(([i, n]) => [who.get(i).name, n]),
   tokens: [...s.tokens].map(([i, n]) => [who.get(i).name, n]), cached: [...s.cached].sort((a, b) => a - b),
