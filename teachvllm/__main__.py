@@ -128,7 +128,7 @@ def converse(first: str, answer: Callable[[list[dict[str, str]]], Iterator[str]]
             break
         first = ""
 
-
+# %% ../nbs/98_command_line.ipynb #3945808f
 def run_chat(parsed: argparse.Namespace) -> None:
     """`teachvllm chat`: a conversation, with a model that is loaded here or, with `--url`, with a server's.
 
@@ -154,7 +154,7 @@ def stream(engine: Any, token_ids: list[int], params: SamplingParams) -> Iterato
     finally:  # it has ended, unless the reader went away
         engine.abort_request(request_id)
 
-
+# %% ../nbs/98_command_line.ipynb #5f5f5f7d
 def ask() -> str:
     "The user's next line; empty at the end of the input."
     with suppress(ImportError):  # there is none on Windows
@@ -195,7 +195,7 @@ def lines_of(answer: Any) -> Iterator[str]:
     except (HTTPException, OSError) as error:
         raise ValueError(f"the server broke off: {error!r}") from error
 
-
+# %% ../nbs/98_command_line.ipynb #f2dde68a
 def ask_server(parsed: argparse.Namespace, path: str, field: str, value: Any) -> Iterator[str]:
     "The pieces of an answer of the server at `--url`: of a conversation (`messages`) or of a text (`prompt`)."
     model = parsed.model_name
@@ -219,7 +219,7 @@ def pieces_of(lines: Iterable[str], field: str) -> Iterator[str]:
             for choice in event.get("choices") or ():  # a last event may have only the usage
                 yield choice["delta"].get("content") or "" if field == "messages" else choice["text"]
 
-
+# %% ../nbs/98_command_line.ipynb #fdd313f6
 def run_complete(parsed: argparse.Namespace) -> None:
     "`teachvllm complete`: each text, and then each line that is typed, with a server's continuation."
     for text in parsed.text or iter(ask, ""):

@@ -312,7 +312,7 @@ def pick(args: EngineArgs, cls: type, **more: Any) -> Any:
     names = {f.name for f in dataclasses.fields(cls)} & {f.name for f in dataclasses.fields(args)}
     return cls(**{name: getattr(args, name) for name in names} | more)
 
-
+# %% ../nbs/01b_arg_utils.ipynb #1f021b6b
 def merge_rope(stored: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     "Rotary settings with some changed. transformers 5 keeps all in one field: a new `rope_scaling` would lose the rest."
     kind = {"rope_type": changes["type"]} if "type" in changes else {}  # its older name
@@ -336,7 +336,7 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any] | Callable[[Any], 
         setattr(hf_config, name, value)
     return hf_config
 
-
+# %% ../nbs/01b_arg_utils.ipynb #997ac103
 def longest_text(hf_config: Any, asked: int | None = None) -> int | None:
     """How many positions a model has, noted in `hf_config`, too: a squeezed rotary embedding has more than it was trained for.
 
@@ -355,7 +355,7 @@ def longest_text(hf_config: Any, asked: int | None = None) -> int | None:
         hf_config.max_position_embeddings = longest = max(longest, int(trained_for * (rope.get("factor") or 1)))
     return longest
 
-
+# %% ../nbs/01b_arg_utils.ipynb #f2995662
 def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
     "Find the model, read its configuration, and settle dtype and lengths."
     path = find_model(args.model, args.revision, weights=args.load_format != "dummy")

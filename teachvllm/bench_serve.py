@@ -157,7 +157,7 @@ def make_body(request: SampleRequest, model: str, chat: bool = False, ignore_eos
     body = {"model": model, **asked, **usual, "stream_options": {"include_usage": True}}
     return body | ({"ignore_eos": True} if ignore_eos else {})  # not in OpenAI's interface: sent only if asked for
 
-
+# %% ../nbs/73_bench_serve.ipynb #c71d30a9
 async def read_lines(response: Any) -> AsyncIterator[str]:
     "The lines of a streamed response, as they arrive."
     rest = b""
@@ -187,7 +187,7 @@ async def send_request(
         output.error = f"{type(error).__name__}: {error}"
     return output
 
-
+# %% ../nbs/73_bench_serve.ipynb #d550eb0f
 async def run_load(
     base_url: str, endpoint: str, bodies: list[dict], times: list[float], max_concurrency: int | None = None
 ) -> tuple[list[RequestFuncOutput], float]:
@@ -230,7 +230,7 @@ def parse_goodput(texts: list[str]) -> dict[str, float]:
         require(bounds[name] >= 0, f"goodput={text!r} must not be negative")
     return bounds
 
-
+# %% ../nbs/73_bench_serve.ipynb #a3e469c3
 def calculate_metrics(
     outputs: list[RequestFuncOutput],
     duration: float,  # seconds of the whole run
@@ -330,7 +330,7 @@ class Load:
         lengths = self.random_input_len, self.random_output_len, self.random_range_ratio
         return sample_requests(self.num_prompts, *lengths, self.random_vocab_size, self.seed, words)
 
-
+# %% ../nbs/73_bench_serve.ipynb #687a2bee
 async def find_model(base_url: str) -> str:
     "The first model that the server offers; `ValueError` if it offers none, or does not answer."
     try:

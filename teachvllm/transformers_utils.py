@@ -186,7 +186,7 @@ def gguf_rope_scaling(path: Path, values: dict[str, Any], tensors: dict[str, Any
     yarn = {"original_max_position_embeddings": trained_for} if kind == "yarn" else {}
     return None if kind == "none" else {"rope_type": kind, "factor": values["rope.scaling.factor"], **yarn}
 
-
+# %% ../nbs/01a_transformers_utils.ipynb #b556222c
 def gguf_extras(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
     "Fields of the configuration that files of an architecture say in another way, or leave to llama.cpp to know."
     shared_out = values["embedding_length"] // values["attention.head_count"]
@@ -209,7 +209,7 @@ def gguf_extras(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
         return {"query_pre_attn_scalar": shared_out if largest else head_size}
     return {}
 
-
+# %% ../nbs/01a_transformers_utils.ipynb #244182e1
 def load_gguf_config(path: Path) -> Any:
     "The `transformers` configuration that a GGUF file's header describes; `ValueError` lists what is supported."
     from transformers import AutoConfig

@@ -17,11 +17,13 @@ import torch
 from .numba_prefill import CACHE_DTYPES, SEEN_AS, squash
 from teachvllm.attention.numba_utils import (
     DTYPES,
+    LOG2_E,
     Kernel,
     arguments,
     array_at,
     compiled,
     exp,
+    exp2,
     inlined,
     largest_of,
     load,
@@ -116,32 +118,37 @@ def score_rows(q, rows, tiles, tile_bytes, num, scores, dtype):
             acc = add_steps(zeros(ROWS, dtype), q[row:].ctypes.data, stride, tiles + i * tile_bytes, stride // 4)
             put_sums(acc, scores[row, i * TOKENS :].ctypes.data, SCORES * 4)
 
-
+# %% ../../nbs/21e_numba_chunks.ipynb #f36c3ea0
 @compiled
 def weigh(row, out, begin, end, scale, soft_cap, stat):
     """Scores of a row -> exponentials relative to the largest that the row has met; zero outside of begin to end.
 
     stat: that largest score, the sum of all exponentials, and the factor with which `add_values` must scale earlier sums.
     """
-    out[:begin] = 0
-    out[end:] = 0
     stat[2] = 1
     if begin < end:
-        seen, weights, total = row[begin:end], out[begin:end], np.float32(0)
         if soft_cap > 0:
-            for j in range(seen.shape[0]):
-                seen[j] *= scale
-            squash(seen, soft_cap)
+            capped = row[begin:end]
+            for j in range(capped.shape[0]):
+                capped[j] *= scale
+            squash(capped, soft_cap)
             scale = np.float32(1)
+        first, last = begin // TOKENS * TOKENS, (end + TOKENS - 1) // TOKENS * TOKENS  # whole vectors
+        row[first:begin] = -np.inf
+        row[end:last] = -np.inf
+        seen, weights, total = row[first:last], out[first:last], np.float32(0)
         largest = max(stat[0], largest_of(seen) * scale)
+        a, b = scale * LOG2_E, largest * LOG2_E
         for j in range(seen.shape[0]):
-            weight = exp(seen[j] * scale - largest)
+            weight = exp2(seen[j] * a - b)
             store(weights, j, weight)
             total += weight
         stat[2] = exp(stat[0] - largest)
         stat[0], stat[1] = largest, stat[1] * stat[2] + total
+    out[:begin] = 0
+    out[end:] = 0
 
-
+# %% ../../nbs/21e_numba_chunks.ipynb #4fd4bf5a
 @compiled
 def add_values(weights, rows, tiles, tile_bytes, num, sums, stats, part, dtype):
     "sums [rows, 64 * panels]: scaled as stats say, plus weights [rows, SCORES] times the values of `num` tiles."
@@ -295,7 +302,7 @@ def group_chunks(
     made = [(torch.tensor(group), group[-1][FIRST_TILE] + group[-1][NUM_TILES]) for group in groups if group]
     return [Chunks(table, block_tables, num_tiles) for table, num_tiles in made], alone
 
-
+# %% ../../nbs/21e_numba_chunks.ipynb #34e162af
 def attend_chunks(
     q: torch.Tensor, out: torch.Tensor, kv_cache: torch.Tensor, chunks: Chunks, scale: float,
     window: int | None = None, soft_cap: float | None = None, v_scale: float = 1.0,

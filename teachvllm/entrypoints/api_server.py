@@ -151,7 +151,7 @@ class Traffic:
     num_requests: int = 0  # being answered
     is_draining: bool = False
 
-
+# %% ../../nbs/70b_api_server.ipynb #fec88f33
 class Guard:
     """Looks at each request before the app does: is there an API key, is the body not too long, is it JSON, does it come in time.
 
@@ -323,7 +323,7 @@ def add_api_routes(app: FastAPI, serving: OpenAIServing) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         return await begin(serving.detokenize(body))
 
-
+# %% ../../nbs/70b_api_server.ipynb #4342a94b
 def add_state_routes(app: FastAPI, engine: AsyncLLM, registry: Any) -> None:
     "Routes about the server itself."
 
@@ -351,7 +351,7 @@ def add_state_routes(app: FastAPI, engine: AsyncLLM, registry: Any) -> None:
         async def metrics() -> Response:
             return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
-
+# %% ../../nbs/70b_api_server.ipynb #ec15ab3f
 def build_app(
     engine: AsyncLLM, args: ServerArgs | None = None, registry: Any = None, routers: Iterable[APIRouter] = ()
 ) -> FastAPI:
@@ -426,7 +426,7 @@ def bind(args: ServerArgs) -> socket.socket:
         raise ValueError(f"cannot listen on {args.host}, port {args.port}: {error.strerror or error} (--host, --port)") from error
     return sock
 
-
+# %% ../../nbs/70b_api_server.ipynb #914010c5
 class Server(UvicornServer):
     """Serves an engine, on a socket that `bind` made.
 

@@ -87,7 +87,7 @@ def at_most(length: int) -> Any:
     "A list or a dict with a limit; what is wrong in it is one error."
     return Field(fail_fast=True, max_length=length)
 
-
+# %% ../../nbs/70_protocol.ipynb #4a7f76d9
 class GenerationRequest(RequestModel):
     "The fields that `/v1/completions` and `/v1/chat/completions` share: OpenAI's, then vLLM's. None is a field's default."
 
@@ -213,7 +213,7 @@ class ChatMessage(BaseModel):
     role: str
     content: str | Annotated[list[ContentPart], at_most(256)]
 
-
+# %% ../../nbs/70_protocol.ipynb #2a9ab1ce
 class ChatFields(RequestModel):
     "How a conversation becomes a prompt."
 
@@ -237,7 +237,7 @@ class ChatFields(RequestModel):
         options = {"add_generation_prompt": prompts, "continue_final_message": self.continue_final_message}
         return (self.chat_template_kwargs or {}) | options
 
-
+# %% ../../nbs/70_protocol.ipynb #b6c5af36
 class ChatCompletionRequest(GenerationRequest, ChatFields):
     "A conversation to be answered: `POST /v1/chat/completions`."
 

@@ -142,7 +142,7 @@ def token_name(token_id: int, logprob: Logprob | None, tokenizer: Any, as_id: bo
     said = logprob.decoded_token if logprob else None
     return tokenizer.decode([token_id]) if said is None else said
 
-
+# %% ../../nbs/70a_serving.ipynb #6d1c2918
 def completion_logprobs(
     token_ids: list[int], logprobs: Sequence[dict[int, Logprob] | None], offset: int, name: Callable[[int, Logprob | None], str]
 ) -> CompletionLogprobs:
@@ -160,7 +160,7 @@ def completion_logprobs(
         offset += len(found.tokens[-1])
     return found
 
-
+# %% ../../nbs/70a_serving.ipynb #22444f31
 def chat_logprobs(
     token_ids: list[int], logprobs: list[dict[int, Logprob]], num_top: int, name: Callable[[int, Logprob | None], str]
 ) -> ChatLogprobs:
@@ -358,7 +358,7 @@ async def run_or_thread(size: float, function: Callable, *args: Any, **options: 
     "Call a function; in a thread if it has more to read than `LONG_PROMPT` characters."
     return await asyncio.to_thread(function, *args, **options) if size > LONG_PROMPT else function(*args, **options)
 
-
+# %% ../../nbs/70a_serving.ipynb #7ce63812
 class PromptReader:
     "Makes token ids of the prompts and conversations in requests. `ValueError` or `RequestError` where that is impossible."
 
@@ -444,7 +444,7 @@ TOGETHER = {  # how long these lists may be, times the prompts: each prompt's re
     "allowed_token_ids": 1 << 20,  # 1,048,576: 64 prompts with the longest
 }
 
-
+# %% ../../nbs/70a_serving.ipynb #cae27937
 class OpenAIServing:
     """Answers requests with an `AsyncLLM`: a response, or for a stream an async generator of server-sent events.
 

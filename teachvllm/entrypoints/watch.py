@@ -588,7 +588,7 @@ class WatchedLLM:
         where = "a page of the machine that the notebook runs on. If nothing is shown, the browser is on another: use player()."
         return f'<iframe title="The engine at work" src="{self.url}" style="{style}"></iframe><p>{link}, {where}</p>'
 
-
+# %% ../../nbs/71_watch.ipynb #100eb7fa
 def watch(llm: Any, port: int = 0) -> WatchedLLM:
     """Watch an `LLM` from the next step on: `with watch(llm) as page:`, or show `page` in one cell and `generate` in the next.
 

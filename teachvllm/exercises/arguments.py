@@ -118,7 +118,7 @@ register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93ac_exercises_arguments.ipynb #a07dbbc3
+# %% ../../nbs/93ac_exercises_arguments.ipynb #331536b7
 def _gguf_case(said: str, kind: int, data: bytes) -> Case:
     def run(answer: Any) -> tuple[Any, str]:
         file = io.BytesIO(data + b"the next value")
@@ -127,7 +127,7 @@ def _gguf_case(said: str, kind: int, data: bytes) -> Case:
 
     return Case(f"NAME(file, {kind}), {said}: {data[:24].hex(' ')}{' …' * (len(data) > 24)}", run)
 
-
+# %% ../../nbs/93ac_exercises_arguments.ipynb #e3362260
 def _gguf_answer(variant: str = "") -> Any:
     "The right answer, or a wrong one: `variant` says in what."
     order, size = (">" if variant == "order" else "<"), ("I" if variant == "length" else "Q")
@@ -155,7 +155,7 @@ def _gguf_answer(variant: str = "") -> Any:
 def _gguf_text(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()
 
-
+# %% ../../nbs/93ac_exercises_arguments.ipynb #97c1cab7
 def _read_header_with(answer: Any) -> str:
     "The default model's header is read with the answer, and its configuration made of that."
     from teachvllm.transformers_utils import read_gguf_header
@@ -304,7 +304,7 @@ register(
     )
 )
 
-# %% ../../nbs/93ac_exercises_arguments.ipynb #66f58ea0
+# %% ../../nbs/93ac_exercises_arguments.ipynb #ca289afd
 def _output_case(said: str, num_tokens: int, *times: Any) -> Case:
     def run(answer: Any) -> Any:
         part = CompletionOutput(0, "", list(range(num_tokens)), finish_reason="length" if times[-1] else None)
@@ -313,7 +313,7 @@ def _output_case(said: str, num_tokens: int, *times: Any) -> Case:
 
     return Case(f"NAME(output), {said}: {num_tokens} tokens; arrived, scheduled, first token, finished: {list(times)}", run)
 
-
+# %% ../../nbs/93ac_exercises_arguments.ipynb #d831b6e0
 def _latency_answer(kind: str = "") -> Any:
     "The right answer, or a wrong one: `kind` says in what."
 
@@ -332,7 +332,7 @@ def _latency_answer(kind: str = "") -> Any:
 
     return answer
 
-
+# %% ../../nbs/93ac_exercises_arguments.ipynb #da898942
 def _measure_with(answer: Any) -> str:
     "Real requests are measured, of which two run at once."
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (12, 1, 6, 9)]
@@ -343,7 +343,7 @@ def _measure_with(answer: Any) -> str:
     times = ", ".join(f"{1000 * first:.1f}" for first, _ in found)
     return f"of four real requests, of which two ran at once, the first tokens came after {times} ms"
 
-
+# %% ../../nbs/93ac_exercises_arguments.ipynb #53a25b54
 register(
     Exercise(
         name="latencies",

@@ -187,7 +187,7 @@ _check.register(_check.Exercise(
     hint="Three steps: slots [n, longest], gather, masked attention. Compare one row with `attend_pages` of chapter 20.",
 ))  # fmt: skip
 
-# %% ../../nbs/93c_exercises_attention.ipynb #ab15b888
+# %% ../../nbs/93c_exercises_attention.ipynb #f43b1161
 def _attend_tiles(rows, position, k_pages, v_pages, table, end, scale, tile, fault: str = "") -> torch.Tensor:
     block_size, acc, total = k_pages.shape[1], torch.zeros(rows.shape), torch.zeros(len(rows))
     largest = torch.full((len(rows),), -torch.inf)
@@ -213,7 +213,7 @@ def _tiles_case(position: list[int], end: int, tile: int, block_size: int, size:
     args = size * torch.randn(len(position), 4, generator=g), torch.tensor(position), k[:, :, 0], v[:, :, 0], table
     return _check.Case("NAME: " + said, lambda answer: answer(*(x.clone() for x in args), end, 0.7, tile))
 
-
+# %% ../../nbs/93c_exercises_attention.ipynb #831eb497
 def _tiles_at_work(answer: Any) -> str:
     answer, calls = _counted(answer)
 
@@ -229,7 +229,7 @@ def _tiles_at_work(answer: Any) -> str:
 
     return _serve(_by_sequence(run), calls)
 
-
+# %% ../../nbs/93c_exercises_attention.ipynb #b29599f4
 _check.register(_check.Exercise(
     name="attend_tiles", chapter="22_triton_ladder", oracle=_attend_tiles, engine=_tiles_at_work,
     cases=list(starmap(_tiles_case, (([3], 4, 4, 4), ([7], 8, 8, 4), ([0, 3], 4, 4, 4), ([15], 16, 4, 4),
@@ -311,7 +311,7 @@ _check.register(_check.Exercise(
     hint="Draw the rows of the block and the tiles of the keys, and mark what the first and what the last row sees.",
 ))  # fmt: skip
 
-# %% ../../nbs/93c_exercises_attention.ipynb #e746a30e
+# %% ../../nbs/93c_exercises_attention.ipynb #cdfd6961
 def _merge_parts(one, other, fault: str = "") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (a, a_largest, a_total), (b, b_largest, b_total) = one, other
     both = b_largest if fault == "newer" else torch.maximum(a_largest, b_largest)
@@ -341,7 +341,7 @@ def _parts_case(one: list[float], other: list[float]) -> _check.Case:
 
     return _check.Case(f"NAME: a part with scores {one}, another with {other}", run)
 
-
+# %% ../../nbs/93c_exercises_attention.ipynb #3625f8a6
 def _parts_at_work(answer: Any) -> str:
     answer, calls = _counted(answer)
 
@@ -359,7 +359,7 @@ def _parts_at_work(answer: Any) -> str:
 
     return _serve(_by_sequence(run), calls)
 
-
+# %% ../../nbs/93c_exercises_attention.ipynb #fd8b1ee7
 _check.register(_check.Exercise(
     name="merge_parts", chapter="21d_numba_prefill", oracle=_merge_parts, engine=_parts_at_work,
     cases=list(starmap(_parts_case, (([1.0], [1.0]), ([0.0, 0.0], [0.0]), ([1.0, 3.0], [5.0, 2.0]),
@@ -485,7 +485,7 @@ _check.register(_check.Exercise(
     hint="Which is the earliest key that any of the tokens sees, and which the latest? In which tiles do they lie?",
 ))  # fmt: skip
 
-# %% ../../nbs/93c_exercises_attention.ipynb #688de5a3
+# %% ../../nbs/93c_exercises_attention.ipynb #c3564318
 def _pack(weight: torch.Tensor, fault: str = "") -> torch.Tensor:
     width, pair = weight.shape[1], {"no pairs": 1, "always two": 2}.get(fault, 4 // weight.itemsize)
     if fault in ("reshaped", "transposed"):
@@ -499,7 +499,7 @@ def _pack_case(said: str, size: int, width: int, dtype: torch.dtype, look: Calla
     text = f"NAME(arange({size * width}).view({size}, {width}).to({str(dtype).removeprefix('torch.')})): {said}"
     return _check.Case(text, lambda answer: look(answer(weight.clone())))
 
-
+# %% ../../nbs/93c_exercises_attention.ipynb #135eb123
 def _product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     pair, out = panels.shape[3], x.new_zeros(len(x), panels.shape[0], 64)
     for step in range(panels.shape[1]):
@@ -525,7 +525,7 @@ def _pack_at_work(answer: Any) -> str:
     made_same = f"made the same {sum(map(len, tokens))} tokens"
     return f"it packed {calls[0]} matrices of a small Llama, and {products[0]} products of {how} {made_same}"
 
-
+# %% ../../nbs/93c_exercises_attention.ipynb #7985052d
 _check.register(_check.Exercise(
     name="pack", chapter="21c_numba_linear", oracle=_pack, engine=_pack_at_work,
     cases=[

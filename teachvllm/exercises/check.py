@@ -313,7 +313,7 @@ def try_in_engine(exercise: Exercise, answer: Any, seconds: float = 120.0) -> tu
     finally:
         logger.setLevel(level)
 
-# %% ../../nbs/93_check.ipynb #8da01ad7
+# %% ../../nbs/93_check.ipynb #2699bdd4
 @dataclass(frozen=True)
 class Report:
     "What `check` found; shows itself as text, and is true if the answer is right."
@@ -327,7 +327,7 @@ class Report:
     def __repr__(self) -> str:
         return self.text
 
-
+# %% ../../nbs/93_check.ipynb #2f97ce23
 def _name_mistake(exercise: Exercise, number: int, outcome: Outcome) -> str:
     "The sentence of the known mistake that first goes wrong in case `number`, too, with the same outcome; empty if none does."
 
@@ -348,7 +348,7 @@ def _differ(one: Outcome, two: Outcome, tolerance: float) -> str:
         return "" if one.problem.split(":")[0] == two.problem.split(":")[0] else one.problem or f"no {two.problem.split(':')[0]}"
     return difference(one.value, two.value, tolerance)
 
-
+# %% ../../nbs/93_check.ipynb #d9a13821
 def check(answer: Any, engine: bool = True) -> Report:
     """Try an answer to an exercise of the book, and say what came out.
 

@@ -42,7 +42,7 @@ def _tiny_args(**options: Any) -> Iterator[Any]:
         (Path(folder) / "config.json").write_text(json.dumps(TINY))
         yield EngineArgs(model=folder, **{**_USUAL, **options})
 
-# %% ../../nbs/93ga_exercises_clients.ipynb #966aae63
+# %% ../../nbs/93ga_exercises_clients.ipynb #fb374862
 def _stale_case(ids: str, aborted: dict[str, int], num_seen: int) -> Case:
     "News of these ids; what comes out, and whether what was passed in is as it was."
     said = f"NAME(news of {', '.join(ids) or 'nothing'}, aborted={aborted}, num_seen={num_seen})"
@@ -55,7 +55,7 @@ def _stale_case(ids: str, aborted: dict[str, int], num_seen: int) -> Case:
 
     return Case(said, run)
 
-
+# %% ../../nbs/93ga_exercises_clients.ipynb #9fed57dc
 def _stale_never(news: Any, aborted: Any, num_seen: int) -> Any:
     return [one for one in news if one.request_id not in aborted], aborted
 
@@ -85,7 +85,7 @@ def _stale_changes(news: Any, aborted: Any, num_seen: int) -> Any:
         del aborted[one]
     return [one for one in news if one.request_id not in aborted], aborted
 
-
+# %% ../../nbs/93ga_exercises_clients.ipynb #6d479d08
 def _abort_and_ask_again(answer: Any) -> str:
     "A real core in its own process: a request is aborted while its news are on their way, and its id is used again."
     params, texts = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), list[list[int]]()
@@ -142,7 +142,7 @@ register(
     ),
 )
 
-# %% ../../nbs/93ga_exercises_clients.ipynb #3f85b163
+# %% ../../nbs/93ga_exercises_clients.ipynb #447b6f2f
 def _output(*parts: tuple[int, str], end: str = "", logprobs: bool = False, prompt: Any = None) -> RequestOutput:
     "An output with these sequences: (index, text), a token for each letter."
 
@@ -169,7 +169,7 @@ def _merge_case(said: str, first: RequestOutput, second: RequestOutput) -> Case:
 
     return Case(f"NAME({said})", run)
 
-
+# %% ../../nbs/93ga_exercises_clients.ipynb #e2ce6c11
 def _merged(first: Any, second: Any, join: Callable, keep_old: bool = True, sort: bool = True) -> Any:
     parts = {one.index: one for one in first.outputs} if keep_old else {}
     old = {one.index: one for one in first.outputs}
@@ -183,7 +183,7 @@ def _join(old: Any, new: Any) -> Any:
     logprobs = None if old.logprobs is None else [*old.logprobs, *(new.logprobs or ())]
     return replace(new, text=old.text + new.text, token_ids=[*old.token_ids, *new.token_ids], logprobs=logprobs)
 
-
+# %% ../../nbs/93ga_exercises_clients.ipynb #163a2036
 def _merge_text_only(first: Any, second: Any) -> Any:
     return _merged(first, second, lambda old, new: replace(_join(old, new), token_ids=new.token_ids))
 
@@ -214,7 +214,7 @@ def _merge_changes(first: Any, second: Any) -> Any:
         old.text += next((new.text for new in second.outputs if new.index == old.index), "")
     return found
 
-
+# %% ../../nbs/93ga_exercises_clients.ipynb #2f5d9f4e
 def _read_slowly(answer: Any) -> str:
     "A real engine with two readers of the same prompt, one of them slow."
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -273,7 +273,7 @@ register(
     ),
 )
 
-# %% ../../nbs/93ga_exercises_clients.ipynb #6b75a4f7
+# %% ../../nbs/93ga_exercises_clients.ipynb #a3223ab6
 _INF = float("inf")
 _Buckets = list[tuple[float, float, float]]
 
@@ -286,7 +286,7 @@ def _quantile(q: float, buckets: _Buckets, reaches: Callable = lambda total, ran
         below += count
     return None
 
-
+# %% ../../nbs/93ga_exercises_clients.ipynb #ac986a2c
 def _quantile_upper(q: float, buckets: _Buckets) -> Any:
     found = _quantile(q, buckets)
     return found if found is None else next(upper for lower, upper, _ in buckets if lower <= found <= upper)
@@ -322,7 +322,7 @@ def _quantile_zero(q: float, buckets: _Buckets) -> Any:
 def _quantile_empty_first(q: float, buckets: _Buckets) -> Any:
     return buckets[0][0] if q == 0 and buckets else _quantile(q, buckets)
 
-
+# %% ../../nbs/93ga_exercises_clients.ipynb #8c5f5625
 def _buckets(registry: Any, name: str) -> _Buckets:
     samples = [one for family in registry.collect() for one in family.samples if one.name == name]
     uppers, totals = [float(one.labels["le"]) for one in samples], [one.value for one in samples]

@@ -74,7 +74,7 @@ def _steps_case(requests: list[tuple[int, int]], max_num_seqs: int, num_steps: i
     said = f"requests 0, 1, … of (prompt, answer) {requests} tokens, max_num_seqs={max_num_seqs}; NAME(toy) in {num_steps} steps"
     return Case(f"{said}  -> [what it returned, then waiting, then running]", run)
 
-# %% ../../nbs/93b_exercises_core.ipynb #22da400f
+# %% ../../nbs/93b_exercises_core.ipynb #fe967e58
 def _copies(queue: RequestQueue) -> RequestQueue:
     "The same requests, for an answer to work on."
     copies = RequestQueue(FCFSPolicy())
@@ -101,7 +101,7 @@ def _plain_scheduler(answer: Any) -> type:
 
     return PlainScheduler
 
-
+# %% ../../nbs/93b_exercises_core.ipynb #a199f324
 register(
     Exercise(
         name="schedule_plain",
@@ -231,7 +231,7 @@ register(
     )
 )
 
-# %% ../../nbs/93b_exercises_core.ipynb #8dd4b602
+# %% ../../nbs/93b_exercises_core.ipynb #08335e0d
 class _ReservesAll(Scheduler):
     "The right answer; the attributes below change one thing to a mistake each."
 
@@ -246,7 +246,7 @@ class _ReservesAll(Scheduler):
             return AllocStatus.LATER
         return super()._can_admit(group, freed) if self.asks else AllocStatus.OK
 
-
+# %% ../../nbs/93b_exercises_core.ipynb #dba19b3f
 def _scheduler_case(requests: list[tuple[int, int]], num_blocks: int, watermark: float = 0, max_steps: int = 40) -> Case:
     def run(answer: Any) -> list[Any]:
         scheduler = answer(SchedulerConfig(max_model_len=64, max_num_seqs=8), BlockSpaceManager(2, num_blocks, watermark=watermark))
@@ -265,7 +265,7 @@ def _scheduler_case(requests: list[tuple[int, int]], num_blocks: int, watermark:
     said = f"NAME over {num_blocks} blocks of 2{kept}, requests 0, 1, … of (prompt, answer) {requests} tokens"
     return Case(f"{said}  -> [tokens of the first 12 steps, steps, preemptions]", run)
 
-
+# %% ../../nbs/93b_exercises_core.ipynb #448bb75a
 def _subclass(**attributes: bool) -> type:
     return type("ReservesAll", (_ReservesAll,), attributes)
 
@@ -306,7 +306,7 @@ register(
     )
 )
 
-# %% ../../nbs/93b_exercises_core.ipynb #9cccdbd6
+# %% ../../nbs/93b_exercises_core.ipynb #1ac54d63
 def _shall_swap(
     mode: str | None, num_seqs: int, has_window: bool, num_computed: int, num_blocks: int, num_free: int, default: str = "larger",
     both: bool = False, room: int = 1, work: bool = True, window: bool = True, recompute: bool = True,
@@ -320,7 +320,7 @@ def _shall_swap(
         wanted = wanted and larger
     return wanted and (num_computed > 0 or not work) and (num_blocks < num_free + room or room < 0)
 
-
+# %% ../../nbs/93b_exercises_core.ipynb #3a8fb1b6
 def _swaps_out(answer: Any) -> Any:
     def swap_out(self: Swapping, group: SequenceGroup, out: SchedulerOutput) -> bool:
         manager, seqs = self.block_manager, group.unfinished
@@ -335,7 +335,7 @@ def _swaps_out(answer: Any) -> Any:
 
     return swap_out
 
-
+# %% ../../nbs/93b_exercises_core.ipynb #b75b71de
 register(
     Exercise(
         name="shall_swap",

@@ -85,7 +85,7 @@ class _Texts:
                     aborts += [] if one.finished else [(one.request_id, None)]
         return made, aborts
 
-# %% ../../nbs/93i_exercises_engine.ipynb #a07662d6
+# %% ../../nbs/93i_exercises_engine.ipynb #d057bc69
 def _serve_all(requests: list[Any], client: Any, outputs: Any) -> dict[str, Any]:
     finished: dict[str, Any] = {}
     for request, text in requests:
@@ -97,7 +97,7 @@ def _serve_all(requests: list[Any], client: Any, outputs: Any) -> dict[str, Any]
         finished |= {one.request_id: one for one in made if one.finished}
     return finished
 
-
+# %% ../../nbs/93i_exercises_engine.ipynb #bb6bc255
 def _keep_finished(old: dict, made: list) -> dict:
     return old | {one.request_id: one for one in made if one.finished}
 
@@ -128,7 +128,7 @@ def _serve_variant(  # the same with something wrong
 def _one_after_the_other(requests: list[Any], client: Any, outputs: Any) -> dict[str, Any]:
     return {name: one for pair in requests for name, one in _serve_all([pair], client, outputs).items()}
 
-
+# %% ../../nbs/93i_exercises_engine.ipynb #e5e7f3d0
 def _serving(said: str, **answers: list[int]) -> Case:
     def run(answer: Callable) -> Any:
         client, outputs = _Core(answers), _Texts()
@@ -139,7 +139,7 @@ def _serving(said: str, **answers: list[int]) -> Case:
 
     return Case(f"{said}: NAME(requests, client, outputs), where the core answers {answers}", run)
 
-
+# %% ../../nbs/93i_exercises_engine.ipynb #cd9573a2
 def _serve_for_real(answer: Callable) -> str:
     def tokens_of(serve: Callable) -> dict[str, list[int]]:
         with _tiny_folder() as folder:

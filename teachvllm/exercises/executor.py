@@ -34,7 +34,7 @@ from ..executor.executor_base import UniProcExecutor as _UniProcExecutor
 from ..sampling_params import SamplingParams as _SamplingParams
 from ..worker.worker import WorkerWrapperBase as _WorkerWrapperBase
 
-# %% ../../nbs/93g_exercises_executor.ipynb #9563cbb9
+# %% ../../nbs/93g_exercises_executor.ipynb #91d511a2
 class _StepFailed(Exception):
     "What a worker of the cases raises."
 
@@ -63,7 +63,7 @@ class _StepsInFlight:
             raise error
         return self.rpc("collect")[0]
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #a0fa2a37
 def _rooms(*rooms: tuple[int, int]) -> _check.Case:
     return _check.Case(
         f"NAME(collective_rpc).num_blocks(), where three workers have room for {list(rooms)}",
@@ -97,7 +97,7 @@ def _steps(*orders: str) -> _check.Case:
 
     return _check.Case(f"these in turn, two workers, 'bad' steps raise: {', '.join(orders)}", run)
 
-# %% ../../nbs/93g_exercises_executor.ipynb #0e24d293
+# %% ../../nbs/93g_exercises_executor.ipynb #a4036f4b
 class _SmallestPair(_StepsInFlight):
     def num_blocks(self) -> tuple[int, int]:
         return min(self.rpc("determine_num_available_blocks"))
@@ -142,7 +142,7 @@ class _NextCollectRaises(_StepsInFlight):
         super().submit(out)
         self.steps.rotate(1 if self.steps[-1] else 0)
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #901a6ff9
 def _serve_with_steps(answer: _Any) -> str:
     class Delegating(_UniProcExecutor):
         def _init_executor(self) -> None:
@@ -166,7 +166,7 @@ def _serve_with_steps(answer: _Any) -> str:
     assert tokens == ours, "the tokens are not those of one step at a time"
     return f"an executor with it served six requests with up to {most[0]} steps in flight; the tokens are the same"
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #05c67464
 _check.register(
     _check.Exercise(
         name="StepsInFlight",
@@ -197,7 +197,7 @@ _check.register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93g_exercises_executor.ipynb #00e3172d
+# %% ../../nbs/93g_exercises_executor.ipynb #aa0eb66f
 def _play(pipe: _Any, rank: int, script: list[_Any], heard: list[int], is_taken: _Any) -> None:
     """A worker of the cases. In `script`: a worker's rank (wait until its answer was taken, but at most 2 s), 'die',
     'late' (an old answer), an exception, or 'answer'. In `heard` it notes that it got the order."""
@@ -215,7 +215,7 @@ def _play(pipe: _Any, rank: int, script: list[_Any], heard: list[int], is_taken:
                 said = act if isinstance(act, Exception) else f"{order} by {rank}"
                 pipe.send((number - 1, "an old answer") if act == "late" else (number, said))
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #2bd45161
 def _told(said: str, ranks: list[int], *scripts: list[_Any]) -> _check.Case:
     def run(answer: _Any) -> _Any:
         ends, heard = [_Pipe() for _ in scripts], list[int]()
@@ -245,7 +245,7 @@ def _told(said: str, ranks: list[int], *scripts: list[_Any]) -> _check.Case:
 
     return _check.Case(f"NAME(pipes, 7, 'step', ranks={ranks}), where {said}", run)
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #a8e1be37
 def _ask(pipes: list, number: int, order: _Any, ranks: list[int], wrong: str = "") -> list:
     "The oracle; `wrong` makes mistakes of it."
     for pipe in [pipes[rank] for rank in ranks] if wrong == "some" else pipes:
@@ -265,7 +265,7 @@ def _ask(pipes: list, number: int, order: _Any, ranks: list[int], wrong: str = "
                 answers[rank] = what
     return list(answers.values()) if wrong == "arrival" else [answers[rank] for rank in ranks]
 
-# %% ../../nbs/93g_exercises_executor.ipynb #24761742
+# %% ../../nbs/93g_exercises_executor.ipynb #7ce8fed2
 def _one_by_one(pipes: list, number: int, order: _Any, ranks: list[int]) -> list:
     for pipe in pipes:
         pipe.send((number, order))
@@ -280,7 +280,7 @@ def _one_by_one(pipes: list, number: int, order: _Any, ranks: list[int]) -> list
                 break
     return answers
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #7a2cd8e7
 class _Piped(_ExecutorBase):
     "Two workers, each in a thread behind a pipe; each is the whole model."
 
@@ -316,7 +316,7 @@ def _serve_with_pipes(answer: _Any) -> str:
     assert tokens == ours, "the tokens are not those of one worker"
     return "two workers behind two pipes served six requests with it; the tokens are those of one worker"
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #ebe8c295
 _check.register(
     _check.Exercise(
         name="ask_workers",
@@ -351,7 +351,7 @@ _check.register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93g_exercises_executor.ipynb #5ae6edb2
+# %% ../../nbs/93g_exercises_executor.ipynb #5ceb96b6
 def _rank_workers(places: list[tuple[str, str]], here: str, wrong: str = "") -> list[tuple[int, int]]:
     "The oracle; `wrong` makes mistakes of it."
 
@@ -368,7 +368,7 @@ def _rank_workers(places: list[tuple[str, str]], here: str, wrong: str = "") -> 
         return [(order.index(i), local[order.index(i)]) for i in range(len(order))]
     return [(i, {"rank": rank, "one": local[rank] + 1}.get(wrong, local[rank])) for rank, i in enumerate(order)]
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #a11e6a58
 def _count_groups(answer: _Any) -> str:
     rng, within = _random.Random(0), [0, 0]
     for _ in range(100):
@@ -382,7 +382,7 @@ def _count_groups(answer: _Any) -> str:
         f"in the order in which Ray names its actors, {within[1]} do"
     )
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #dd5862ff
 _check.register(
     _check.Exercise(
         name="rank_workers",
@@ -413,7 +413,7 @@ _check.register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93g_exercises_executor.ipynb #220082a6
+# %% ../../nbs/93g_exercises_executor.ipynb #8bd839ae
 def _plain(out: _Any) -> _Any:
     "A step without the functions of its requests, whose addresses differ between processes."
     seqs = [_replace(seq, sampling_params=_replace(seq.sampling_params, logits_processors=None)) for seq in out.new_seqs]
@@ -423,7 +423,7 @@ def _plain(out: _Any) -> _Any:
 def _step_digest(out: _Any) -> int:
     return _zlib.crc32(repr(_plain(out)).encode())
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #cd02b806
 def _with_hash(out: _Any) -> int:
     return hash(repr(_plain(out)))
 
@@ -447,7 +447,7 @@ def _only_counts(out: _Any) -> int:
 def _sum_of_bytes(out: _Any) -> int:
     return sum(repr(_plain(out)).encode())
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #7b72e3b3
 def _step(prompt: tuple[int, ...] = (), params: _SamplingParams | None = None, blocks: int = 7, rows: tuple = (3, 5)) -> _Any:
     new = [_NewSequenceData(9, list(prompt), len(prompt), 0, [1], params or _SamplingParams(), [], 0)] if prompt else []
     return _SchedulerOutput(new_seqs=new, num_scheduled_tokens=dict.fromkeys(rows, 1), new_block_ids={3: [blocks]})
@@ -467,7 +467,7 @@ def _compared(said: str, one: _Any, two: _Any) -> _check.Case:
 def _filtered() -> _SamplingParams:
     return _SamplingParams(logits_processors=[lambda token_ids, logits: logits])
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #bd401de4
 def _number_the_steps(answer: _Any) -> str:
     runs: list[list[_Any]] = []
 
@@ -514,7 +514,7 @@ _check.register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93g_exercises_executor.ipynb #4aac7968
+# %% ../../nbs/93g_exercises_executor.ipynb #13bd54bd
 def _overlapped(prices: _CostModel, work: _np.ndarray) -> float:
     fixed, tokens, seqs, context, pairs, copied, swapped = (_np.array(list(vars(prices).values())) * work).tolist()
     return max(fixed + context, tokens + pairs) + seqs + copied + swapped
@@ -540,7 +540,7 @@ def _priced(said: str, *scheduled: tuple[int, int], copied: int = 0, swapped: in
     tried = f"NAME(CostModel(8, .1, .5, .01, .001, 2, 3), {work.tolist()}): {said}"
     return _check.Case(tried, lambda answer: answer(prices, work.copy()))
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #555ed7c1
 def _simulate_overlap(answer: _Any) -> str:
     seconds = []
     for charge in (None, answer):
@@ -562,7 +562,7 @@ def _simulate_overlap(answer: _Any) -> str:
     added, yours = (1e3 * each for each in seconds)
     return f"six requests take {added:.1f} ms on the virtual clock if prices add up, and {yours:.1f} ms with it"
 
-
+# %% ../../nbs/93g_exercises_executor.ipynb #07163d4e
 _check.register(
     _check.Exercise(
         name="overlapped_seconds",

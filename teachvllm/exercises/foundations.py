@@ -230,7 +230,7 @@ def _distribution(variant: str = "") -> Any:
 
     return answer
 
-# %% ../../nbs/93a_exercises_foundations.ipynb #f0325f51
+# %% ../../nbs/93a_exercises_foundations.ipynb #9afa006e
 def _draw_with(answer: Any) -> str:
     "Requests with four settings of the knobs: with the engine's own, and with the answer's distribution in their place."
     settings: list[dict[str, Any]] = [
@@ -264,7 +264,7 @@ def _draw_with(answer: Any) -> str:
         "were drawn"
     )
 
-
+# %% ../../nbs/93a_exercises_foundations.ipynb #ebeb903a
 register(
     Exercise(
         name="next_token_distribution",
@@ -297,7 +297,7 @@ register(
     )
 )
 
-# %% ../../nbs/93a_exercises_foundations.ipynb #f2e0a27f
+# %% ../../nbs/93a_exercises_foundations.ipynb #2bfad9db
 def _sequence_case(said: str, num_output: int = 0, in_flight: int = 0, cached: int = 0, behind: int = 0) -> Case:
     def run(answer: Any) -> dict[str, Any]:
         seq = Sequence(4, [11, 12, 13, 14, 15], seed=7, max_len=20)
@@ -318,7 +318,7 @@ def _forget(seq: Any, **wrong: Any) -> None:
     zero = {"num_computed_tokens": 0, "num_output_placeholders": 0, "num_cached_blocks": 0, "status": SequenceStatus.WAITING}
     vars(seq).update(zero | wrong)
 
-
+# %% ../../nbs/93a_exercises_foundations.ipynb #e6f3463d
 def _preempt_with(answer: Any) -> str:
     "Requests are served in a small pool. A status of the chapter's own class becomes the engine's."
     num_calls = 0
@@ -332,7 +332,7 @@ def _preempt_with(answer: Any) -> str:
     said = _serve_both("teachvllm.sequence:Sequence.reset_for_recompute", reset, num_gpu_blocks_override=20)
     return f"{num_calls // 2} times a running request lost its memory, and was reset by it; the answers have {said}"
 
-
+# %% ../../nbs/93a_exercises_foundations.ipynb #1f14dce4
 def _forget_and_begin_again(seq: Any) -> None:
     seq.__init__(seq.seq_id, seq.token_ids, seq.seed, seq.max_len)
 

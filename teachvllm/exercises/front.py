@@ -95,7 +95,7 @@ def _forget(scheduler: _Any, executor: _Any, error: BaseException, wrong: str) -
         return []
     raise error
 
-# %% ../../nbs/93fa_exercises_front.ipynb #b5f8baea
+# %% ../../nbs/93fa_exercises_front.ipynb #beba644a
 def _serve_by_steps(answer: _Any) -> str:
     class FailsOnce(_UniProcExecutor):
         num_steps = 0
@@ -127,7 +127,7 @@ def _serve_by_steps(answer: _Any) -> str:
     assert sorted(ends.values()) == ["error", "error", "length", "length"], f"after a failed step the requests ended so: {ends}"
     return f"{text} {', '.join(ends[str(i)] for i in range(4))}"
 
-
+# %% ../../nbs/93fa_exercises_front.ipynb #183b9a47
 _check.register(
     _check.Exercise(
         name="safe_step",
@@ -162,7 +162,7 @@ _check.register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93fa_exercises_front.ipynb #436844b8
+# %% ../../nbs/93fa_exercises_front.ipynb #3f53aafd
 class _Letter:
     "A scheduler of the cases: a name, in capitals if it has work."
 
@@ -187,7 +187,7 @@ def _sends(names: str, in_flight: str = "") -> _check.Case:
 
     return _check.Case(f"NAME({list(names)}, in_flight={list(in_flight)}), where small letters have no work", run)
 
-
+# %% ../../nbs/93fa_exercises_front.ipynb #d43db82e
 def _to_submit(schedulers: list, in_flight: _Any, wrong: str = "") -> list:
     "The oracle; `wrong` makes mistakes of it."
     free = [one for one in schedulers if one not in in_flight or wrong == "twice"]
@@ -200,7 +200,7 @@ def _to_submit(schedulers: list, in_flight: _Any, wrong: str = "") -> list:
         return with_work
     return with_work or free
 
-
+# %% ../../nbs/93fa_exercises_front.ipynb #97222463
 class _Stages(_DummyExecutor):
     "Two stages and a virtual clock: a step of n sequences takes n ms in each, and a batch is in one stage at a time."
 
@@ -357,7 +357,7 @@ _check.register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93fa_exercises_front.ipynb #d014ef7e
+# %% ../../nbs/93fa_exercises_front.ipynb #94c9ab50
 class _CountingEngine:
     "The engine of the cases. A request's prompt is the number of steps that it needs; step `fails` raises `error`."
 
@@ -385,7 +385,7 @@ class _CountingEngine:
         for name in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             self.left.pop(name, None)
 
-
+# %% ../../nbs/93fa_exercises_front.ipynb #ca5da732
 def _batch(requests: dict[str, int], fails: int = 0, error: type[BaseException] = ZeroDivisionError) -> _check.Case:
     def run(answer: _Any) -> _Any:
         engine = _CountingEngine(fails, error)
@@ -399,7 +399,7 @@ def _batch(requests: dict[str, int], fails: int = 0, error: type[BaseException] 
     how = f", where step {fails} raises {error.__name__}" if fails else ""
     return _check.Case(f"NAME(engine, requests), requests that need so many steps (-1: is refused): {requests}{how}", run)
 
-
+# %% ../../nbs/93fa_exercises_front.ipynb #9d021f63
 def _in_order(engine: _Any, requests: dict, wrong: str = "") -> list:
     "The oracle; `wrong` makes mistakes of it."
     outputs: dict[str, _Any] = {}
@@ -477,7 +477,7 @@ _check.register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93fa_exercises_front.ipynb #cb88c407
+# %% ../../nbs/93fa_exercises_front.ipynb #a29195ec
 def _pair_ratio(ours: list[float], peer: list[float]) -> float:
     return _statistics.median(b / a for a, b in zip(ours, peer))
 
@@ -509,7 +509,7 @@ def _unsorted(ours: list[float], peer: list[float]) -> float:
 def _of_best(ours: list[float], peer: list[float]) -> float:
     return min(peer) / min(ours)
 
-
+# %% ../../nbs/93fa_exercises_front.ipynb #0f3bdeaa
 def _compare_two_engines(answer: _Any) -> str:
     times: list[list[float]] = [[], []]
     for _ in range(2):
@@ -517,7 +517,7 @@ def _compare_two_engines(answer: _Any) -> str:
             column.append(_check.serve_prompts(block_size=size, num_gpu_blocks_override=256 // size)[1])
     return f"two engines took turns, twice; blocks of 16 tokens are {answer(*times):.2f} times as fast as blocks of 1"
 
-
+# %% ../../nbs/93fa_exercises_front.ipynb #7c236c9c
 _check.register(
     _check.Exercise(
         name="pair_ratio",

@@ -388,7 +388,7 @@ _check.register(
     )
 )  # fmt: skip
 
-# %% ../../nbs/93d_exercises_layers.ipynb #66a4fd69
+# %% ../../nbs/93d_exercises_layers.ipynb #610c0bba
 _DTYPES = {"F32": _torch.float32, "BF16": _torch.bfloat16, "I64": _torch.int64}
 
 
@@ -410,7 +410,7 @@ def _read_safetensors(
         found[name] = tensor.view(entry["shape"]) if shaped else tensor
     return found
 
-
+# %% ../../nbs/93d_exercises_layers.ipynb #93e5f6f1
 def _file_case(said: str, tensors: dict[str, _torch.Tensor], metadata: _Any = None, backwards: bool = False) -> _check.Case:
     data = _save(tensors, metadata)
     if backwards:  # the header's names, last first
@@ -431,7 +431,7 @@ def _file_case(said: str, tensors: dict[str, _torch.Tensor], metadata: _Any = No
 
     return _check.Case(f"NAME(path) on a file with {said}", run)
 
-
+# %% ../../nbs/93d_exercises_layers.ipynb #3ccfc788
 def _reading(answer: _Any) -> _Any:
     return lambda files, sliced=False: ((name, x) for path in files for name, x in answer(path).items())
 
@@ -444,7 +444,7 @@ def _tiny_file() -> list[_Any]:
     file.write_bytes(_save(_parity.tiny_model(_LlamaConfig(**tiny)).state_dict()))
     return [_mock.patch.object(_loader, "weight_files", lambda path, kind: [file])]
 
-
+# %% ../../nbs/93d_exercises_layers.ipynb #5b200b31
 _check.register(
     _check.Exercise(
         name="read_safetensors",

@@ -272,7 +272,7 @@ register(
     )
 )
 
-# %% ../../nbs/93ab_exercises_memory.ipynb #bbccbde0
+# %% ../../nbs/93ab_exercises_memory.ipynb #3527725a
 def _append_slots(
     table: list[int], num_computed: int, num_tokens: int, block_size: int, allocate: Any, room: bool = True, there: bool = True,
     up: int = -1, another: bool = False, all_ids: bool = False, past: bool = True,
@@ -296,7 +296,7 @@ def _append_case(table: list[int], num_computed: int, num_tokens: int, block_siz
     said = f"table = {table}; NAME(table, {num_computed}, {num_tokens}, {block_size}, allocate), `allocate()` gives 50, 51, …"
     return Case(f"{said}  -> [returned, table, calls of `allocate`]", run)
 
-
+# %% ../../nbs/93ab_exercises_memory.ipynb #26a1454b
 def _grows_tables(answer: Any) -> Any:
     def allocate_slots(self: BlockSpaceManager, seq: Sequence, num_tokens: int) -> list[int]:
         table = self.block_tables[seq.seq_id]
@@ -421,7 +421,7 @@ register(
     )
 )
 
-# %% ../../nbs/93ab_exercises_memory.ipynb #4ad627de
+# %% ../../nbs/93ab_exercises_memory.ipynb #e1d45bb0
 def _find_prefix(
     token_ids: list[int], size: int, get_cached_block: Any, last: int = 1, chained: bool = True, partial: bool = False,
     stop: bool = True,
@@ -440,7 +440,7 @@ def _find_prefix(
         parent = block_hash
     return found
 
-
+# %% ../../nbs/93ab_exercises_memory.ipynb #20a6344a
 def _prefix_case(known: list[int], token_ids: list[int], without: tuple[int, ...] = (), size: int = 4) -> Case:
     "`known` are a text's tokens; its block i has id i, and those in `without` were evicted."
 
@@ -455,7 +455,7 @@ def _prefix_case(known: list[int], token_ids: list[int], without: tuple[int, ...
     names = "".join(f", block {i} was evicted" for i in without)
     return Case(f"known: {known}, in blocks 0, 1, …{names}; NAME({token_ids}, {size}, get_cached_block)", run)
 
-
+# %% ../../nbs/93ab_exercises_memory.ipynb #0e4486f5
 def _takes_zero_for_none(token_ids: list[int], block_size: int, get_cached_block: Any) -> list[int]:
     return _find_prefix(token_ids, block_size, lambda block_hash: get_cached_block(block_hash) or None)
 
@@ -471,7 +471,7 @@ def _finds_blocks(answer: Any) -> Any:
 
     return get_computed_blocks
 
-
+# %% ../../nbs/93ab_exercises_memory.ipynb #b9266573
 register(
     Exercise(
         name="find_prefix",
@@ -527,7 +527,7 @@ def _serve_tiny(use: Callable[[Any], Any], **options: Any) -> tuple[Any, float]:
             began = time.perf_counter()
             return use(llm), time.perf_counter() - began
 
-# %% ../../nbs/93ab_exercises_memory.ipynb #9d8de224
+# %% ../../nbs/93ab_exercises_memory.ipynb #aa51e50f
 class _Priorities(FCFSPolicy):
     "The right answer; the attributes below change one thing to a mistake each."
 
@@ -542,7 +542,7 @@ class _Priorities(FCFSPolicy):
         a, b = waiting.priority, running.priority
         return {"<": a < b, "<=": a <= b, ">": a > b, "key": self.key(waiting) < self.key(running)}.get(self.allowed, False)
 
-
+# %% ../../nbs/93ab_exercises_memory.ipynb #6961368d
 def _request(arrival: int, priority: int) -> SequenceGroup:
     group = SequenceGroup(f"{priority}/{arrival}", Sequence(arrival, [7] * 4), SamplingParams(), priority=priority)
     group.arrival = arrival
@@ -562,7 +562,7 @@ def _may_case(waiting: tuple[int, int], running: tuple[int, int]) -> Case:
     said = "request (priority/arrival) {} waits, {} runs; NAME().may_preempt(waiting, running)".format(*names)
     return Case(said, lambda answer: answer().may_preempt(_request(*waiting), _request(*running)))
 
-
+# %% ../../nbs/93ab_exercises_memory.ipynb #a66041c7
 def _policy(**attributes: str) -> type:
     return type("PriorityPolicy", (_Priorities,), attributes)
 
@@ -578,7 +578,7 @@ def _generate_with_priorities(llm: Any) -> list[Any]:
 def _serve_priorities(**options: Any) -> tuple[Any, float]:
     return _serve_tiny(_generate_with_priorities, max_num_seqs=2, swap_space=0, **{"scheduling_policy": "priority", **options})
 
-
+# %% ../../nbs/93ab_exercises_memory.ipynb #8916ad64
 register(
     Exercise(
         name="PriorityPolicy",

@@ -122,7 +122,7 @@ _check.register(_check.Exercise(
     engine=_run_steps,
 ))  # fmt: skip
 
-# %% ../../nbs/93e_exercises_models.ipynb #7b729f06
+# %% ../../nbs/93e_exercises_models.ipynb #ca78dd00
 def _llama_forward(model: Any, ids: Any, positions: Any, kv_caches: Any, meta: Any, slip: str = "") -> torch.Tensor:
     "All of Llama, from ids to hidden states; with `slip` one of the usual mistakes is made."
     x, cos_sin = model.embed_tokens(ids), model.rotary(positions)
@@ -140,7 +140,7 @@ def _llama_forward(model: Any, ids: Any, positions: Any, kv_caches: Any, meta: A
         x = x + mlp.down_proj(mlp.act_fn(mlp.gate_up_proj(normed)))
     return x if slip == "no last norm" else model.norm(x)
 
-
+# %% ../../nbs/93e_exercises_models.ipynb #b7d8224b
 def _as_method(answer: Any) -> Callable:
     "The answer as `LlamaModel.forward`."
     return lambda model, ids, positions, kv_caches, meta, intermediate=None: answer(model, ids, positions, kv_caches, meta)
@@ -158,7 +158,7 @@ def _serve_llama(answer: Any) -> str:
     fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2}
     return _serve_with(fields, "teachvllm.model_executor.models.llama:LlamaModel.forward", _as_method(answer))
 
-
+# %% ../../nbs/93e_exercises_models.ipynb #b347c6e2
 _check.register(_check.Exercise(
     name="llama_forward",
     chapter="33a_llama",
@@ -302,7 +302,7 @@ def _granite_with(slip: str) -> type:
     fields = llama.LlamaForCausalLM.config_fields if slip == "fields" else _Granite.config_fields
     return type("GraniteForCausalLM", (_Granite,), {"layer_cls": type("Layer", (_GraniteLayer,), {"slip": slip}), "config_fields": fields})
 
-# %% ../../nbs/93e_exercises_models.ipynb #835bfbe7
+# %% ../../nbs/93e_exercises_models.ipynb #7850f5dd
 _NEUTRAL = {"embedding_multiplier": 1.0, "attention_multiplier": 8**-0.5, "residual_multiplier": 1.0, "logits_scaling": 1.0}
 _FACTORS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
 
@@ -319,7 +319,7 @@ def _granite_case(*names: str, chunk: int = 64, **fields: Any) -> Any:
     run = lambda answer: _difference(answer, _their_granite(**chosen), (13, 1, 7), chunk)  # noqa: E731
     return _check.Case(f"the largest difference of a logit of NAME from transformers', {said}", run)
 
-
+# %% ../../nbs/93e_exercises_models.ipynb #dc8010bd
 def _served_by(answer: Any) -> str:
     "Whether the registry accepts the class for a configuration with all factors."
     registry.check_config_fields(answer, _their_granite(**_FACTORS).config)
@@ -344,7 +344,7 @@ def _register_granite(answer: Any) -> str:
         assert list(tokens) == wanted, f"the engine wrote {tokens}, transformers {wanted}"
     return f"registered as GraniteForCausalLM, your class wrote {sum(map(len, outputs))} tokens, the same as transformers' generate"
 
-
+# %% ../../nbs/93e_exercises_models.ipynb #b396e450
 _check.register(_check.Exercise(
     name="GraniteForCausalLM",
     chapter="33c_registry",
@@ -420,7 +420,7 @@ _check.register(_check.Exercise(
     engine=partial(_serve_with, {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "num_key_value_heads": 2}, _ROTATE),
 ))  # fmt: skip
 
-# %% ../../nbs/93e_exercises_models.ipynb #f2f54bf5
+# %% ../../nbs/93e_exercises_models.ipynb #86208088
 def _attention_weights(q: Any, k: Any, scale: float, soft_cap: float | None, window: int | None, slip: str = "") -> torch.Tensor:
     "What each query takes of each key, for one head; with `slip` one of the usual mistakes is made."
     scores = q @ k.T * (1.0 if slip == "scale last" else scale)
@@ -439,7 +439,7 @@ def _attention_weights(q: Any, k: Any, scale: float, soft_cap: float | None, win
         scores = scores * scale
     return (scores if slip == "mask first" else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
 
-
+# %% ../../nbs/93e_exercises_models.ipynb #b8ec5cb8
 def _weights_case(queries: int, keys: int, scale: float, soft_cap: float | None, window: int | None) -> Any:
     "Random queries, the last of random keys."
     g = torch.Generator().manual_seed(queries + 10 * keys)
@@ -469,7 +469,7 @@ def _serve_gemma(answer: Any) -> str:
               "sliding_window": 8, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 1.5}  # fmt: skip
     return _serve_with(fields, "teachvllm.attention.backend:ReferenceBackend.forward", forward, attention_backend="reference")
 
-
+# %% ../../nbs/93e_exercises_models.ipynb #bcb1b0e5
 _check.register(_check.Exercise(
     name="attention_weights",
     chapter="33e_gemma",

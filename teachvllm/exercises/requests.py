@@ -73,7 +73,7 @@ def _text_of_whole_ones(decode: Any, shown: list[int], new: list[int]) -> str:
     before, after = decode(shown), decode(shown + new)
     return after[_common(before, after) :].rstrip("\ufffd")
 
-# %% ../../nbs/93aa_exercises_requests.ipynb #04ab2ed7
+# %% ../../nbs/93aa_exercises_requests.ipynb #41ce0738
 def _stream(folder: str) -> list[list[str]]:
     "What four requests say after each step, with a tiny model that writes tokens of the book's tokenizer."
     tokenizer = str(find_model(DEFAULT_MODEL))
@@ -89,7 +89,7 @@ def _stream(folder: str) -> list[list[str]]:
                 said[int(output.request_id)].append(output.outputs[0].text)
     return said
 
-
+# %% ../../nbs/93aa_exercises_requests.ipynb #ff15468d
 def _stream_with(answer: Any) -> str:
     "The answer finds the new text of each streamed token."
 
@@ -116,7 +116,7 @@ def _stream_with(answer: Any) -> str:
         "character"
     )
 
-
+# %% ../../nbs/93aa_exercises_requests.ipynb #1b0a8cc9
 register(
     Exercise(
         name="new_text",
@@ -221,7 +221,7 @@ register(
     )
 )
 
-# %% ../../nbs/93aa_exercises_requests.ipynb #c0a3ebc2
+# %% ../../nbs/93aa_exercises_requests.ipynb #262fbd73
 def _news_case(said: str, *steps: list[tuple]) -> Case:
     "Each step's message is a list of (request_id, index, new_token_ids, finish_reason, request_finished), the last two may "
     "be left out."
@@ -242,7 +242,7 @@ def _news_case(said: str, *steps: list[tuple]) -> Case:
 
     return Case(f"NAME(answers, message): {said}, {short(list(steps), 100)}", run)
 
-
+# %% ../../nbs/93aa_exercises_requests.ipynb #5ebc4574
 def _news_answer(kind: str = "") -> Any:
     "The right answer, or a wrong one: `kind` says in what."
 
@@ -262,7 +262,7 @@ def _news_answer(kind: str = "") -> Any:
 
     return answer
 
-
+# %% ../../nbs/93aa_exercises_requests.ipynb #3f43eb97
 def _follow_engine(answer: Any) -> str:
     "A client between the front and the core shows each message to the answer."
     answers: dict[tuple[str, int], list[int]] = {}
@@ -385,7 +385,7 @@ def _plugin_answer(kind: str = "") -> Any:
 
     return answer
 
-# %% ../../nbs/93aa_exercises_requests.ipynb #7207c633
+# %% ../../nbs/93aa_exercises_requests.ipynb #d802266e
 def _load_plugins_with(answer: Any) -> str:
     "A package with a plugin is put on the path; the engine, with the answer in the place of its own loader, must know its "
     "model."
@@ -419,7 +419,7 @@ def _load_plugins_with(answer: Any) -> str:
         "plugin did no harm"
     )
 
-
+# %% ../../nbs/93aa_exercises_requests.ipynb #211c9642
 register(
     Exercise(
         name="run_plugins",
@@ -536,7 +536,7 @@ register(
     )
 )
 
-# %% ../../nbs/93aa_exercises_requests.ipynb #1afa7860
+# %% ../../nbs/93aa_exercises_requests.ipynb #8994f3fe
 def _group_answer(kind: str = "") -> Any:
     "The right answer, or a wrong one: `kind` says in what."
 
@@ -558,7 +558,7 @@ def _group_answer(kind: str = "") -> Any:
 
     return answer
 
-
+# %% ../../nbs/93aa_exercises_requests.ipynb #db3b1989
 def _tell_run_with(answer: Any) -> str:
     "The events of a real run with forks, copies and preemptions."
     params = [SamplingParams(n=n, seed=n, temperature=1.0, max_tokens=14, ignore_eos=True) for n in (3, 1, 2)]
@@ -571,7 +571,7 @@ def _tell_run_with(answer: Any) -> str:
     kinds = sorted({kind for one in groups for kind, *_ in one})
     return f"it made {sum(map(len, groups))} lines of {sum(map(len, events))} events of a real run: {', '.join(kinds)}"
 
-
+# %% ../../nbs/93aa_exercises_requests.ipynb #1d4c89dc
 register(
     Exercise(
         name="group_events",

@@ -209,7 +209,7 @@ _check.register(
     )
 )
 
-# %% ../../nbs/93ca_exercises_sampling.ipynb #190f6f97
+# %% ../../nbs/93ca_exercises_sampling.ipynb #837d3519
 def _penalize(
     row: _torch.Tensor, prompt: list[int], output: list[int],
     presence: float = 0.0, frequency: float = 0.0, repetition: float = 1.0, *, wrong: str = "",
@@ -231,7 +231,7 @@ def _penalize(
         repeat()
     return new
 
-
+# %% ../../nbs/93ca_exercises_sampling.ipynb #2c095436
 def _penalizing(answer: _Any) -> _Any:
     "The engine's function for a batch, made from an answer for one row."
 
@@ -242,7 +242,7 @@ def _penalizing(answer: _Any) -> _Any:
 
     return apply
 
-
+# %% ../../nbs/93ca_exercises_sampling.ipynb #7554d672
 _row = _torch.tensor([2.0, -1.0, 0.5, 4.0])
 _check.register(
     _check.Exercise(
@@ -360,7 +360,7 @@ _check.register(
     )
 )
 
-# %% ../../nbs/93ca_exercises_sampling.ipynb #cdefd5c2
+# %% ../../nbs/93ca_exercises_sampling.ipynb #ea4d54bb
 def _find_block(largest: _torch.Tensor, total: _torch.Tensor, uniform: float, wrong: str = "") -> tuple[int, float]:
     "The block in which `uniform` lands, and the weight that is left to go inside it, perhaps wrongly."
     best = largest.max()
@@ -371,7 +371,7 @@ def _find_block(largest: _torch.Tensor, total: _torch.Tensor, uniform: float, wr
     rest = target - (cdf[block - 1] if block else 0)
     return block, float(target if wrong == "all" else target - cdf[min(block, len(cdf) - 1)] if wrong == "own block" else rest)
 
-
+# %% ../../nbs/93ca_exercises_sampling.ipynb #1c322622
 def _sample_blocks(logits: _torch.Tensor, temperature: _torch.Tensor, uniform: _torch.Tensor, size: int = 16) -> _torch.Tensor:
     "A sampler of blocks in torch: what `sample_rows` does, for rows that are drawn."
     ids = []
@@ -384,7 +384,7 @@ def _sample_blocks(logits: _torch.Tensor, temperature: _torch.Tensor, uniform: _
         ids.append(at * size + min(int((inside <= rest).sum()), len(inside) - 1))
     return _torch.tensor(ids)
 
-
+# %% ../../nbs/93ca_exercises_sampling.ipynb #75818885
 _zeros, _totals = _torch.zeros(3), _torch.tensor([1.0, 2.0, 1.0])
 _uneven = _torch.tensor([0.0, -0.6931472, -1.3862944])  # the logarithms of 1, 1/2 and 1/4
 _check.register(

@@ -36,7 +36,7 @@ def _finish(coroutine: Any) -> Any:
         return end.value
     raise RuntimeError("it waits for something that never comes")
 
-# %% ../../nbs/93h_exercises_serving.ipynb #aa9e8d51
+# %% ../../nbs/93h_exercises_serving.ipynb #ac3e8014
 def _plain(message: str) -> str:
     return importlib.import_module("teachvllm.entrypoints.protocol").say_plainly(message)
 
@@ -54,7 +54,7 @@ def _described(errors: Any, **slips: bool) -> Any:
     lines = [f"{name}: {', or '.join(told)}" if name or colon else ", and ".join(told) for name, told in found.items()]
     return "; ".join(lines), next(iter(found), "") or None
 
-
+# %% ../../nbs/93h_exercises_serving.ipynb #fb0bea2d
 def _described_body(errors: Any) -> Any:
     return _described(errors, body=True)
 
@@ -79,7 +79,7 @@ def _described_any_field(errors: Any) -> Any:
     fields = [part for error in errors for part in error["loc"][:2] if part != "body"]
     return _described(errors)[0], next(iter(fields), None)
 
-
+# %% ../../nbs/93h_exercises_serving.ipynb #1d34a104
 def _wrong(*errors: tuple[str, str]) -> Case:
     return call([{"loc": ("body", *place.split()), "msg": message} for place, message in errors])
 
@@ -213,7 +213,7 @@ register(
     ),
 )
 
-# %% ../../nbs/93h_exercises_serving.ipynb #e1d9486b
+# %% ../../nbs/93h_exercises_serving.ipynb #1beb9a74
 _ENDLESS = 1000  # messages that a client sends which never ends its body
 
 
@@ -240,7 +240,7 @@ def _body_case(said: str, sizes: list[int], limit: int, keep: bool = True, left:
 
     return Case(f"NAME(receive, limit={limit}, keep={keep}), where a client sends {said}", run)
 
-
+# %% ../../nbs/93h_exercises_serving.ipynb #71a63624
 async def _read(receive: Any, limit: int, keep: bool, most: float, hoards: bool = False, gone: bool = True) -> Any:
     body, size = bytearray(), 0
     while size <= most:
@@ -281,7 +281,7 @@ async def _body_not_gone(receive: Any, limit: int, keep: bool = True) -> Any:
 async def _body_keeps(receive: Any, limit: int, keep: bool = True) -> Any:
     return await _read(receive, limit, True, 16 * limit)
 
-
+# %% ../../nbs/93h_exercises_serving.ipynb #ad655a8d
 def _send_bodies(answer: Any) -> str:
     "Bodies of all lengths to a real server: a short one is served, a long one refused, and its client reads why."
     import httpx

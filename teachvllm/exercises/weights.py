@@ -21,7 +21,7 @@ from ..model_executor.layers import ModelContext, load_weights
 from ..model_executor.loader import find_weights
 from ..model_executor.models import gpt2
 
-# %% ../../nbs/93ea_exercises_weights.ipynb #6f81e96a
+# %% ../../nbs/93ea_exercises_weights.ipynb #47c03548
 class _Stored:
     "A matrix in a file: it has a shape, and counts the numbers that an index reads."
 
@@ -46,7 +46,7 @@ def _slice_case(rows: int, columns: int, *index: slice) -> Any:
     shown = ", ".join(":" if x == slice(None) else f"{x.start}:{x.stop}" for x in index)
     return _check.Case(f"turned = NAME(a stored matrix of shape ({rows}, {columns})); turned.shape; turned[{shown}]", run)
 
-
+# %% ../../nbs/93ea_exercises_weights.ipynb #4acfbc40
 class _TransposedSlice(gpt2.TransposedSlice):
     "The transpose of a matrix in a file; with `slip` one of the usual mistakes is made."
 
@@ -69,7 +69,7 @@ def _slice_with(slip: str) -> type:
     "A slice that makes this mistake."
     return type("TransposedSlice", (_TransposedSlice,), {"slip": slip})
 
-
+# %% ../../nbs/93ea_exercises_weights.ipynb #c764fa33
 def _load_turned(answer: Any) -> str:
     "Two ranks load a GPT-2 from a file through the answer."
     hf_model = _theirs("gpt2", n_inner=80)
@@ -87,7 +87,7 @@ def _load_turned(answer: Any) -> str:
     assert all(torch.equal(a, b) for one, two in zip(ours, theirs, strict=True) for a, b in zip(one, two, strict=True)), "other weights"
     return f"two ranks loaded a GPT-2 from its file through {calls[0]} of your slices, each its half, the same numbers as with ours"
 
-
+# %% ../../nbs/93ea_exercises_weights.ipynb #f39c9e37
 _check.register(_check.Exercise(
     name="TransposedSlice",
     chapter="33f_gpt2",
@@ -108,7 +108,7 @@ _check.register(_check.Exercise(
     engine=_load_turned,
 ))  # fmt: skip
 
-# %% ../../nbs/93ea_exercises_weights.ipynb #4d2ddb6c
+# %% ../../nbs/93ea_exercises_weights.ipynb #dfa896e8
 def _group_by_expert(experts: torch.Tensor, num_experts: int, slip: str = "") -> Any:
     "Where each choice goes, and where each expert's end; with `slip` one of the usual mistakes is made."
     flat = experts.T.flatten() if slip == "columns" else experts.flatten()
@@ -131,7 +131,7 @@ def _group_by_expert(experts: torch.Tensor, num_experts: int, slip: str = "") ->
         order = order.argsort()
     return order, ends.int()
 
-
+# %% ../../nbs/93ea_exercises_weights.ipynb #8ed513d1
 def _as_lists(result: Any) -> Any:
     "A pair of tensors as a pair of lists; anything else as it is."
     return [x.tolist() if hasattr(x, "tolist") else x for x in result] if isinstance(result, tuple | list) else result
@@ -142,7 +142,7 @@ def _group_case(choices: list[list[int]], num_experts: int) -> Any:
     case = _check.call(torch.tensor(choices), num_experts)
     return _check.Case(f"NAME(torch.tensor({_check.short(choices, 60)}), num_experts={num_experts})", lambda answer: _as_lists(case.run(answer)))
 
-
+# %% ../../nbs/93ea_exercises_weights.ipynb #01033d96
 _check.register(_check.Exercise(
     name="group_by_expert",
     chapter="33g_moe",

@@ -316,7 +316,7 @@ def _pad_case(num_seqs: int, sizes: list[int], width: int) -> "_check.Case":
 
     return _check.Case(f"NAME(inputs, sizes={sizes}, width={width}) for {num_seqs} sequences with tables of 2 blocks", run)
 
-# %% ../../nbs/93f_exercises_worker.ipynb #955a921b
+# %% ../../nbs/93f_exercises_worker.ipynb #42157246
 class _WritableOracle(ReferenceBackend):
     "The plain attention, in which cache slots of -1 are written nowhere: what a graph's padding needs."
 
@@ -337,7 +337,7 @@ class _StandInWorker(Worker):
         where = self.model_runner, graph_sizes(self.config.scheduler_config.max_num_seqs), self.cache_engine.gpu_cache
         self.model_runner.graphs = CudaGraphRunner(*where, StandInGraph)
 
-
+# %% ../../nbs/93f_exercises_worker.ipynb #e3a28e79
 def _replay_with(answer: Any) -> str:
     "Serve through stand-ins for graphs whose inputs `answer` pads."
     sizes, padded_rows = [], [0]
@@ -355,7 +355,7 @@ def _replay_with(answer: Any) -> str:
     said = _serve_with("teachvllm.worker.cuda_graph:pad_inputs", pad, **options)
     return f"{said}; {padded_rows[0]} rows were padding, and none left a trace"
 
-
+# %% ../../nbs/93f_exercises_worker.ipynb #cb838653
 _check.register(_check.Exercise(
     name="pad_to_bucket",
     chapter="43_cuda_graph",
@@ -422,7 +422,7 @@ def _random_events(num_events: int = 60) -> list[tuple]:
             events.append(("made", f"t{i}", int(rng.choice([16, 64, 256]))))
     return events
 
-# %% ../../nbs/93f_exercises_worker.ipynb #bb0bb1cf
+# %% ../../nbs/93f_exercises_worker.ipynb #54d99ec5
 class _Lender(TorchDispatchMode):
     "What torch's operations make lies in the pieces that an answer lends: two tensors in one place would spoil each other."
 
@@ -453,7 +453,7 @@ class _Lender(TorchDispatchMode):
         self.alive[name] = StorageWeakRef(owner.untyped_storage())
         return owner.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
-
+# %% ../../nbs/93f_exercises_worker.ipynb #8694d147
 def _lend_with(answer: Any) -> str:
     "Serve steps whose tensors lie where `answer` says."
     counts: list[tuple[int, int]] = []
@@ -468,7 +468,7 @@ def _lend_with(answer: Any) -> str:
     said = _serve_with("teachvllm.worker.model_runner:ModelRunner.forward", forward)
     return f"the {counts[-1][0]} tensors that the last step made shared {counts[-1][1]} pieces; {said}"
 
-
+# %% ../../nbs/93f_exercises_worker.ipynb #56a63c97
 _check.register(_check.Exercise(
     name="lend_pieces",
     chapter="43a_cpu_graph",

@@ -171,7 +171,7 @@ def compile(dtype: torch.dtype) -> None:
         if dtype in kernels and kernels[dtype].entry is None and find_openmp():
             kernels[dtype].compile()
 
-
+# %% ../../nbs/30b_fused_ops.ipynb #9a148573
 def sigmoid_and_mul(x: torch.Tensor, name: str) -> torch.Tensor:
     "act(gate) * up, for x [n, 2 * size] with gate first; `name` is one of `GATES`. vLLM: `silu_and_mul`, `gelu_tanh_and_mul`."
     assert x.dim() == 2 and x.is_contiguous()
@@ -199,7 +199,7 @@ def rms_norm(
     NORM[x.dtype](len(x), heads, size, x.stride(0), float(eps), added is not None, x, out, weight, other, total, threads=threads)
     return out, total
 
-
+# %% ../../nbs/30b_fused_ops.ipynb #408cf810
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     "Turn the first dimensions of every head of x [n, heads, size]; cos and sin [n, 1, rotary_dim] as chapter 31a has them."
     assert x.dim() == 3 and cos.shape == sin.shape == (len(x), 1, cos.shape[-1]) and cos.shape[-1] <= x.shape[-1]

@@ -115,7 +115,7 @@ def changes_logits(params: SamplingParams) -> bool:
 # %% ../../nbs/32b_logits_processors.ipynb #084d3cbc
 NONE_LEFT = "allowed_token_ids, bad_words, min_tokens and logits_processors together leave no token (or the logits are NaN)"
 
-
+# %% ../../nbs/32b_logits_processors.ipynb #eb7a5004
 class LogitsProcessors:
     """What the running sequences ask to be done to their logits, by slot of the `InputBatch`; on the device, in batches.
 

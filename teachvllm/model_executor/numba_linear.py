@@ -11,15 +11,14 @@ __all__ = ['COLUMNS', 'LANES', 'VECTORS', 'I64', 'FLOATS', 'WORDS', 'HALVES', 'P
 from functools import cache
 from typing import Any
 
-import llvmlite.binding
 import llvmlite.ir
-import numba
 import torch
 from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
 from teachvllm.attention.numba_utils import (
+    BFLOAT,
     DTYPES,
     FLOAT,
     I16,
@@ -29,6 +28,7 @@ from teachvllm.attention.numba_utils import (
     array_at,
     compiled,
     find_openmp,
+    host_features,
     operation,
     share,
 )
@@ -49,19 +49,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 # %% ../../nbs/21c_numba_linear.ipynb #e73f9541
 I64 = llvmlite.ir.IntType(64)
 FLOATS, WORDS, HALVES = (llvmlite.ir.VectorType(kind, LANES) for kind in (FLOAT, I32, I16))
-
-
-class _BFloat(llvmlite.ir.types._BaseFloatType):
-    "LLVM's name for bfloat16, which llvmlite lacks."
-
-    null, intrinsic_name = "0.0", "bf16"
-
-    def __str__(self):
-        return "bfloat"
-
-
-_BFloat._create_instance()  # llvmlite keeps one object of each such type
-PAIRS = llvmlite.ir.VectorType(_BFloat(), 2 * LANES)
+PAIRS = llvmlite.ir.VectorType(BFLOAT, 2 * LANES)
 
 
 class Tile(types.Type):
@@ -146,11 +134,8 @@ def add_products(typing_context, tile, x, stride, weights):
 
 # %% ../../nbs/21c_numba_linear.ipynb #c87f4b91
 def _rounded(builder, x):
-    "bfloat16 bits of float32 numbers: to the nearest, to the even one in the middle; NaN stays NaN."
-    bits = builder.bitcast(x, WORDS)
-    odd = builder.and_(builder.lshr(bits, _each(16)), _each(1))
-    near = builder.lshr(builder.add(builder.add(bits, _each(0x7FFF)), odd), _each(16))
-    return builder.trunc(builder.select(builder.fcmp_unordered("uno", x, x), _each(0x7FC0), near), HALVES)
+    "bfloat16 bits of sixteen float32 numbers: one instruction, which every processor with `vdpbf16ps` has."
+    return builder.bitcast(builder.fptrunc(x, llvmlite.ir.VectorType(BFLOAT, LANES)), HALVES)
 
 
 @operation
@@ -213,23 +198,25 @@ def multiply(tile, x, stride, panel, steps, out, out_stride, coming):
             tile = add_products(tile, x + 4 * (k + i), stride, panel + 4 * COLUMNS * (k + i))
     put(tile, out, out_stride)
 
-
+# %% ../../nbs/21c_numba_linear.ipynb #57bcf454
 @compiled
 def linear_rows(words, dtype):
-    "One thread's panels of `linear`: each with all rows of x, four at a time."
+    "One thread's part of `linear`: of all tiles, panel by panel, an equal share."
     n, size, width, x, panels, bias, out = words[0], words[1], words[2], words[3], words[4], words[5], words[6]
     item = array_at(out, (1,), dtype).itemsize
     steps, stride, out_stride, panel_bytes = width * item // 4, width * item, size * item, width * item * COLUMNS
     each = steps * 64 // TOGETHER  # bytes that a pass over rows asks for
-    first, last = share(size // COLUMNS)
-    for i in range(first, last):
+    of_panel = (n + ROWS - 1) // ROWS  # tiles
+    first, last = share(size // COLUMNS * of_panel)
+    while first < last:
+        i, row = first // of_panel, first % of_panel * ROWS
+        end, first = min(n, row + (last - first) * ROWS), (i + 1) * of_panel
         panel, to, i_bias = panels + i * panel_bytes, out + i * COLUMNS * item, bias + i * COLUMNS * item
         coming = panel + panel_bytes  # the next one
-        end = panel + (2 if i + 1 < last else 1) * panel_bytes - each  # the last place to ask for
-        row = 0
-        while row < n:
-            at, here = x + row * stride, min(coming, end)
-            if row + ROWS <= n:
+        farthest = panel + (2 if first < last else 1) * panel_bytes - each  # the last place to ask for
+        while row < end:
+            at, here = x + row * stride, min(coming, farthest)
+            if row + ROWS <= end:
                 tile = zeros(ROWS, dtype)
                 tile = biased(tile, i_bias) if bias else tile
                 multiply(tile, at, stride, panel, steps, to + row * out_stride, out_stride, here)
@@ -255,14 +242,9 @@ LINEAR = {dtype: _linear(seen) for dtype, seen in DTYPES.items()}
 @cache
 def dtypes_served() -> frozenset[torch.dtype]:
     "The dtypes for which this processor has the instructions, and nothing better."
-    config: Any = numba.config
-    chosen = config.CPU_NAME or config.CPU_FEATURES is not None or not config.ENABLE_AVX
-    if find_openmp() is None or chosen:  # Numba was told what it may use
+    if find_openmp() is None:
         return frozenset()
-    try:
-        found = llvmlite.binding.get_host_cpu_features()
-    except RuntimeError:  # this platform does not say
-        return frozenset()
+    found = host_features()
     floats, pairs = found.get("avx512f", False), found.get("avx512bf16", False) and not found.get("amx-bf16", False)
     return frozenset([torch.float32] * floats + [torch.bfloat16] * pairs)
 

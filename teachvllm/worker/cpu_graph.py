@@ -160,7 +160,7 @@ def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
         yield from (x for x in vars(module).values() if isinstance(x, torch.Tensor))
 
-
+# %% ../../nbs/43a_cpu_graph.ipynb #7a6d3f96
 class CpuGraphRunner:
     """Steps in which up to `max_num_seqs` sequences decode, as one recorded list of orders.
 
@@ -225,7 +225,7 @@ class CpuGraphRunner:
         self.pointed_to = token_ids, x, meta  # so that the list stays good until the next run
         return self.hidden[:n], x
 
-
+# %% ../../nbs/43a_cpu_graph.ipynb #93d57863
 def record(runner: ModelRunner, kv_caches: list[torch.Tensor]) -> CpuGraphRunner | None:
     "A runner for this model's decode steps; None if there can be none: the log says why."
     scheduler, dtype = runner.config.scheduler_config, runner.context.dtype
