@@ -203,7 +203,8 @@ def ask_server(parsed: argparse.Namespace, path: str, field: str, value: Any) ->
         with request_json(parsed, "models") as answer:
             model = parsed.model_name = json.load(answer)["data"][0]["id"]
     params = {name: getattr(parsed, name) for name in ("temperature", "top_p", "max_tokens", "stop")}
-    params |= {"seed": parsed.sampling_seed} | ({"top_k": parsed.top_k} if parsed.top_k > 0 else {})
+    asked = {name: getattr(parsed, name) for name in ("top_k", "min_p")}
+    params |= {"seed": parsed.sampling_seed} | {name: what for name, what in asked.items() if what != SAMPLING[name][1]}
     body = {name: what for name, what in params.items() if what is not None} | {"model": model, "stream": True, field: value}
     with request_json(parsed, path, body) as answer:
         yield from pieces_of(lines_of(answer), field)

@@ -326,8 +326,8 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any] | Callable[[Any], 
     require(overrides is None or isinstance(overrides, dict), f"hf_overrides={overrides!r:.80} must be a dict or a function")
     known = hf_config.to_dict()
     for name, value in (overrides or {}).items():
-        ids = [value] if isinstance(value, int) else value or []
-        ok = name != "eos_token_id" or (isinstance(ids, list) and all(isinstance(i, int) for i in ids))
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ok = name != "eos_token_id" or all(isinstance(i, int) for i in ids)
         require(ok, f"hf_overrides: eos_token_id={value!r:.80} must be a token id, a list of them, or None")
         rope = getattr(hf_config, "rope_parameters", None)
         if isinstance(rope, dict) and name in ("rope_theta", "rope_scaling", "rope_parameters"):

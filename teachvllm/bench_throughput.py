@@ -65,6 +65,7 @@ def answer(load: Callable[[dict[str, Any]], Callable[..., dict[str, Any]]]) -> N
     """
     import json
     import os
+    import resource
     import sys
     import time
 
@@ -79,8 +80,11 @@ def answer(load: Callable[[dict[str, Any]], Callable[..., dict[str, Any]]]) -> N
     run([(ids, 4) for ids, _ in job["requests"][:4]])
     ready = {"load_seconds": loaded - began, "warm_up_seconds": time.perf_counter() - loaded}
     print(json.dumps(ready | {"threads": torch.get_num_threads(), "torch": torch.__version__}), file=replies, flush=True)
+    unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # of ru_maxrss, in a MiB
     for line in iter(sys.stdin.readline, ""):
-        print(json.dumps(run(job["requests"], **json.loads(line))), file=replies, flush=True)
+        result = run(job["requests"], **json.loads(line))
+        result["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+        print(json.dumps(result), file=replies, flush=True)
 
 # %% ../nbs/92_bench_throughput.ipynb #7ff53d85
 def load_teachvllm(job: dict[str, Any]) -> Callable[..., dict[str, Any]]:
@@ -178,7 +182,7 @@ class EngineProcess:
     """
 
     def __init__(self, name: str, job: dict[str, Any], python: str = sys.executable, env: dict[str, str] | None = None):
-        self.name, self.job, self.python, self.busy = name, job, python, True
+        self.name, self.job, self.python, self.busy, self.peak_memory_mib = name, job, python, True, 0
         parts = ["from __future__ import annotations", getsource(answer), getsource(LOADERS[name])]
         code = "\n\n".join([*parts, f"answer({LOADERS[name].__name__})"])
         self.errors = tempfile.TemporaryFile()
@@ -201,6 +205,7 @@ class EngineProcess:
         result, wanted = self._ask(order), sum(n for _, n in self.job["requests"])
         made = result["output_tokens"]
         require(made == wanted, f"{self.name} made {made} tokens where {wanted} were asked for")
+        self.peak_memory_mib = result["peak_memory_mib"]
         return result
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +269,7 @@ def summarize(engine: EngineProcess, seconds: list[float]) -> dict[str, Any]:
         "tokens_per_s_max": round(max(rates), 1),
         "load_seconds": round(engine.ready["load_seconds"], 2),
         "warm_up_seconds": round(engine.ready["warm_up_seconds"], 2),
+        "peak_memory_mib": engine.peak_memory_mib,
         "threads": engine.ready["threads"],
         "torch": engine.ready["torch"],
     }

@@ -291,7 +291,7 @@ class Grid:
         columns = min(columns, max(8, -(-len(gpu) // 2)))
         self.places: dict[tuple[str, int], tuple[int, int]] = {}
         top, parts = 0, []
-        for pool, blocks, title in (("gpu", gpu, "GPU pool"), ("cpu", cpu, "CPU pool, as far as it is used")):
+        for pool, blocks, title in (("gpu", gpu, "KV cache"), ("cpu", cpu, "Swapped out, in the host's memory")):
             if not blocks:
                 continue
             parts.append(f"<text x='0' y='{top + 10}' class='label'>{title}</text>")
@@ -436,7 +436,9 @@ def page_parts(frames: Frames) -> dict[str, str]:
         "free, empty": looks.look("empty"),
     }
     sample = "<span><svg width='56' height='52' aria-hidden='true'><use href='#{}'/></svg>{}</span> "
-    marks = " What a step changed is framed. Arrows are copies, dashed ones to the CPU and back."
+    marks = " What a step changed is framed." + " Arrows are copies." * any(step.copied_blocks for step in trace.steps)
+    swaps = any(step.swapped_out_blocks or step.swapped_in_blocks for step in trace.steps)
+    marks += " Dashed arrows go to the host's memory and back." * swaps
     num_events = sum(map(len, frames.events))
     about = f"{len(trace.steps)} steps, {trace.num_blocks} blocks of {size} tokens, {num_events} events."
     hidden = f" {grid.num_hidden} blocks are not drawn." if grid.num_hidden else ""

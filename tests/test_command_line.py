@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -85,11 +86,14 @@ def test_a_measurement_that_cannot_end_is_refused() -> None:
 class Answers(BaseHTTPRequestHandler):
     "A server that streams two pieces and then an event with only the usage; it refuses the text `no`."
 
+    asked: ClassVar[list[dict[str, Any]]] = []  # the requests
+
     def do_GET(self) -> None:
         self.reply(200, json.dumps({"data": [{"id": "m"}]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
         if body["prompt"] == "no":
             return self.reply(400, json.dumps({"error": {"message": "that is refused"}}))
         events = [
@@ -133,6 +137,16 @@ def test_a_refused_line_does_not_end_the_program(
     assert out.count(" one two") == 2 and error.count("that is refused") == 1
     assert main(["complete", "zero", "no", "again", "--url", answers]) == 1
     assert capsys.readouterr().out.count(" one two") == 1, "texts of the command line are all or nothing from there on"
+
+
+def test_options_of_a_request_reach_the_server(answers: str) -> None:
+    "What is not in OpenAI's interface only if it was asked for: a server may refuse fields that it does not know."
+    Answers.asked.clear()
+    for options in ([], ["--min-p", "0.1", "--top-k", "5", "--top-p", "0.9", "--sampling-seed", "3", "--stop", "x"]):
+        assert main(["complete", "zero", "--url", answers, *options]) == 0
+    plain, full = Answers.asked
+    assert plain["temperature"] == 0 and not {"min_p", "top_k", "seed", "stop"} & set(plain)
+    assert {"min_p": 0.1, "top_k": 5, "top_p": 0.9, "seed": 3, "stop": ["x"]}.items() <= full.items()
 
 
 # inspect

@@ -19,7 +19,7 @@ import torch
 from helpers import VOCAB, make_tiny, random_prompts
 
 from teachvllm import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from teachvllm.executor.executor_base import EngineDeadError
+from teachvllm.executor.executor_base import EngineClosedError, EngineDeadError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -400,6 +400,7 @@ def test_the_engine_is_dead_when_the_workers_cannot_be_reset(folder: str, asynch
             lambda: llm.generate([7], GREEDY, use_tqdm=False),
             lambda: llm.reset_prefix_cache(),
             lambda: llm.collective_rpc("get_kv_cache_spec"),
+            lambda: llm.get_metrics(),
         ):
             engine.abort_request(["ran", "waited"] if call is not engine.step else [])
             with pytest.raises(EngineDeadError, match="a cable.*no device"):
@@ -448,8 +449,15 @@ def test_closed_engine_says_so(folder: str) -> None:
     llm = tiny(folder)
     llm.close()
     llm.close()
-    with pytest.raises(ValueError, match="closed"):
-        texts(llm, [[1, 2, 3]])
+    for call in (
+        lambda: texts(llm, [[1, 2, 3]]),
+        lambda: llm.get_metrics(),
+        lambda: llm.llm_engine.get_metrics(),
+        lambda: llm.reset_prefix_cache(),
+        lambda: llm.llm_engine.step(),
+    ):
+        with pytest.raises(EngineClosedError):
+            call()
 
 
 @pytest.mark.parametrize("call", [lambda engine: engine.get_metrics(), lambda engine: engine.set_tokenizer(None)])

@@ -152,6 +152,34 @@ def test_an_endless_loop_is_ended_and_unknown_names_are_refused() -> None:
         check(test_an_endless_loop_is_ended_and_unknown_names_are_refused)
 
 
+def test_an_answer_that_holds_all_text_back_does_not_pass_in_the_engine() -> None:
+    with pytest.raises(AssertionError, match="differ from ours"):
+        EXERCISES["new_text"].engine(lambda decode, shown, new: "")  # type: ignore[operator, misc]
+
+
+def test_a_size_that_fits_exactly_is_asked_for_first() -> None:
+    "An answer that takes `>` for `>=` finds another size in the first case, so that it is told what is wrong."
+
+    def pad_to_bucket(inputs: Any, sizes: list[int], width: int) -> Any:
+        size = next(size for size in sorted(sizes) if size > len(inputs["token_ids"]))
+        return EXERCISES["pad_to_bucket"].right_answer()(inputs, [size], width)
+
+    assert "Is it `>` or `>=`?" in check(pad_to_bucket, engine=False).text
+
+
+def test_data_offsets_from_the_beginning_of_the_file_are_named() -> None:
+    import torch
+
+    def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+        data, found = path.read_bytes(), {}
+        for name, entry in json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).items():
+            begin, end = entry["data_offsets"]
+            found[name] = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.float32).view(entry["shape"])
+        return found
+
+    assert "count from the end of the header" in check(read_safetensors, engine=False).text
+
+
 def test_a_stand_in_is_gone_afterwards_and_must_have_been_called() -> None:
     from teachvllm.core import block_manager
 

@@ -155,7 +155,7 @@ def test_an_overridden_eos_ends_an_answer(tmp_path: Path) -> None:
     with LLM(str(tmp_path), generation_config="vllm", hf_overrides=overrides, **options) as llm:
         answer = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0]
     assert answer.token_ids == whole[: whole.index(end) + 1] and answer.finish_reason == "stop"
-    for wrong in ("</s>", [1, "2"], 1.5):
+    for wrong in ("</s>", [1, "2"], 1.5, "", {}, 0.0):
         with pytest.raises(ValueError, match="hf_overrides: eos_token_id="):
             LLM(str(tmp_path), hf_overrides={"eos_token_id": wrong}, **options)
 

@@ -576,6 +576,23 @@ def test_watching_an_llm(folder: str) -> None:
         watch(llm)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_page_whose_server_does_not_start_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    "There is no page with a dead address; the socket is closed, and the engine is not recorded."
+
+    async def startup(self: uvicorn.Server, sockets: Any = None) -> None:
+        raise SystemExit(1)  # as uvicorn does where it cannot listen
+
+    with LLM(folder, **SMALL) as llm, monkeypatch.context() as patched:
+        patched.setattr(uvicorn.Server, "startup", startup)
+        with pytest.raises(ValueError, match=r"did not start at http://127.0.0.1:\d+/watch: try another port"):
+            watch(llm)
+        assert llm.llm_engine.trace is None
+        patched.undo()
+        with watch(llm) as shown:
+            assert urllib.request.urlopen(shown.url, timeout=60).status == 200
+
+
 def test_a_watched_llm_forgets_what_no_kept_step_names(folder: str) -> None:
     "A recording that lasts for days has the names, texts and prompts of its last steps, and of no others."
     with LLM(folder, **SMALL) as llm, watch(llm) as shown:

@@ -3,6 +3,7 @@
 nbdev's own command would install Quarto with sudo, so this calls the functions behind it.
 """
 
+import inspect
 import json
 import os
 import re
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NUMBERED = re.compile(r"(?<![/\w])(\.\./|solutions/)?\d\d[a-z]{0,2}_(\w+\.ipynb)")
 COLAB_BADGE = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
 WEB_FONTS = re.compile(r"""@import\s*(?:url\()?(["']?)https?://fonts\.googleapis\.com[^"')]*\1\)?;?""")
+OURS = {"00a_startup": 3, "95_to_vllm": 2}  # so many parts of a table's line, cut at each |, hold no names of vLLM's
 OUTPUT_FILE = re.compile(r'\n *"output-file: .*",')
 
 
@@ -30,9 +32,9 @@ def own_links(text: str, home: str, stem: str) -> str:
     for line in text.split("\n"):
         if line.startswith("**Where this lives in vLLM.**"):  # names of vLLM's
             line = theirs.sub(r"\1", line)
-        if line.startswith("|") and stem == "95_to_vllm":  # ours | vLLM's | …
-            ours, cut, others = line[1:].partition("|")
-            line = "|" + ours + cut + theirs.sub(r"\1", others)
+        if line.startswith("|") and stem in OURS:
+            cells = line.split("|")
+            line = "|".join(cells[: OURS[stem]] + [theirs.sub(r"\1", cell) for cell in cells[OURS[stem] :]])
         lines.append(line)
     elsewhere = (
         re.escape(home) + "(?!" + stem.partition("_")[2] + r"\.html)"
@@ -75,8 +77,20 @@ def need_no_other_host(site: Path) -> None:
             path.write_text(own, encoding="utf-8")
 
 
+def show_arguments_of_kernels() -> None:
+    "A Triton kernel is an object: tell the documentation what its function takes."
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+    except ImportError:  # no Triton here, and no kernels
+        return
+    for kind in (JITFunction, InterpretedFunction):
+        kind.__signature__ = property(lambda kernel: inspect.signature(kernel.fn))
+
+
 def main() -> None:
     refresh_quarto_yml()
+    show_arguments_of_kernels()
     processed = proc_nbs(force=True, n_workers=0)  # a process of its own for each would import torch each time
     for_the_site(processed)
     site, built = ROOT / "_docs", processed / "_docs"

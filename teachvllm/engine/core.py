@@ -320,6 +320,7 @@ class EngineCore:
 
     def get_stats(self) -> SchedulerStats:
         "See `Scheduler.get_stats`; of all schedulers together."
+        self._check()
         return SchedulerStats(*map(sum, zip(*(msgspec.structs.astuple(one.get_stats()) for one in self.schedulers), strict=True)))
 
     def reset_prefix_cache(self) -> bool:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from importlib.resources import files
 from ipaddress import ip_address
@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from ..block_player import BlockPlayer, block_player, event_text, grouped_events
+from ..config import require
 from ..engine.async_llm import AsyncLLM
 from ..engine.llm_engine import LLMEngine
 from ..executor.executor_base import EngineClosedError
@@ -528,14 +529,15 @@ class WatchedLLM:
         self.server, self.loop, self.thread = uvicorn.Server(how), asyncio.new_event_loop(), threading.Thread(
             target=self._serve, name="teachvllm-watch", daemon=True)  # fmt: skip
         self.thread.start()
-        while not self.server.started and self.thread.is_alive():
+        while not self.server.started:
+            require(self.thread.is_alive(), f"the page's server did not start at {self.url}: try another port, or port=0")
             time.sleep(0.005)
         self._record()
 
     def _serve(self) -> None:
-        self.loop.run_until_complete(self.server.serve(sockets=[self.sock]))
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        self.loop.close()
+        with self.sock, closing(self.loop):
+            self.loop.run_until_complete(self.server.serve(sockets=[self.sock]))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
 
     def _record(self) -> None:
         self.trace = self.engine.start_trace()

@@ -351,11 +351,13 @@ def _read_own_metrics(answer: Any) -> str:
             return found
 
         latency.observe, engine.engine_core.add_request, engine.output_processor.process_outputs = note, add, record
-        for i in range(12):
-            engine.add_request(str(i), [5 + i, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-        while engine.has_unfinished_requests():
-            engine.step()
-        engine.close()
+        try:
+            for i in range(12):
+                engine.add_request(str(i), [5 + i, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+            while engine.has_unfinished_requests():
+                engine.step()
+        finally:
+            engine.close()
     buckets, told = _buckets(metrics.registry, "vllm:time_to_first_token_seconds_bucket"), []
     for q in (0.5, 0.9):
         value, true = answer(q, buckets), sorted(exact)[math.ceil(q * len(exact)) - 1]

@@ -483,7 +483,8 @@ def _number_the_steps(answer: _Any) -> str:
     for more in ({}, {}, {"max_num_seqs": 4}):
         _check.serve_prompts(distributed_executor_backend=Numbering, **more)
     assert runs[0] == runs[1], "two engines that decided the same have different numbers"
-    first = next(i for i, (a, b) in enumerate(zip(runs[0], runs[2])) if a != b)
+    first = next((i for i, (a, b) in enumerate(zip(runs[0], runs[2])) if a != b), None)
+    assert first is not None, "an engine with max_num_seqs=4 decides otherwise, and yet its steps have the same numbers"
     return f"two engines agreed in all {len(runs[0])} steps; one with max_num_seqs=4 differed first in step {first + 1}"
 
 # %% ../../nbs/93g_exercises_executor.ipynb #5fe2dabc

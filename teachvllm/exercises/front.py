@@ -323,6 +323,7 @@ def _serve_with_stops(answer: _Any) -> str:
             results.append([(one.text, one.finish_reason, one.stop_reason) for one in outputs])
     assert results[0] == results[1], f"texts differ: {_check.difference(results[1], results[0])}"
     stopped = sum(reason == "stop" for _, reason, _ in results[1])
+    assert stopped > 0, "none of the six answers ended at a stop string, so nothing was tried"
     return f"the front asked it {calls[0]} times; {stopped} of 6 answers ended at a stop string, with the same texts as with ours"
 
 

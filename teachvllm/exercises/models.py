@@ -383,9 +383,9 @@ def _normalise_and_turn(attention: Any, qk: Any, cos_sin: Any, slip: str = "") -
     q_norm, k_norm = attention.q_norm, attention.q_norm if slip == "one norm" else attention.k_norm
     if slip == "exchanged":
         q_norm, k_norm = k_norm, q_norm
-    q, k = q if slip == "keys only" else q_norm(q), k if slip == "queries only" else k_norm(k)
     if slip == "no weight":
-        q, k = (F.rms_norm(x, x.shape[-1:], eps=1e-6) for x in (q, k))
+        q_norm = k_norm = partial(F.rms_norm, normalized_shape=qk.shape[-1:], eps=q_norm.eps)
+    q, k = q if slip == "keys only" else q_norm(q), k if slip == "queries only" else k_norm(k)
     qk = torch.cat((k, q) if slip == "order" else (q, k), 1)
     return qk if slip in ("turned first", "not turned") else apply_rotary_emb(qk, cos_sin)
 
@@ -413,6 +413,8 @@ _check.register(_check.Exercise(
         "Only the queries are normalised: the keys have a norm, too, `k_norm`.": partial(_normalise_and_turn, slip="queries only"),
         "One norm for both. Queries and keys have a weight each: `q_norm` and `k_norm`.": partial(_normalise_and_turn, slip="one norm"),
         "The two norms are exchanged: queries stand first in `qk`, and there are `num_heads` of them.": partial(_normalise_and_turn, slip="exchanged"),
+        "Normalised, but without a weight. `attention.q_norm` and `attention.k_norm` hold what the model has learned: call them.":
+            partial(_normalise_and_turn, slip="no weight"),
         "Normalised, but not turned: without the rotation the model knows no positions.": partial(_normalise_and_turn, slip="not turned"),
         "The heads come back in another order: first the queries', then the keys', as they came.": partial(_normalise_and_turn, slip="order"),
     },

@@ -19,7 +19,7 @@ from ..arg_utils import EngineArgs
 from ..engine.core import InprocClient
 from ..engine.llm_engine import LLMEngine
 from ..executor.executor_base import get_executor_class
-from .check import Case, Exercise, call, register, short, stand_in
+from .check import Case, Exercise, call, difference, register, short, stand_in
 from .foundations import _OPTIONS, _tiny_model
 from ..inputs import IncrementalDetokenizer
 from ..llm import LLM
@@ -98,7 +98,7 @@ def _stream_with(answer: Any) -> str:
             shown, fresh = self.window[: self.num_shown], self.window[self.num_shown :]
             new = answer(self.decode, shown, fresh) if fresh else ""
             if not new:
-                return super().update(last)
+                return super().update(last) if last else ""
             if not self.decode(shown).endswith("\ufffd"):
                 self.window = fresh
             self.num_shown = len(self.window)
@@ -223,8 +223,10 @@ register(
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #262fbd73
 def _news_case(said: str, *steps: list[tuple]) -> Case:
-    "Each step's message is a list of (request_id, index, new_token_ids, finish_reason, request_finished), the last two may "
-    "be left out."
+    """Each step's message is a list of (request_id, index, new_token_ids, finish_reason, request_finished).
+
+    The last two may be left out.
+    """
 
     def run(answer: Any) -> dict[str, Any]:
         def message(step: list[tuple]) -> EngineCoreOutputs:
@@ -290,8 +292,8 @@ def _follow_engine(answer: Any) -> str:
         finally:
             engine.close()
     expected = {(name, part.index): list(part.token_ids) for name, output in outputs.items() for part in output.outputs}
-    assert answers == expected and sorted(complete) == sorted(outputs), "it collected something else than the engine's own "
-    "front"
+    wrong = difference(answers, expected) or difference(sorted(complete), sorted(outputs))
+    assert not wrong, f"it collected something else than the engine's own front: {wrong}"
     return (
         f"it followed {num_messages} messages of four requests, and has the same {sum(map(len, answers.values()))} tokens as "
         "the engine's front"
@@ -387,8 +389,7 @@ def _plugin_answer(kind: str = "") -> Any:
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #d802266e
 def _load_plugins_with(answer: Any) -> str:
-    "A package with a plugin is put on the path; the engine, with the answer in the place of its own loader, must know its "
-    "model."
+    "A package with a plugin is put on the path; the engine, with the answer as its loader of plugins, must know its model."
     with tempfile.TemporaryDirectory() as site:
         name = "Exercise" + Path(site).name.title().replace("_", "") + "ForCausalLM"
         module = f"plugin_{Path(site).name}"
@@ -413,7 +414,9 @@ def _load_plugins_with(answer: Any) -> str:
             sys.path.remove(site)
             sys.modules.pop(module, None)
     tokens = output.outputs[0].token_ids
-    assert set(loaded) == {("twin",)} and len(tokens) == 5
+    wrong = difference(loaded, [("twin",)] * len(loaded))
+    assert not wrong, f"`broken` fails, so each call must return ('twin',): {wrong}"
+    assert len(tokens) == 5, f"the plugin's model wrote {len(tokens)} tokens, not 5"
     return (
         f"the engine and its worker called it {calls[0]} times; a plugin's model wrote {len(tokens)} tokens, and a broken "
         "plugin did no harm"
@@ -567,7 +570,8 @@ def _tell_run_with(answer: Any) -> str:
             llm.generate([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9], [7] * 9], params, use_tqdm=False)
     events = [step.block_events for step in trace.steps]
     groups = [answer(list(one)) for one in events]
-    assert [[tuple(group) for group in one] for one in groups] == [_group_answer()(one) for one in events]
+    wrong = difference(groups, [_group_answer()(one) for one in events])
+    assert not wrong, f"the lines of a real run, step by step, differ from ours: {wrong}"
     kinds = sorted({kind for one in groups for kind, *_ in one})
     return f"it made {sum(map(len, groups))} lines of {sum(map(len, events))} events of a real run: {', '.join(kinds)}"
 

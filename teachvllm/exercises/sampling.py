@@ -32,8 +32,7 @@ from ..worker import model_runner as _model_runner
 def _serving(
     name: str, adapt: _Callable = lambda answer: answer, config: _Any = (), options: _Any = (), patches: _Any = (), **params: _Any
 ) -> _Callable[[_Any], str]:
-    "How the answer to exercise `name` is put to work: with these changes of the tiny model, of `LLM`'s options "
-    "and of the requests."
+    "How the answer to exercise `name` is put to work: with these changes of the tiny model, of `LLM`'s options and of the requests."
 
     def serve(answer: _Any) -> str:
         exercise = _replace(_check.EXERCISES[name], engine=dict(options))

@@ -287,7 +287,7 @@ def _pad_to_bucket(inputs: dict[str, Any], sizes: list[int], width: int, slip: s
     "A batch of decodes as one of the smallest of `sizes` that fits; with `slip` one of the usual mistakes is made."
     num_seqs = len(inputs["token_ids"])
     fits = [size for size in sizes if size >= num_seqs + (slip == "next")]
-    padded = _pad_inputs(inputs, (fits or [num_seqs])[0] if slip == "first" else min(fits or [num_seqs]), width)
+    padded = _pad_inputs(inputs, fits[0] if slip == "first" else min(fits), width)
     for name in {"slot": ["slot_mapping"], "token": ["token_indices"]}.get(slip, []):
         padded[name][num_seqs:] = 0
     if slip in ("ones", "minus"):
@@ -361,7 +361,7 @@ _check.register(_check.Exercise(
     chapter="43_cuda_graph",
     oracle=_pad_to_bucket,
     cases=[
-        _pad_case(2, [2], 2), _pad_case(1, [1], 4), _pad_case(3, [4], 2), _pad_case(2, [8, 4, 2, 1], 3), _pad_case(3, [8, 4, 2, 1], 3),
+        _pad_case(2, [2, 4, 8], 2), _pad_case(1, [1], 4), _pad_case(3, [4], 2), _pad_case(2, [8, 4, 2, 1], 3), _pad_case(3, [8, 4, 2, 1], 3),
         _pad_case(5, [1, 2, 4, 8, 16], 5),
     ],
     mistakes={

@@ -185,13 +185,15 @@ def _fetch(typing_context, address):
 
 
 fetch = operation(_fetch)
-ROWS = 4  # of a tile: 16 registers of sums
+ROWS = 4  # of a tile, at most: 16 registers of sums
 TOGETHER = 4  # steps between two lines that are fetched
 
 
 @compiled
-def multiply(tile, x, stride, panel, steps, out, out_stride, coming):
+def multiply(tile, bias, x, stride, panel, steps, out, out_stride, coming):
     "A tile's rows of x times a panel, into as many rows of the output; the lines at `coming` are fetched on the way."
+    if bias:
+        tile = biased(tile, bias)
     for k in range(0, steps, TOGETHER):
         fetch(coming + k // TOGETHER * 64)
         for i in range(TOGETHER):
@@ -211,21 +213,20 @@ def linear_rows(words, dtype):
     while first < last:
         i, row = first // of_panel, first % of_panel * ROWS
         end, first = min(n, row + (last - first) * ROWS), (i + 1) * of_panel
-        panel, to, i_bias = panels + i * panel_bytes, out + i * COLUMNS * item, bias + i * COLUMNS * item
+        panel, to, i_bias = panels + i * panel_bytes, out + i * COLUMNS * item, bias + i * COLUMNS * item if bias else 0
         coming = panel + panel_bytes  # the next one
         farthest = panel + (2 if first < last else 1) * panel_bytes - each  # the last place to ask for
         while row < end:
-            at, here = x + row * stride, min(coming, farthest)
-            if row + ROWS <= end:
-                tile = zeros(ROWS, dtype)
-                tile = biased(tile, i_bias) if bias else tile
-                multiply(tile, at, stride, panel, steps, to + row * out_stride, out_stride, here)
-                row += ROWS
+            at, there, here, rows = x + row * stride, to + row * out_stride, min(coming, farthest), min(ROWS, end - row)
+            if rows == 4:
+                multiply(zeros(4, dtype), i_bias, at, stride, panel, steps, there, out_stride, here)
+            elif rows == 3:
+                multiply(zeros(3, dtype), i_bias, at, stride, panel, steps, there, out_stride, here)
+            elif rows == 2:
+                multiply(zeros(2, dtype), i_bias, at, stride, panel, steps, there, out_stride, here)
             else:
-                single = zeros(1, dtype)
-                single = biased(single, i_bias) if bias else single
-                multiply(single, at, stride, panel, steps, to + row * out_stride, out_stride, here)
-                row += 1
+                multiply(zeros(1, dtype), i_bias, at, stride, panel, steps, there, out_stride, here)
+            row += rows
             coming = here + each
 
 # %% ../../nbs/21c_numba_linear.ipynb #7a0ba8ad
