@@ -71,6 +71,8 @@ def bench_host(
     num_seqs: int = 256, num_steps: int = 100, output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
 ) -> dict[str, float]:
     "Microseconds of an engine's step in which `num_seqs` sequences decode, its worker's left out: the median of `num_steps`."
+    require(0 < num_seqs <= 512, f"num_seqs={num_seqs}: from 1 to 512")
+    require(0 < num_steps <= 2000, f"num_steps={num_steps}: from 1 to 2,000")
     params = SamplingParams(max_tokens=num_steps + 16, ignore_eos=True, output_kind=output_kind)
     spent, times = 0.0, []
 
@@ -85,7 +87,8 @@ def bench_host(
 
         return run
 
-    with dummy_engine(num_seqs * (4 + num_steps // 8), max_num_seqs=num_seqs) as llm:
+    room = {"max_num_seqs": num_seqs, "max_num_batched_tokens": 16384}  # all prompts are computed in one step
+    with dummy_engine(num_seqs * (4 + num_steps // 8), **room) as llm:
         engine = llm.llm_engine
         worker = engine.engine_core.engine_core.executor.driver_worker.worker
         worker.submit, worker.collect = timed(worker.submit), timed(worker.collect)

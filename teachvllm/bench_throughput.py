@@ -68,6 +68,12 @@ def answer(load: Callable[[dict[str, Any]], Callable[..., dict[str, Any]]]) -> N
     import resource
     import sys
     import time
+    from pathlib import Path
+
+    def peak_memory() -> int:  # in MiB; Linux counts what the parent had, too, but for VmHWM
+        if (status := Path("/proc/self/status")).exists():
+            return int(status.read_text().split("VmHWM:")[1].split()[0]) >> 10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 20
 
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -80,11 +86,9 @@ def answer(load: Callable[[dict[str, Any]], Callable[..., dict[str, Any]]]) -> N
     run([(ids, 4) for ids, _ in job["requests"][:4]])
     ready = {"load_seconds": loaded - began, "warm_up_seconds": time.perf_counter() - loaded}
     print(json.dumps(ready | {"threads": torch.get_num_threads(), "torch": torch.__version__}), file=replies, flush=True)
-    unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # of ru_maxrss, in a MiB
     for line in iter(sys.stdin.readline, ""):
         result = run(job["requests"], **json.loads(line))
-        result["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
-        print(json.dumps(result), file=replies, flush=True)
+        print(json.dumps(result | {"peak_memory_mib": peak_memory()}), file=replies, flush=True)
 
 # %% ../nbs/92_bench_throughput.ipynb #7ff53d85
 def load_teachvllm(job: dict[str, Any]) -> Callable[..., dict[str, Any]]:
@@ -257,7 +261,7 @@ def take_turns(engines: list[EngineProcess], repeat: int, say: Callable[[str], N
 
 
 def summarize(engine: EngineProcess, seconds: list[float]) -> dict[str, Any]:
-    "What is reported of an engine: median and spread of tokens a second; load and warm-up apart."
+    "What is reported of an engine: median and spread of tokens a second; load and warm-up apart; most memory of its own process."
     tokens = sum(n for _, n in engine.job["requests"])
     rates = [tokens / each for each in seconds]
     return {

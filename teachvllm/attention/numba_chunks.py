@@ -22,7 +22,6 @@ from teachvllm.attention.numba_utils import (
     arguments,
     array_at,
     compiled,
-    exp,
     exp2,
     inlined,
     largest_of,
@@ -123,7 +122,7 @@ def score_rows(q, rows, tiles, tile_bytes, num, scores, dtype):
 def weigh(row, out, begin, end, scale, soft_cap, stat):
     """Scores of a row -> exponentials relative to the largest that the row has met; zero outside of begin to end.
 
-    stat: that largest score, the sum of all exponentials, and the factor with which `add_values` must scale earlier sums.
+    stat: that largest score, times `scale` and log₂ e; the sum of all exponentials; what `add_values` must scale earlier sums by.
     """
     stat[2] = 1
     if begin < end:
@@ -137,13 +136,13 @@ def weigh(row, out, begin, end, scale, soft_cap, stat):
         row[first:begin] = -np.inf
         row[end:last] = -np.inf
         seen, weights, total = row[first:last], out[first:last], np.float32(0)
-        largest = max(stat[0], largest_of(seen) * scale)
-        a, b = scale * LOG2_E, largest * LOG2_E
+        to_power = scale * LOG2_E  # eˣ is a power of two, too; in these units the largest score has one rounding for all tiles
+        largest = max(stat[0], largest_of(seen) * to_power)
         for j in range(seen.shape[0]):
-            weight = exp2(seen[j] * a - b)
+            weight = exp2(seen[j] * to_power - largest)
             store(weights, j, weight)
             total += weight
-        stat[2] = exp(stat[0] - largest)
+        stat[2] = exp2(stat[0] - largest)
         stat[0], stat[1] = largest, stat[1] * stat[2] + total
     out[:begin] = 0
     out[end:] = 0
@@ -312,7 +311,7 @@ def attend_chunks(
     kv_cache [2, kv_heads, num_blocks, block_size, size], bfloat16 or float32 as q, or 8 bits. Scores and sums are float32.
     """
     (num_tokens, heads, size), kv_heads, n = q.shape, kv_cache.shape[1], len(chunks.table)
-    assert q.stride(1) == size or heads == 1
+    assert scale > 0 and (q.stride(1) == size or heads == 1)
     assert kv_cache.is_contiguous() and out.is_contiguous() and chunks.block_tables.is_contiguous()
     tiles = q.new_empty(chunks.num_tiles * tile_numbers(kv_heads, size))
     (width, panels), rows = padded(size), chunks.table

@@ -185,7 +185,7 @@ def _fetch(typing_context, address):
 
 
 fetch = operation(_fetch)
-ROWS = 4  # of a tile, at most: 16 registers of sums
+ROWS = 4  # of a tile, at most: 16 registers of sums; `linear_rows` has a line for each number up to it
 TOGETHER = 4  # steps between two lines that are fetched
 
 
