@@ -152,6 +152,37 @@ def test_an_endless_loop_is_ended_and_unknown_names_are_refused() -> None:
         check(test_an_endless_loop_is_ended_and_unknown_names_are_refused)
 
 
+def test_a_partly_written_class_is_told_how_far_it_came() -> None:
+    right = EXERCISES["CountedBlocks"].right_answer()
+
+    def free(self: Any, block_id: int) -> None:
+        raise NotImplementedError
+
+    text = check(type("CountedBlocks", (right,), {"free": free}), engine=False).text
+    assert "`free` is not written yet" in text and re.search(r"[1-9] of \d+ tries are right", text), text
+    with pytest.raises(ValueError, match="itself, uncalled"):
+        check(right(4))
+
+
+def test_requests_that_wait_behind_are_not_counted_by_the_one_that_asks() -> None:
+    from teachvllm.core.block_manager import AllocStatus, num_blocks_for
+    from teachvllm.core.scheduler import Scheduler
+
+    class ReservesAll(Scheduler):
+        def _can_admit(self, group: Any, *freed: Any) -> AllocStatus:
+            groups, manager = [*self.running, *self.waiting], self.block_manager
+            size = sum(num_blocks_for(g.first_seq.max_len or 0, manager.block_size) for g in groups)
+            full = self.running and size > manager.num_gpu_blocks
+            return AllocStatus.LATER if full else super()._can_admit(group, *freed)
+
+    assert "only `group` asks" in check(ReservesAll, engine=False).text
+
+
+def test_speed_is_compared_only_beyond_noise() -> None:
+    assert checks.compare_speed(2.9, 1.0) == checks.compare_speed(0.1, 1.0) == "its speed is like ours"
+    assert checks.compare_speed(6.0, 1.5) == "serving took 4.0 times as long"
+
+
 def test_an_answer_that_holds_all_text_back_does_not_pass_in_the_engine() -> None:
     with pytest.raises(AssertionError, match="differ from ours"):
         EXERCISES["new_text"].engine(lambda decode, shown, new: "")  # type: ignore[operator, misc]

@@ -24,27 +24,28 @@ from ..sequence import Sequence, SequenceGroup, SequenceStatus
 # %% ../../nbs/93b_exercises_core.ipynb #ff739f17
 def _schedule_plain(
     toy: Any, count: bool = True, again: bool = False, more: int = 0, at_once: int = 99, late: bool = False, last: bool = False,
-    after: bool = False, skip: bool = False,
-) -> dict[str, int]:  # fmt: skip
-    "The right answer; each of the last eight arguments changes one thing to a mistake."
+    after: bool = False, skip: bool = False, keep: bool = False, ask: bool = True, whole: bool = True, single: bool = False,
+) -> dict[Any, int]:  # fmt: skip
+    "The right answer; each of the last twelve arguments changes one thing to a mistake."
     scheduled, before = {}, list(toy.running)
-    while toy.waiting and len(toy.running) < min(toy.max_num_seqs + more, len(before) + at_once):
+    while (toy.waiting or not ask) and len(toy.running) < min(toy.max_num_seqs + more, len(before) + at_once):
         group = toy.waiting.last() if last else toy.waiting.peek()
         if skip and len(toy.running) > len(before):  # what a `for` loop over the queue does
             if len(toy.waiting) < 2:
                 break
             group = toy.waiting[1]
-        toy.waiting.remove(group)
+        if not keep:
+            toy.waiting.remove(group)
         toy.running.add(group)
     for group in before if late else toy.running:
         seq = group.first_seq
-        scheduled[group.request_id] = seq.get_len() if again else seq.num_new_tokens
-        seq.num_computed_tokens += seq.num_new_tokens if count else 0
+        scheduled[group.request_id] = seq.get_len() if again else min(1, seq.num_new_tokens) if single else seq.num_new_tokens
+        seq.num_computed_tokens += (seq.num_new_tokens if whole and not single else 1) if count else 0
         if after:
             scheduled[group.request_id] = seq.num_new_tokens
     return scheduled
 
-
+# %% ../../nbs/93b_exercises_core.ipynb #da894668
 def _make_toy(requests: list[tuple[int, int]], max_num_seqs: int) -> SimpleNamespace:
     waiting, running = RequestQueue(FCFSPolicy()), RequestQueue(FCFSPolicy())
     for i, (num_prompt, num_output) in enumerate(requests):
@@ -58,11 +59,30 @@ def _names(groups: Any) -> list[str]:
     return [group.request_id for group in groups]
 
 
+def _named(scheduled: Any) -> Any:
+    "The dictionary; a request that is a key itself is shown by its id, since two objects are never equal."
+    if not isinstance(scheduled, dict):
+        return scheduled
+    return {f"SequenceGroup {key.request_id}" if isinstance(key, SequenceGroup) else key: n for key, n in scheduled.items()}
+
+
+def _keyed_by_request(toy: Any) -> dict[Any, int]:
+    groups = {group.request_id: group for group in (*toy.waiting, *toy.running)}
+    return {groups[request_id]: n for request_id, n in _schedule_plain(toy).items()}
+
+
+def _admits_once_more(toy: Any) -> dict[str, int]:
+    "A mistake: all that wait are added to the running ones in a `for` loop, and none is taken out of its queue."
+    for group in list(toy.waiting)[: toy.max_num_seqs - len(toy.running)]:
+        toy.running.add(group)
+    return _schedule_plain(SimpleNamespace(waiting=[], running=toy.running, max_num_seqs=toy.max_num_seqs))
+
+
 def _steps_case(requests: list[tuple[int, int]], max_num_seqs: int, num_steps: int) -> Case:
     def run(answer: Any) -> list[Any]:
         toy, came = _make_toy(requests, max_num_seqs), []
         for _ in range(num_steps):
-            came.append(answer(toy))
+            came.append(_named(answer(toy)))
             for group in list(toy.running):
                 seq = group.first_seq
                 if seq.num_new_tokens == 0:
@@ -128,14 +148,24 @@ register(
             "run and two do, is there a place left?": _with(_schedule_plain, more=1),
             "Only one request was admitted, although there are places "
             "for more: an `if` where a loop should be?": _with(_schedule_plain, at_once=1),
-            "A request that is admitted now computes its prompt in this very step. In which order do you admit and compute?": (
-                _with(_schedule_plain, late=True)
-            ),
+            "The dictionary is empty. Either it is never filled, or you compute before you admit: a request that is admitted "
+            "now computes its prompt in this very step.": _with(_schedule_plain, late=True),
+            "One request runs many times over, and still waits: `peek` and `add` leave it in its queue. Take it out with "
+            "`toy.waiting.remove`.": _with(_schedule_plain, keep=True),
+            "The request runs and still waits: `add` does not take it out of the other queue. "
+            "`toy.waiting.remove` does.": _admits_once_more,
+            "What was removed is not in the queue. Perhaps no request waits any more, and `peek()` gave None: a place alone "
+            "is not enough, so ask `len(toy.waiting)`, too.": _with(_schedule_plain, ask=False),
+            "A key of the dictionary is the request itself: `group.request_id` is wanted.": _keyed_by_request,
+            "The sequence counts one token more, but a step computes all that it lacks: "
+            "`num_computed_tokens` grows by `num_new_tokens`.": _with(_schedule_plain, whole=False),
+            "One token was computed, but a request lacks as many as `num_new_tokens` says: here its whole "
+            "prompt.": _with(_schedule_plain, single=True),
             "The request that came last was admitted first. Which end of the queue is the next one: `peek()` or `last()`?": (
                 _with(_schedule_plain, last=True)
             ),
         },
-        hint="First admit from `toy.waiting` while there is a place, then go through all that run: what does each still lack?",
+        hint="First admit from `toy.waiting` while there is a place and one waits. Then go through all that run: what is left?",
         engine=_serve(_plain_scheduler, num_gpu_blocks_override=200, swap_space=0, max_num_seqs=5),
         seconds=3.0,
     )
@@ -144,9 +174,10 @@ register(
 # %% ../../nbs/93b_exercises_core.ipynb #b77cb067
 def _make_room(
     running: list[tuple[str, int, int]], num_free: int, first: bool = False, needy: bool = False, give: bool = True,
-    take: bool = True, once: bool = False, compute: bool = False, spare: bool = False,
+    take: bool = True, once: bool = False, compute: bool = False, spare: bool = False, itself: bool = True, stays: bool = False,
+    behind: bool = False,
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    "The right answer; each of the last seven arguments changes one thing to a mistake."
+    "The right answer; each of the last ten arguments changes one thing to a mistake."
     left, computed = list(running), []
     preempted: list[str] = []
     while left:
@@ -158,13 +189,31 @@ def _make_room(
             continue
         if spare and len(left) == 1:
             break
-        if first and computed:
-            other, held, _ = next(entry for entry in running if entry[0] == computed.pop(0))
+        if not itself and len(left) == 1:
+            raise IndexError("pop from empty list")
+        if (first or stays) and computed:
+            gone = computed[len(preempted)] if stays else computed.pop(0)
+            other, held, _ = next(entry for entry in running if entry[0] == gone)
         else:
-            other, held, _ = left.pop(0 if needy or first else -1)
+            other, held, _ = left.pop(0 if needy or first else 1 if behind and len(left) > 1 else -1)
         num_free += held * give
         preempted.append(other)
     return [name for name, _, _ in running] if compute else computed, preempted
+
+# %% ../../nbs/93b_exercises_core.ipynb #2a1e5125
+def _make_room_if(running: list[tuple[str, int, int]], num_free: int, looks: bool = False) -> tuple[list[str], list[str]]:
+    "A mistake: an `if` where a `while` should be. With `looks`, a request computes only if its blocks are free then."
+    left, computed, preempted = list(running), [], []
+    for entry in running:
+        name, _, needed = entry
+        if entry in left and needed > num_free:
+            other, held, _ = left.pop()
+            num_free += held
+            preempted.append(other)
+        if entry in left and (needed <= num_free or not looks):
+            num_free -= needed
+            computed.append(name)
+    return computed, preempted
 
 
 def _preempting_scheduler(answer: Any) -> type:
@@ -201,17 +250,11 @@ register(
         oracle=_make_room,
         mistakes={
             "The block that `a` takes is not free for `b` any more: what happens to `num_free` when a request "
-            "gets its blocks?": (
-                _with(_make_room, take=False)
-            ),
+            "gets its blocks?": _with(_make_room, take=False),
             "The request that came first lost its blocks. If that can happen, no request is sure ever to end. "
-            "Which one gives way?": (
-                _with(_make_room, first=True)
-            ),
+            "Which one gives way?": _with(_make_room, first=True),
             "The request that lacked a block was preempted itself. One that came before the last is served: the "
-            "last one gives way for it.": (
-                _with(_make_room, needy=True)
-            ),
+            "last one gives way for it.": _with(_make_room, needy=True),
             "A preempted request was preempted for nothing: "
             "what becomes of the blocks that it held?": _with(_make_room, give=False),
             "A request that was preempted does not compute: it has no blocks. Is it still in the list that you go through?": (
@@ -220,6 +263,19 @@ register(
             "The last request lacks a block itself and cannot be computed, but it was not preempted: it gives "
             "way, too.": _with(_make_room, spare=True),
             "One request gave way and that was not enough: go on until the blocks suffice.": _with(_make_room, once=True),
+            "`d` gave way for `a`, and that was not enough: look again, `while` in place of `if`.": _make_room_if,
+            "`d` gave way for `a`, and that was not enough, so `a` was left out: look again until its blocks are free, `while` "
+            "in place of `if`.": _with(_make_room_if, looks=True),
+            "No request is left behind the one that lacks a block. The last that still runs is then that one itself: it "
+            "gives way, and does not compute.": _with(_make_room, itself=False),
+            "The request that came first lost its blocks, and is still among those that compute. The last one gives "
+            "way.": _with(_make_room, stays=True),
+            "The request right behind gave way. It is the last one that does: which end of a list does `pop()` take, and which "
+            "`pop(0)`?": _with(_make_room, behind=True),
+            "The two lists changed places: first those that compute, then those that were "
+            "preempted.": lambda running, num_free: _make_room(running, num_free)[::-1],
+            "One list came back: return two, those that compute and those that were "
+            "preempted.": lambda running, num_free: _make_room(running, num_free)[0],
         },
         hint=(
             "Go through the requests from the first. While the blocks do not suffice, the last of those still "
@@ -235,21 +291,24 @@ register(
 class _ReservesAll(Scheduler):
     "The right answer; the attributes below change one thing to a mistake each."
 
-    itself, alone, most, together, exact, asks = True, True, True, False, True, True
+    itself, alone, most, together, exact, asks, queue = True, True, True, False, True, True, False
+    full = AllocStatus.LATER
 
     def _can_admit(self, group: SequenceGroup, freed: Any = frozenset()) -> AllocStatus:
-        size, groups = self.block_manager.block_size, [*self.running, group][: None if self.itself else -1]
+        asking = [] if not self.itself else self.waiting if self.queue else [group]
+        size, groups = self.block_manager.block_size, [*self.running, *asking]
         lengths = [(g.first_seq.max_len if self.most else g.first_seq.get_len()) or 0 for g in groups]
         reserved = num_blocks_for(sum(lengths), size) if self.together else sum(num_blocks_for(n, size) for n in lengths)
         full = reserved > self.block_manager.num_gpu_blocks - (not self.exact)
         if full and (self.running or not self.alone):
-            return AllocStatus.LATER
+            return self.full
         return super()._can_admit(group, freed) if self.asks else AllocStatus.OK
 
 # %% ../../nbs/93b_exercises_core.ipynb #dba19b3f
 def _scheduler_case(requests: list[tuple[int, int]], num_blocks: int, watermark: float = 0, max_steps: int = 40) -> Case:
     def run(answer: Any) -> list[Any]:
-        scheduler = answer(SchedulerConfig(max_model_len=64, max_num_seqs=8), BlockSpaceManager(2, num_blocks, watermark=watermark))
+        manager = BlockSpaceManager(2, num_blocks, watermark=watermark)
+        scheduler = answer(SchedulerConfig(max_model_len=64, max_num_seqs=8), manager)
         for i, (num_prompt, num_output) in enumerate(requests):
             seq = scheduler.make_seq([100 * i + j for j in range(num_prompt)], seed=i, max_len=num_prompt + num_output)
             scheduler.add_request(SequenceGroup(str(i), seq, SamplingParams(max_tokens=num_output)))
@@ -266,7 +325,7 @@ def _scheduler_case(requests: list[tuple[int, int]], num_blocks: int, watermark:
     return Case(f"{said}  -> [tokens of the first 12 steps, steps, preemptions]", run)
 
 # %% ../../nbs/93b_exercises_core.ipynb #448bb75a
-def _subclass(**attributes: bool) -> type:
+def _subclass(**attributes: Any) -> type:
     return type("ReservesAll", (_ReservesAll,), attributes)
 
 
@@ -277,7 +336,8 @@ register(
         cases=[
             _scheduler_case([(3, 3)], 8), _scheduler_case([(3, 3), (4, 4)], 7), _scheduler_case([(2, 12), (3, 3), (1, 3)], 6),
             _scheduler_case([(3, 3), (4, 4)], 6), _scheduler_case([(3, 2), (3, 2)], 5),
-            _scheduler_case([(5, 5), (7, 12), (5, 6), (5, 7)], 14), _scheduler_case([(4, 2), (6, 2)], 8, watermark=0.5),
+            _scheduler_case([(5, 5), (7, 12), (5, 6), (5, 7)], 14), _scheduler_case([(3, 3), (4, 4), (3, 3)], 7),
+            _scheduler_case([(4, 2), (6, 2)], 8, watermark=0.5),
         ],  # fmt: skip
         oracle=_ReservesAll,
         mistakes={
@@ -290,9 +350,11 @@ register(
             "Each request has a last block of its own, "
             "perhaps only partly filled: round up for each, then add.": _subclass(together=True),
             "The later requests were admitted at once. Is an `AllocStatus` returned in each case, and does the sum count "
-            "what a request may become (`max_len`), not what it is now?": (
-                _subclass(most=False)
-            ),
+            "what a request may become (`max_len`), not what it is now?": _subclass(most=False),
+            "The first two fit, and the second had to wait for the third: only `group` asks. What stands behind it in "
+            "`self.waiting` is counted when it asks itself.": _subclass(queue=True),
+            "A request was ended, not kept waiting: that is what `AllocStatus.NEVER` means. Where it does not fit yet, the "
+            "answer is LATER.": _subclass(full=AllocStatus.NEVER),
             "The first request may become longer than the whole pool, so it was never admitted, and all behind "
             "it wait. Alone it must be "
             "let in: ask whether anything runs.": _subclass(alone=False),
@@ -362,9 +424,7 @@ register(
             "Five blocks fit into five free ones: is it `<` or `<=`?": _with(_shall_swap, room=0),
             "The CPU's pool has no room for all of its blocks. Then it must be computed again.": _with(_shall_swap, room=-1),
             "Nothing of this request is computed yet, so there is nothing to save: copying its blocks would be "
-            "work for nothing.": (
-                _with(_shall_swap, work=False)
-            ),
+            "work for nothing.": _with(_shall_swap, work=False),
         },
         hint=(
             "Three things must all be true: it is wanted (by the mode, or without one by the kind of request), there "
@@ -503,9 +563,7 @@ register(
             ),
             "More beams go on than `width`: how many of those that do not end are kept?": _with(_choose_beams, cut=False),
             "One continuation was taken of each beam. All candidates compete with each other: one beam may go on "
-            "twice, another not at all.": (
-                _with(_choose_beams, per_beam=True)
-            ),
+            "twice, another not at all.": _with(_choose_beams, per_beam=True),
             "A candidate is worth its beam's log-probability "
             "plus its token's. Was the beam's added?": _with(_choose_beams, total=False),
             "A candidate that ends went on as a beam. What must be asked of its token?": _with(_choose_beams, leave=False),
@@ -513,9 +571,7 @@ register(
                 _with(_choose_beams, places=True)
             ),
             "A text that ends counts only if it is among the best `width` candidates of its step. This one was "
-            "not: what is its rank?": (
-                _with(_choose_beams, any_rank=True)
-            ),
+            "not: what is its rank?": _with(_choose_beams, any_rank=True),
         },
         hint=(
             "Make one list of all candidates of all beams, sort it once, and go through it with the rank: which end, "
