@@ -65,6 +65,7 @@ from teachvllm.attention.numba_utils import (
     Kernel,
     arguments,
     array_at,
+    compile_all,
     compiled,
     exp,
     find_openmp,
@@ -501,9 +502,7 @@ class NumbaBackend(AttentionBackend):
         prompts: tuple[Kernel, ...] = GATHER[dtype, kv_cache_dtype], QUERIES[dtype], SOFTEN[dtype], MERGE_TILES[dtype]
         if dtype in dtypes_served():
             prompts = PACK[dtype, kv_cache_dtype], ATTEND[dtype]
-        for kernel in (*prompts, DECODE[dtype, kv_cache_dtype], MERGE[dtype], WRITE[stored]):
-            if kernel.entry is None:
-                kernel.compile()
+        compile_all((*prompts, DECODE[dtype, kv_cache_dtype], MERGE[dtype], WRITE[stored]), "attention")
 
     @property
     def plan_key(self) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAST', 'BFLOAT', 'LOG2_E', 'DTYPES', 'GRAIN', 'thread_num', 'num_threads', 'barrier', 'MAX_ARGUMENTS', 'NUMBERS',
            'kernel_folder', 'compiled', 'inlined', 'array_at', 'prefetch', 'host_features', 'load', 'store',
-           'largest_of', 'exp2', 'exp', 'find_openmp', 'share', 'arguments', 'Recorded', 'Kernel']
+           'largest_of', 'exp2', 'exp', 'find_openmp', 'share', 'arguments', 'Recorded', 'Kernel', 'compile_all']
 
 # %% ../../nbs/21b_numba_utils.ipynb #e6224ca2
 import ctypes
@@ -15,7 +15,7 @@ import shutil
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
+from tqdm import tqdm
 
 # %% ../../nbs/21b_numba_utils.ipynb #dfd9daff
 FAST: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
@@ -353,3 +354,10 @@ class Kernel:
             self.recorded.calls.append((self, packed))
         else:
             self.parallel(self.entry.address, packed, 1 if threads < 2 else torch.get_num_threads(), 0)
+
+# %% ../../nbs/21b_numba_utils.ipynb #638804a5
+def compile_all(kernels: Iterable[Kernel], what: str) -> None:
+    "Compile those that are not ready, or load what an earlier program compiled. A bar shows how far it is, if it takes long."
+    waiting = [kernel for kernel in kernels if kernel.entry is None]
+    for kernel in tqdm(waiting, f"compiling {what}, once on this machine", delay=2):
+        kernel.compile()

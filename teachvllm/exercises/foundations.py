@@ -19,7 +19,7 @@ import torch
 
 from ..arg_utils import EngineArgs
 from ..config import ModelConfig
-from .check import TINY, Case, Exercise, call, register, serve_prompts, stand_in
+from .check import TINY, Case, Exercise, call, compare_speed, register, serve_prompts, stand_in
 from ..llm import LLM
 from ..sampling_params import SamplingParams
 from ..sequence import Sequence, SequenceStatus
@@ -51,7 +51,7 @@ def _serve_both(target: str, stand: Any, **options: Any) -> str:
         assert tokens == ours, "the tokens differ from ours"
         rounds.append((seconds, yours))
     seconds, yours = (min(times) for times in zip(*rounds))
-    return f"the same {sum(map(len, ours))} tokens as with ours; serving took {yours / seconds:.2f} times as long"
+    return f"the same {sum(map(len, ours))} tokens as with ours; {compare_speed(yours, seconds)}"
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #59f8b804
 def _right_slot(block_table: list[int], position: int, block_size: int) -> int:

@@ -18,6 +18,7 @@ from teachvllm.attention.numba_utils import (
     Kernel,
     arguments,
     array_at,
+    compile_all,
     compiled,
     exp,
     find_openmp,
@@ -167,9 +168,8 @@ def serves(x: torch.Tensor, *others: torch.Tensor) -> bool:
 
 def compile(dtype: torch.dtype) -> None:
     "Compile the kernels of a dtype, or load them, before a step needs them."
-    for kernels in (GATE, NORM, TURN, TAKE, ADD):
-        if dtype in kernels and kernels[dtype].entry is None and find_openmp():
-            kernels[dtype].compile()
+    if dtype in NORM and find_openmp():
+        compile_all((kernels[dtype] for kernels in (GATE, NORM, TURN, TAKE, ADD)), "norms, rotation and gates")
 
 # %% ../../nbs/30b_fused_ops.ipynb #9a148573
 def sigmoid_and_mul(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -26,6 +26,7 @@ from teachvllm.attention.numba_utils import (
     Kernel,
     arguments,
     array_at,
+    compile_all,
     compiled,
     find_openmp,
     host_features,
@@ -252,8 +253,8 @@ def dtypes_served() -> frozenset[torch.dtype]:
 
 def compile(dtype: torch.dtype) -> None:
     "Compile the kernel of a dtype, or load it, before a step needs it."
-    if dtype in dtypes_served() and LINEAR[dtype].entry is None:
-        LINEAR[dtype].compile()
+    if dtype in dtypes_served():
+        compile_all([LINEAR[dtype]], "the matrix product")
 
 
 LARGEST_PANEL = 1 << 20  # bytes

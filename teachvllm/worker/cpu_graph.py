@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attention.numba_attention import DECODE, MERGE, WRITE, NumbaPlan, decode, merge, write
-from ..attention.numba_utils import DTYPES, MAX_ARGUMENTS, Kernel, arguments, array_at, barrier, compiled
+from ..attention.numba_utils import DTYPES, MAX_ARGUMENTS, Kernel, arguments, array_at, barrier, compile_all, compiled
 from teachvllm.model_executor.fused_ops import (
     ADD,
     GATE,
@@ -202,7 +202,7 @@ class CpuGraphRunner:
             for key, plan in meta.plans.items()
         }  # fmt: skip
         self.run_orders = RUN_ORDERS[runner.context.dtype]
-        self.run_orders.compile()
+        compile_all([self.run_orders], "a whole decode step")
 
     def can_run(self, batch: Batch) -> bool:
         "Whether all sequences of `batch` decode, and are not too many; and no module has got a forward hook meanwhile."
