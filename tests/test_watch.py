@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from browser import CHROMIUM, Browser
@@ -344,7 +344,10 @@ def served(folder: str, **options: Any) -> Iterator[Server]:
 class Page:
     "What reads the stream, in place of a browser."
 
+    opened: ClassVar[list["Page"]] = []
+
     def __init__(self, url: str):
+        self.opened.append(self)
         self.response = urllib.request.urlopen(f"{url}/events", timeout=30)
         assert self.response.headers["content-type"].startswith("text/event-stream")
         self.decoder: StepDecoder | None = None
@@ -368,6 +371,14 @@ class Page:
             self.response.fp.raw._sock.shutdown(socket.SHUT_RDWR)
         self.thread.join(60)
         self.response.close()
+
+
+@pytest.fixture(autouse=True)
+def no_page_stays() -> Iterator[None]:
+    "A test that failed leaves no page open: the next one would wait for the recording's end."
+    yield
+    while Page.opened:
+        Page.opened.pop().close()
 
 
 @pytest.fixture(scope="module")
@@ -784,7 +795,8 @@ def test_a_page_that_comes_back_keeps_what_it_shows(server: Server, browser: Bro
         "window.sources = []; window.Real = EventSource; EventSource = class extends Real {"
         " constructor(url) { super(url); sources.push(this); } }; show(3); 0"
     )
-    num_frames, said = browser.js("frames.length"), browser.js("document.getElementById('said').textContent")
+    said = browser.until("(text => text.startsWith('Step ') && text)(document.getElementById('said').textContent)")
+    num_frames = browser.js("frames.length")
     browser.js("connect(); 0")  # as after a lost connection: the same recording from its beginning
     server.generate(random_prompts(2, 20, seed=7), max_tokens=8, name="l")
     browser.until(f"sources.length === 1 && sources[0].readyState === 1 && frames.length > {num_frames} + 5")
