@@ -91,20 +91,21 @@ def test_a_timeout_names_the_ranks(shared: RayDistributedExecutor, tmp_path: Pat
     assert shared.execute_model(5) == (0, 5)
 
 
-def test_ctrl_c_leaves_the_step_in_flight(shared: RayDistributedExecutor) -> None:
+def test_ctrl_c_leaves_the_step_in_flight(shared: RayDistributedExecutor, tmp_path: Path) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    go, before = tmp_path / "go", signal.signal(signal.SIGALRM, interrupt)
     try:
-        shared.submit({0: "sleep 2"})
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        shared.submit({0: f"wait {go}"})
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             shared.collect()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert shared.collect() == (0, {0: "sleep 2"})
+    go.touch()
+    assert shared.collect() == (0, {0: f"wait {go}"})
 
 
 def test_a_step_on_a_gpu_is_launched_before_the_one_before_is_fetched(shared: RayDistributedExecutor) -> None:
