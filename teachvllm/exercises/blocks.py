@@ -133,24 +133,21 @@ register(
         ],
         oracle=_CountedBlocks,
         mistakes={
-            "The block is free although another table still names it: the next request would write into it. Look "
-            "at `free`: which "
-            "count makes a block free?": _FreesForAll,
+            "The block is free although another table still names it: the next request would write into it. Look at `free`: "
+            "which count makes a block free?": _FreesForAll,
             "A block with no reference is not among `free_ids`: it is lost for good. Look at the end of `free`.": _NeverFrees,
             "The block is free, and its last reference stays in `ref_counts`: the count of a free block is 0.": (
                 _KeepsTheLastReference
             ),
             "`free` returns nothing: the block may belong to no table any more.": _FreeReturnsTheBlock,
-            "A block that was just handed out has one reference already: the table that gets it. Look at "
-            "`allocate`: what is the "
-            "count afterwards?": _HasNoFirstReference,
+            "A block that was just handed out has one reference already: the table that gets it. Look at `allocate`: what is "
+            "the count afterwards?": _HasNoFirstReference,
             "`touch` gives back nothing, but it must return the block's id, so that it can go straight into a table.": (
                 _TouchReturnsNothing
             ),
             "The second table is not counted: look at `touch`.": _TouchCountsNothing,
-            "The first block handed out is the last one of the pool. `free_ids` is a stack in reverse, so that 0 "
-            "is on top: which end "
-            "does `allocate` take from?": _HandsOutTheLast,
+            "The first block handed out is the last one of the pool. `free_ids` is a stack in reverse, so that 0 is on top: "
+            "which end does `allocate` take from?": _HandsOutTheLast,
             "The block freed last comes next, so that few blocks are ever used. At which end does `free` put it "
             "back?": _FreesAtTheEnd,
         },
@@ -225,21 +222,17 @@ register(
         ],  # fmt: skip
         oracle=_take_block,
         mistakes={
-            "There was an empty block, and a cached one was given away: its keys and values are lost for "
-            "nothing. Which of the two is "
-            "asked for first?": _with(_take_block, first=True),
+            "There was an empty block, and a cached one was given away: its keys and values are lost for nothing. Which of the "
+            "two is asked for first?": _with(_take_block, first=True),
             "`free_ids` is a stack: the block freed last comes first. Which end is that?": _with(_take_block, end=0),
-            "The block freed last was evicted, and the one that has waited longest stays. In `cached` the oldest "
-            "is in front: which "
-            "end did you take?": _with(_take_block, newest=True),
-            "The block was given away, and its old content can still be found under its hash: the next request "
-            "would read another's "
-            "keys and values. Which two dictionaries know that hash?": _with(_take_block, found=True),
-            "`block_of` has forgotten the content, but `hash_of` still says that the block has one: when it is "
-            "freed again, it would be "
-            "taken for a cached block.": _with(_take_block, hashed=True),
-            "The block is in use now, and still among the "
-            "`cached` ones: it would be given away a second time.": _with(_take_block, stays=True),
+            "The block freed last was evicted, and the one that has waited longest stays. In `cached` the oldest is in front: "
+            "which end did you take?": _with(_take_block, newest=True),
+            "The block was given away, and its old content can still be found under its hash: the next request would read "
+            "another's keys and values. Which two dictionaries know that hash?": _with(_take_block, found=True),
+            "`block_of` has forgotten the content, but `hash_of` still says that the block has one: when it is freed again, it "
+            "would be taken for a cached block.": _with(_take_block, hashed=True),
+            "The block is in use now, and still among the `cached` ones: it would be given away a second "
+            "time.": _with(_take_block, stays=True),
             "Every block is in use. That is no fault here: what was asked for in that case?": _with(_take_block, always=True),
             "The block is still in `free_ids`: it would be given away a second time. `pop` takes it out.": (
                 _with(_take_block, looks=True)

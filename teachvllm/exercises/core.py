@@ -137,17 +137,16 @@ register(
             "grown. In which order must the two lines stand?": _with(_schedule_plain, after=True),
             "A request was skipped. A `for` loop over a queue from which it removes jumps over the next one: loop as "
             "long as there is a place and a request that waits, and take the first.": _with(_schedule_plain, skip=True),
-            "The step computes these tokens, but the sequence "
-            "does not know: which number of it must grow?": _with(_schedule_plain, count=False),
-            "In the second step only the token that was sampled last is left to compute, and this computes the "
-            "whole text again. Which "
-            "number of the sequence says what is left?": _with(_schedule_plain, again=True),
-            "More requests run than `max_num_seqs` allows: what "
-            "must be asked before one is admitted?": _with(_schedule_plain, more=99),
-            "One request too many was admitted: when two may "
-            "run and two do, is there a place left?": _with(_schedule_plain, more=1),
-            "Only one request was admitted, although there are places "
-            "for more: an `if` where a loop should be?": _with(_schedule_plain, at_once=1),
+            "The step computes these tokens, but the sequence does not know: which number of it must "
+            "grow?": _with(_schedule_plain, count=False),
+            "In the second step only the token that was sampled last is left to compute, and this computes the whole text "
+            "again. Which number of the sequence says what is left?": _with(_schedule_plain, again=True),
+            "More requests run than `max_num_seqs` allows: what must be asked before one is "
+            "admitted?": _with(_schedule_plain, more=99),
+            "One request too many was admitted: when two may run and two do, is there a place "
+            "left?": _with(_schedule_plain, more=1),
+            "Only one request was admitted, although there are places for more: an `if` where a loop should "
+            "be?": _with(_schedule_plain, at_once=1),
             "The dictionary is empty. Either it is never filled, or you compute before you admit: a request that is admitted "
             "now computes its prompt in this very step.": _with(_schedule_plain, late=True),
             "One request runs many times over, and still waits: `peek` and `add` leave it in its queue. Take it out with "
@@ -157,8 +156,8 @@ register(
             "What was removed is not in the queue. Perhaps no request waits any more, and `peek()` gave None: a place alone "
             "is not enough, so ask `len(toy.waiting)`, too.": _with(_schedule_plain, ask=False),
             "A key of the dictionary is the request itself: `group.request_id` is wanted.": _keyed_by_request,
-            "The sequence counts one token more, but a step computes all that it lacks: "
-            "`num_computed_tokens` grows by `num_new_tokens`.": _with(_schedule_plain, whole=False),
+            "The sequence counts one token more, but a step computes all that it lacks: `num_computed_tokens` grows by "
+            "`num_new_tokens`.": _with(_schedule_plain, whole=False),
             "One token was computed, but a request lacks as many as `num_new_tokens` says: here its whole "
             "prompt.": _with(_schedule_plain, single=True),
             "The request that came last was admitted first. Which end of the queue is the next one: `peek()` or `last()`?": (
@@ -255,8 +254,8 @@ register(
             "Which one gives way?": _with(_make_room, first=True),
             "The request that lacked a block was preempted itself. One that came before the last is served: the "
             "last one gives way for it.": _with(_make_room, needy=True),
-            "A preempted request was preempted for nothing: "
-            "what becomes of the blocks that it held?": _with(_make_room, give=False),
+            "A preempted request was preempted for nothing: what becomes of the blocks that it "
+            "held?": _with(_make_room, give=False),
             "A request that was preempted does not compute: it has no blocks. Is it still in the list that you go through?": (
                 _with(_make_room, compute=True)
             ),
@@ -345,19 +344,18 @@ register(
             "the whole pool?": _subclass(exact=False),
             "Where both fit, `Scheduler` itself must be asked, and its answer returned: it would have said LATER here. Is a "
             "`return` missing?": _subclass(asks=False),
-            "The second request was admitted although both do "
-            "not fit: does the one that asks count itself?": _subclass(itself=False),
-            "Each request has a last block of its own, "
-            "perhaps only partly filled: round up for each, then add.": _subclass(together=True),
+            "The second request was admitted although both do not fit: does the one that asks count "
+            "itself?": _subclass(itself=False),
+            "Each request has a last block of its own, perhaps only partly filled: round up for each, then "
+            "add.": _subclass(together=True),
             "The later requests were admitted at once. Is an `AllocStatus` returned in each case, and does the sum count "
             "what a request may become (`max_len`), not what it is now?": _subclass(most=False),
             "The first two fit, and the second had to wait for the third: only `group` asks. What stands behind it in "
             "`self.waiting` is counted when it asks itself.": _subclass(queue=True),
             "A request was ended, not kept waiting: that is what `AllocStatus.NEVER` means. Where it does not fit yet, the "
             "answer is LATER.": _subclass(full=AllocStatus.NEVER),
-            "The first request may become longer than the whole pool, so it was never admitted, and all behind "
-            "it wait. Alone it must be "
-            "let in: ask whether anything runs.": _subclass(alone=False),
+            "The first request may become longer than the whole pool, so it was never admitted, and all behind it wait. Alone "
+            "it must be let in: ask whether anything runs.": _subclass(alone=False),
         },
         hint=(
             "Add up the blocks of the longest texts of all running requests and of the one that asks, and compare "
@@ -409,18 +407,16 @@ register(
         ],  # fmt: skip
         oracle=_shall_swap,
         mistakes={
-            "Without a mode, a request of one sequence was swapped. It comes back with as many blocks as it has "
-            "now, so it is computed again: "
-            "what must be asked where `mode` is None?": _with(_shall_swap, default="always"),
-            "Without a mode, a request of three sequences was not swapped. Computed again they would have more "
-            "blocks than now, until they "
-            "share again: what does `mode` None mean for them?": _with(_shall_swap, default="never"),
+            "Without a mode, a request of one sequence was swapped. It comes back with as many blocks as it has now, so it is "
+            "computed again: what must be asked where `mode` is None?": _with(_shall_swap, default="always"),
+            "Without a mode, a request of three sequences was not swapped. Computed again they would have more blocks than "
+            "now, until they share again: what does `mode` None mean for them?": _with(_shall_swap, default="never"),
             "The mode `swap` says so for every request, also for one of a single sequence.": _with(_shall_swap, both=True),
             "A window was forgotten: a request with a window would come back with blocks that it has freed since.": (
                 _with(_shall_swap, window=False)
             ),
-            "The mode is `recompute`: then no request "
-            "is swapped, however many sequences it has.": _with(_shall_swap, recompute=False),
+            "The mode is `recompute`: then no request is swapped, however many sequences it "
+            "has.": _with(_shall_swap, recompute=False),
             "Five blocks fit into five free ones: is it `<` or `<=`?": _with(_shall_swap, room=0),
             "The CPU's pool has no room for all of its blocks. Then it must be computed again.": _with(_shall_swap, room=-1),
             "Nothing of this request is computed yet, so there is nothing to save: copying its blocks would be "
@@ -475,9 +471,8 @@ register(
         ],  # fmt: skip
         oracle=_can_look_ahead,
         mistakes={
-            "One request is to be forked when the token under way is known: the sequences that the next step "
-            "would compute do not exist "
-            "yet.": _with(_can_look_ahead, fork=False),
+            "One request is to be forked when the token under way is known: the sequences that the next step would compute do "
+            "not exist yet.": _with(_can_look_ahead, fork=False),
             "One request is at its end, but another has something to compute, so a step is worth while: `any` or `all`?": (
                 _with(_can_look_ahead, every=True)
             ),
@@ -487,8 +482,8 @@ register(
             "Each request alone would find its block, both together do not: one would be preempted. Add up what they need.": (
                 _with(_can_look_ahead, total=False)
             ),
-            "Two blocks are needed and two are free, "
-            "so none is preempted: is it `<` or `<=`?": _with(_can_look_ahead, strict=True),
+            "Two blocks are needed and two are free, so none is preempted: is it `<` or "
+            "`<=`?": _with(_can_look_ahead, strict=True),
         },
         hint=(
             "Three questions: is one about to be forked, is there anything to compute, and do the free blocks "
@@ -564,8 +559,8 @@ register(
             "More beams go on than `width`: how many of those that do not end are kept?": _with(_choose_beams, cut=False),
             "One continuation was taken of each beam. All candidates compete with each other: one beam may go on "
             "twice, another not at all.": _with(_choose_beams, per_beam=True),
-            "A candidate is worth its beam's log-probability "
-            "plus its token's. Was the beam's added?": _with(_choose_beams, total=False),
+            "A candidate is worth its beam's log-probability plus its token's. Was the beam's "
+            "added?": _with(_choose_beams, total=False),
             "A candidate that ends went on as a beam. What must be asked of its token?": _with(_choose_beams, leave=False),
             "Too few go on: one that ends takes no place among them. The best `width` of *those that do not end* go on.": (
                 _with(_choose_beams, places=True)

@@ -142,10 +142,10 @@ register(
         ],  # fmt: skip
         oracle=_append_slots,
         mistakes={
-            "One block too many where the last one is exactly "
-            "full: how many blocks do 4 tokens need, how many 5?": _with(_append_slots, up=1),
-            "A block that is only partly filled is a "
-            "block, too: in which direction does the division round?": _with(_append_slots, up=0),
+            "One block too many where the last one is exactly full: how many blocks do 4 tokens need, how many "
+            "5?": _with(_append_slots, up=1),
+            "A block that is only partly filled is a block, too: in which direction does the division "
+            "round?": _with(_append_slots, up=0),
             "The right blocks, but the caller's table did not grow. Does a line of yours make a new list instead "
             "of changing `table`?": (
                 _with(_append_slots, another=True)
@@ -153,12 +153,11 @@ register(
             "A block is missing. The blocks of the table hold the tokens that are computed already: do they count in your sum?": (
                 _with(_append_slots, past=False)
             ),
-            "Blocks were taken although the last one still had room. The tokens that are computed already count, "
-            "too: how many tokens "
-            "will there be in all?": _with(_append_slots, room=False),
+            "Blocks were taken although the last one still had room. The tokens that are computed already count, too: how many "
+            "tokens will there be in all?": _with(_append_slots, room=False),
             "The table has blocks already: how many of those that it needs are missing?": _with(_append_slots, there=False),
-            "The table is right. What is asked for are "
-            "the new blocks alone, without those that it had before.": _with(_append_slots, all_ids=True),
+            "The table is right. What is asked for are the new blocks alone, without those that it had "
+            "before.": _with(_append_slots, all_ids=True),
             "One id stands in the table several times: `[allocate()] * n` calls `allocate` once. Each block needs a call.": (
                 _repeats_one_block
             ),
@@ -230,16 +229,15 @@ register(
         ],  # fmt: skip
         oracle=_copy_on_write,
         mistakes={
-            "A block that only this table names was copied: "
-            "no other table reads it. What is its reference count?": _with(_copy_on_write, always=True),
-            "The shared block still counts this table as an owner, so it will never be free. What must be said "
-            "to the allocator when a "
-            "table stops naming a block?": _with(_copy_on_write, leak=True),
+            "A block that only this table names was copied: no other table reads it. What is its reference "
+            "count?": _with(_copy_on_write, always=True),
+            "The shared block still counts this table as an owner, so it will never be free. What must be said to the "
+            "allocator when a table stops naming a block?": _with(_copy_on_write, leak=True),
             "The table still names the shared block, so the next token goes there. The copy must take its place in `table`.": (
                 _with(_copy_on_write, another=True)
             ),
-            "The right blocks in the wrong order: first "
-            "the block to copy from, then the copy.": _with(_copy_on_write, turned=True),
+            "The right blocks in the wrong order: first the block to copy from, then the "
+            "copy.": _with(_copy_on_write, turned=True),
             "Full blocks are never written again and stay shared. Only the block of the next token counts: which "
             "entry is that?": (
                 _copies_all
@@ -248,14 +246,13 @@ register(
             "so nothing is taken off it.": _with(_copy_on_write, before=True),
             "The token goes into the first slot of a block that is in the table already, and shared: to write there "
             "takes a copy like any other slot.": _with(_copy_on_write, inside=True),
-            "The table's last block is full here, so the next token does not go there but into a block that the "
-            "table does not have yet. "
-            "There is nothing to copy: divide `num_computed_tokens` by the block size and compare with the table's length.": (
+            "The table's last block is full here, so the next token does not go there but into a block that the table does not "
+            "have yet. There is nothing to copy: divide `num_computed_tokens` by the block size and compare with the table's "
+            "length.": (
                 _with(_copy_on_write, last=True)
             ),
-            "All blocks of the table are full, so the next token's block is not there yet, and the index points "
-            "behind the table's end. "
-            "What is there to copy then?": _with(_copy_on_write, behind=True),
+            "All blocks of the table are full, so the next token's block is not there yet, and the index points behind the "
+            "table's end. What is there to copy then?": _with(_copy_on_write, behind=True),
         },
         hint="Into which entry of the table does token number `num_computed_tokens` go? Is it there, and who else has it?",
         engine=_serve(_copies_on_write, "teachvllm.core.block_manager:BlockSpaceManager.copy_on_write"),
@@ -343,17 +340,14 @@ register(
             ),
             "Nothing was found. Was the first block looked up at all? How many blocks do you go through, and which tokens and "
             "which parent make the first hash?": _with(_find_prefix, root=b"x"),
-            "The whole prompt was found, so nothing is left to compute and there are no logits to choose the "
-            "next token from. Which "
-            "token must never be looked up?": _with(_find_prefix, last=0),
-            "Only full blocks have a hash. This looked up "
-            "the tokens of a block that is not full.": _with(_find_prefix, partial=True),
-            "The second block was not found. Its hash is made from its tokens and the hash of the block before: "
-            "what is `parent` for "
-            "the second block, and which tokens are in it?": _with(_find_prefix, chained=False),
-            "A block behind a hole was taken. The computed tokens must be the first ones, without a gap: what "
-            "happens at the first "
-            "unknown hash?": _with(_find_prefix, stop=False),
+            "The whole prompt was found, so nothing is left to compute and there are no logits to choose the next token from. "
+            "Which token must never be looked up?": _with(_find_prefix, last=0),
+            "Only full blocks have a hash. This looked up the tokens of a block that is not "
+            "full.": _with(_find_prefix, partial=True),
+            "The second block was not found. Its hash is made from its tokens and the hash of the block before: what is "
+            "`parent` for the second block, and which tokens are in it?": _with(_find_prefix, chained=False),
+            "A block behind a hole was taken. The computed tokens must be the first ones, without a gap: what happens at the "
+            "first unknown hash?": _with(_find_prefix, stop=False),
             "An unknown hash ends the search; it adds nothing to the list, no `None` either.": _notes_the_unknown,
             "Return a list, not a tuple: the engine adds to it.": _returns_a_tuple,
         },
@@ -446,8 +440,8 @@ register(
             "smallest key in front.": (
                 _policy(order="turned")
             ),
-            "The first to arrive came first, whatever its priority. "
-            "Which of the two stands first in the key?": _policy(order="arrival"),
+            "The first to arrive came first, whatever its priority. Which of the two stands first in the "
+            "key?": _policy(order="arrival"),
             "Two requests of one priority: the one that arrived first comes first. What does the key say of that?": (
                 _policy(order="priority")
             ),

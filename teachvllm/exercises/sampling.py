@@ -190,9 +190,8 @@ _check.register(
             "dimension is one too many?": (
                 lambda weights, uniform: _draw(weights, uniform)[:, None]
             ),
-            "A token of weight zero was chosen: `searchsorted` stops where the sum *reaches* the number, not "
-            "where it passes it. "
-            "Look at `right`.": _partial(_draw, right=False),
+            "A token of weight zero was chosen: `searchsorted` stops where the sum *reaches* the number, not where it passes "
+            "it. Look at `right`.": _partial(_draw, right=False),
             "The weights need not add up to one. By what must `uniform` be multiplied before it is compared with "
             "the running sum?": (
                 _partial(_draw, scaled=False)
