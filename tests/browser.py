@@ -39,8 +39,9 @@ class Browser:
         os.close(theirs_out)
         self.number, self.rest, self.events = 0, b"", list[dict[str, Any]]()
         self.session = ""
-        page = next(t for t in self.send("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        self.session = self.send("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+        while not (pages := [t for t in self.send("Target.getTargets")["targetInfos"] if t["type"] == "page"]):
+            time.sleep(0.05)  # the window is not there yet
+        self.session = self.send("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 

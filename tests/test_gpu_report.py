@@ -30,7 +30,7 @@ def run(*options: str) -> str:
     "The tool's output, on a machine without a GPU."
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, TOOL, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+        [sys.executable, TOOL, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
