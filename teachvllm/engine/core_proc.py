@@ -186,7 +186,7 @@ class MPClient:
         self.encode, self.decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(EngineCoreOutputs).decode
         self.sock, self.poller, self.zmq = zmq.Context().socket(zmq.PAIR), zmq.Poller(), zmq
         self.sock.set_hwm(0)
-        self.sock.linger = 0  # a connection keeps what it began with: set later, a dead core's messages could hold `term` for ever
+        self.sock.linger = 0  # before it binds: set later, messages to a dead core could hold `term` for ever
         is_long = len(tempfile.gettempdir()) > 60  # the system allows a socket's name about 100 characters
         self.folder = tempfile.mkdtemp(prefix="teachvllm-", dir="/tmp" if is_long else None)
         try:
