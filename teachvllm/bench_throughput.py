@@ -458,7 +458,7 @@ def wrapped_methods(llm: Any, profile: StepProfile) -> Iterator[tuple[Any, str, 
             if hasattr(method, name):
                 yield method, name, "linears", profile.count_linear
 
-
+# %% ../nbs/92_bench_throughput.ipynb #24fabbe2
 @contextmanager
 def profile_steps(llm: Any) -> Iterator[StepProfile]:
     """Inside, every step of the engine is timed; at the end its methods are as before. With None nothing is.

@@ -199,7 +199,7 @@ class VllmAlias:
         if name == "vllm":
             vars(module).update(__version__=VERSION, __teachvllm__=import_module("teachvllm").__version__)
 
-
+# %% ../nbs/97_as_vllm.ipynb #52c80930
 def as_vllm(force: bool = False) -> VllmAlias:
     """From now on `import vllm` finds teachvllm: call it before the program's own imports, or use it in a `with` statement.
 

@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(
         bool(shutil.which("quarto")), reason="Quarto's pages are Quarto's: these tests are about smalldocs'"
     ),
-    pytest.mark.timeout(900),
 ]
 
 

@@ -471,7 +471,6 @@ def test_the_matrix_covers() -> None:
         assert len(windows) > 1 < len(caps) and None in windows & caps and splits == {1, 64}
 
 
-@pytest.mark.timeout(900)  # the first one waits for the children
 @pytest.mark.parametrize("row", range(len(MATRIX)), ids=lambda i: "-".join(map(str, MATRIX[i])).replace(" ", ""))
 def test_compiles_and_fits(row: int, compiled: dict[int, list[dict[str, Any]]]) -> None:
     chip, dtype, *_, soft_cap, splits = MATRIX[row]
@@ -488,7 +487,6 @@ def test_compiles_and_fits(row: int, compiled: dict[int, list[dict[str, Any]]]) 
         assert any(kernel["wgmma.mma_async"] for kernel in compiled[row])
 
 
-@pytest.mark.timeout(900)
 def test_batches_of_other_sizes_compile_nothing_new(compiled: dict[int, list[dict[str, Any]]]) -> None:
     "However many decodes come first: one narrow kernel, one wide one, one that writes."
     names = [kernel["name"] for kernel in compiled[-1]]

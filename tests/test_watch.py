@@ -703,6 +703,12 @@ def slow_steps(server: Server) -> Iterator[None]:
         server.call(server.engine.collective_rpc(slow_down, args=(0,)))
 
 
+def paused_at(browser: Browser) -> str:
+    "What a paused page says, as soon as the pause is drawn."
+    drawn = "document.getElementById('state').textContent === 'Paused'"
+    return str(browser.until(f"{drawn} && document.getElementById('said').textContent"))
+
+
 def end_page(browser: Browser) -> None:
     assert browser.errors() == []
     browser.open("about:blank")
@@ -783,9 +789,7 @@ def test_a_pause_holds_while_the_engine_goes_on(server: Server, browser: Browser
     server.generate(random_prompts(2, 20), max_tokens=8, name="p")
     browser.until("frames.length > 5 && !document.getElementById('pause').disabled")
     browser.click("#pause")
-    held = browser.until(
-        "document.getElementById('state').textContent === 'Paused' && document.getElementById('said').textContent"
-    )
+    held = paused_at(browser)
     server.generate(random_prompts(6, 20, seed=3), max_tokens=20, name="q")
     browser.until(f"frames.at(-1).step >= {len(server.steps) - 1}")
     assert browser.js("document.getElementById('said').textContent") == held
@@ -804,9 +808,7 @@ def test_a_page_that_comes_back_keeps_what_it_shows(server: Server, browser: Bro
         "window.sources = []; window.Real = EventSource; EventSource = class extends Real {"
         " constructor(url) { super(url); sources.push(this); } }; show(3); 0"
     )
-    said = browser.until(
-        "document.getElementById('state').textContent === 'Paused' && document.getElementById('said').textContent"
-    )
+    said = paused_at(browser)
     num_frames = browser.js("frames.length")
     browser.js("connect(); 0")  # as after a lost connection: the same recording from its beginning
     server.generate(random_prompts(2, 20, seed=7), max_tokens=8, name="l")

@@ -109,7 +109,7 @@ def dot4(q, row):
         d += q[3, i] * x
     return a, b, c, d
 
-
+# %% ../../nbs/21f_numba_attention.ipynb #829a6cbc
 def _sixteen(builder, address, offset, dtype):
     "Sixteen numbers of an array, as float32."
     if dtype == types.float32:
@@ -179,7 +179,7 @@ def put_totals(typing_context, tile, out, stride):
 
     return types.void(tile, types.intp, types.intp), build
 
-
+# %% ../../nbs/21f_numba_attention.ipynb #407800e6
 @inlined
 def dot1(q, row):
     "The product of a row with q[0]."
@@ -222,7 +222,7 @@ def exponentials(scores, soft_cap):
         total += weight
     return largest, total
 
-
+# %% ../../nbs/21f_numba_attention.ipynb #c5802635
 WIDE = bool(dtypes_served())  # the processor has registers of 64 bytes
 
 
@@ -257,7 +257,7 @@ def score_pages(q, rows, k, table, block_size, first, last, scores, dtype):
                 sa[at + i], sb[at + i], sc[at + i], sd[at + i] = dot4(q, row)
         at, block, offset = at + here, block + 1, 0
 
-
+# %% ../../nbs/21f_numba_attention.ipynb #40a2d360
 @compiled
 def add_page_tiles(weights, v, table, block_size, first, last, out, dtype):
     "`add_pages` for four heads whose size is a multiple of 64: 64 numbers of each at a time, with sums in registers."
@@ -303,7 +303,7 @@ def add_pages(weights, rows, v, table, block_size, first, last, out, dtype):
     for i in range(size):
         out[0, i], out[1, i], out[2, i], out[3, i] = a[i], b[i], c[i], d[i]
 
-
+# %% ../../nbs/21f_numba_attention.ipynb #7c6ecbbc
 @compiled
 def attend(q, k, v, table, block_size, first, last, scale, soft_cap, scores, acc, stats, dtype):
     """Up to four query heads q [rows, size] over the tokens first to last of one sequence, whose pages of block_size rows of
@@ -378,7 +378,7 @@ def decode(words, floats, dtype, cache_dtype):
                 for x in range(size):
                     store(result, x, row[x] * factor)
 
-
+# %% ../../nbs/21f_numba_attention.ipynb #eea77cd1
 @compiled
 def merge(words, floats, dtype):
     "One thread's part of the heads whose tokens were split: the same arguments."
@@ -467,7 +467,7 @@ class NumbaPlan:
     decode_args: tuple[Any, ...] = ()  # see `decode`; without those that are a layer's own
     scratch: tuple[torch.Tensor, ...] = ()  # scores, sums and stats, for one layer after the other
 
-
+# %% ../../nbs/21f_numba_attention.ipynb #9a8b5596
 class NumbaBackend(AttentionBackend):
     """Decoding sequences by a compiled loop over their pages, chunks of prompts by chapters 21d and 21e. bfloat16 and float32.
 

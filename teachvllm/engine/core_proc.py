@@ -63,7 +63,7 @@ def answer_to(function: Callable, *args: Any) -> list[bytes]:
     except Exception as error:
         return [b"error", describe_error(error)]
 
-
+# %% ../../nbs/54_core_process.ipynb #afe4b9e9
 class EngineCoreProc:
     """A core behind a socket: it takes messages, makes steps while there is work, and sends what they bring.
 
@@ -163,7 +163,7 @@ def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[sock
     sock.close()
     sock.context.term()
 
-
+# %% ../../nbs/54_core_process.ipynb #4a201f4f
 class MPClient:
     """What the front has of a core in another process: the calls of `InprocClient`, as messages over a private socket.
 
