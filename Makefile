@@ -17,6 +17,7 @@ demo: $(READY) ## answer four prompts with a real model, and draw how
 test: $(READY) ## run every check and every notebook (GPU tests where there is a GPU)
 	$(PY) tools/export.py --check
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 

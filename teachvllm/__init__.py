@@ -19,9 +19,24 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` do
     from teachvllm.engine.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
     from teachvllm.engine.llm_engine import LLMEngine
     from teachvllm.llm import LLM
-    from teachvllm.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
-    from teachvllm.outputs import ClassificationOutput, ClassificationRequestOutput, CompletionOutput, EmbeddingOutput
-    from teachvllm.outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+    from teachvllm.sampling_params import (
+        BeamSearchParams,
+        PoolingParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
+    from teachvllm.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+    )
+    from teachvllm.outputs import (
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+    )
     from teachvllm.outputs import ScoringOutput, ScoringRequestOutput
     from teachvllm.trace import Trace
 
@@ -58,17 +73,41 @@ _HOMES = {
 }
 
 
-_all_ = ["LLM", "LLMEngine", "AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs", "EngineArgs", "VllmConfig", "SamplingParams",
-         "BeamSearchParams", "RequestOutputKind", "RequestOutput", "CompletionOutput", "PoolingParams",
-         "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "ClassificationOutput",
-         "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput", "TextPrompt", "TokensPrompt",
-         "Trace", "as_vllm"]  # fmt: skip
+_all_ = [
+    "LLM",
+    "LLMEngine",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "AsyncEngineArgs",
+    "EngineArgs",
+    "VllmConfig",
+    "SamplingParams",
+    "BeamSearchParams",
+    "RequestOutputKind",
+    "RequestOutput",
+    "CompletionOutput",
+    "PoolingParams",
+    "PoolingOutput",
+    "PoolingRequestOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "TextPrompt",
+    "TokensPrompt",
+    "Trace",
+    "as_vllm",
+]
 
 _NOT_YET = ("ModelRegistry", "PromptType", "initialize_ray_cluster")
 
 
 def __getattr__(name: str) -> Any:
-    "Import the home of a public name when it is first used (PEP 562), so that `import teachvllm` itself is instant."
+    """Import the home of a public name when it is first used (PEP 562), so that `import teachvllm`
+    itself is instant.
+    """
     if name in _NOT_YET:
         from teachvllm.config import NotSupportedYet
 

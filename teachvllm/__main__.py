@@ -55,8 +55,19 @@ def add_sampling_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, (kind, default, help) in SAMPLING.items():
         flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, type=kind, default=default, metavar=kind.__name__.upper(), help=f"{help} (default: %(default)s)")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated")
+        group.add_argument(
+            flag,
+            type=kind,
+            default=default,
+            metavar=kind.__name__.upper(),
+            help=f"{help} (default: %(default)s)",
+        )
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end the answer before this text; may be repeated",
+    )
 
 
 def sampling_params(parsed: argparse.Namespace, **more: Any) -> SamplingParams:
@@ -84,9 +95,11 @@ def run_generate(parsed: argparse.Namespace) -> None:
 
 # %% ../nbs/98_command_line.ipynb #a6759ce9
 def conversation_ids(llm: Any, messages: list[dict[str, str]], max_tokens: int) -> list[int]:
-    """The prompt of a conversation; its oldest question and answer are deleted from `messages` until it fits.
+    """The prompt of a conversation; its oldest question and answer are deleted from `messages`
+    until it fits.
 
-    It fits if it leaves room for an answer: for `max_tokens`, or for a quarter of what the model takes if that is less.
+    It fits if it leaves room for an answer: for `max_tokens`, or for a quarter of what the model
+    takes if that is less.
     """
     from teachvllm.inputs import apply_chat_template
 
@@ -95,7 +108,13 @@ def conversation_ids(llm: Any, messages: list[dict[str, str]], max_tokens: int) 
     ids = apply_chat_template(llm.get_tokenizer(), messages)
     while len(ids) > most - room and len(messages) > 1:
         del messages[:2]
-        print(f"(no room for {room} tokens within max_model_len={most}: the oldest question is left out)", file=sys.stderr)
+        print(
+            (
+                f"(no room for {room} tokens within max_model_len={most}: the oldest question "
+                "is left out)"
+            ),
+            file=sys.stderr,
+        )
         ids = apply_chat_template(llm.get_tokenizer(), messages)
     return ids
 
@@ -130,21 +149,29 @@ def converse(first: str, answer: Callable[[list[dict[str, str]]], Iterator[str]]
 
 # %% ../nbs/98_command_line.ipynb #3945808f
 def run_chat(parsed: argparse.Namespace) -> None:
-    """`teachvllm chat`: a conversation, with a model that is loaded here or, with `--url`, with a server's.
+    """`teachvllm chat`: a conversation, with a model that is loaded here or, with `--url`, with a
+    server's.
 
-    A conversation that has grown too long for the model loses its oldest messages; a server refuses it.
+    A conversation that has grown too long for the model loses its oldest messages; a server refuses
+    it.
     """
     first = " ".join(parsed.text)
     if parsed.url:
         return converse(first, partial(ask_server, parsed, "chat/completions", "messages"))
     params = sampling_params(parsed, output_kind=RequestOutputKind.DELTA)
     with make_llm(parsed) as llm:
-        converse(first, lambda messages: stream(llm.llm_engine, conversation_ids(llm, messages, parsed.max_tokens), params))
+        converse(
+            first,
+            lambda messages: stream(
+                llm.llm_engine, conversation_ids(llm, messages, parsed.max_tokens), params
+            ),
+        )
 
 
 def stream(engine: Any, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
     "The pieces of one answer, as the engine's steps bring them."
-    request_id = f"chat-{time.monotonic_ns()}"  # after Ctrl-C the engine may still report the end of the one before
+    # after Ctrl-C the engine may still report the end of the one before
+    request_id = f"chat-{time.monotonic_ns()}"
     engine.add_request(request_id, token_ids, params)
     try:
         while engine.has_unfinished_requests():
@@ -166,16 +193,22 @@ def ask() -> str:
 
 # %% ../nbs/98_command_line.ipynb #17db2742
 def request_json(parsed: argparse.Namespace, path: str, body: dict[str, Any] | None = None) -> Any:
-    "An open answer of the server at `--url`; `ValueError` says what the server did not like, or that there is none."
+    """An open answer of the server at `--url`; `ValueError` says what the server did not like, or
+    that there is none.
+    """
     from urllib.error import HTTPError, URLError
     from urllib.parse import urlsplit
     from urllib.request import ProxyHandler, Request, build_opener
 
     key = parsed.api_key or os.environ.get("OPENAI_API_KEY")
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    url, data = f"{parsed.url.rstrip('/')}/{path}", json.dumps(body).encode() if body else None
+    headers = {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
+    url = f"{parsed.url.rstrip('/')}/{path}"
+    data = json.dumps(body).encode() if body else None
     try:
-        here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")  # a proxy's own localhost is another machine
+        # a proxy's own localhost is another machine
+        here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
         return build_opener(*[ProxyHandler({})] * here).open(Request(url, data, headers))
     except HTTPError as error:
         said = error.read().decode(errors="replace")
@@ -183,7 +216,9 @@ def request_json(parsed: argparse.Namespace, path: str, body: dict[str, Any] | N
             said = json.loads(said)["error"]["message"]
         raise ValueError(f"{url} answered {error.code}: {said:.500}") from error
     except (URLError, ValueError, OSError) as error:
-        raise ValueError(f"url={parsed.url!r} cannot be reached: {getattr(error, 'reason', error)}") from error
+        raise ValueError(
+            f"url={parsed.url!r} cannot be reached: {getattr(error, 'reason', error)}"
+        ) from error
 
 
 def lines_of(answer: Any) -> Iterator[str]:
@@ -197,32 +232,48 @@ def lines_of(answer: Any) -> Iterator[str]:
 
 # %% ../nbs/98_command_line.ipynb #f2dde68a
 def ask_server(parsed: argparse.Namespace, path: str, field: str, value: Any) -> Iterator[str]:
-    "The pieces of an answer of the server at `--url`: of a conversation (`messages`) or of a text (`prompt`)."
+    """The pieces of an answer of the server at `--url`: of a conversation (`messages`) or of a text
+    (`prompt`).
+    """
     model = parsed.model_name
     if not model:
         with request_json(parsed, "models") as answer:
             model = parsed.model_name = json.load(answer)["data"][0]["id"]
-    params = {name: getattr(parsed, name) for name in ("temperature", "top_p", "max_tokens", "stop")}
+    params = {
+        name: getattr(parsed, name) for name in ("temperature", "top_p", "max_tokens", "stop")
+    }
     asked = {name: getattr(parsed, name) for name in ("top_k", "min_p")}
-    params |= {"seed": parsed.sampling_seed} | {name: what for name, what in asked.items() if what != SAMPLING[name][1]}
-    body = {name: what for name, what in params.items() if what is not None} | {"model": model, "stream": True, field: value}
+    params |= {"seed": parsed.sampling_seed} | {
+        name: what for name, what in asked.items() if what != SAMPLING[name][1]
+    }
+    body = {name: what for name, what in params.items() if what is not None} | {
+        "model": model,
+        "stream": True,
+        field: value,
+    }
     with request_json(parsed, path, body) as answer:
         yield from pieces_of(lines_of(answer), field)
 
 
 def pieces_of(lines: Iterable[str], field: str) -> Iterator[str]:
-    "The pieces of text in the lines of a stream, as they come: of a conversation (`messages`) or of a text (`prompt`)."
+    """The pieces of text in the lines of a stream, as they come: of a conversation (`messages`) or
+    of a text (`prompt`).
+    """
     for line in lines:
         text = line.removeprefix("data:").strip()
         if line.startswith("data:") and text != "[DONE]":
             event = json.loads(text)
             require("error" not in event, f"the server ended the answer: {event.get('error')}")
             for choice in event.get("choices") or ():  # a last event may have only the usage
-                yield choice["delta"].get("content") or "" if field == "messages" else choice["text"]
+                yield (
+                    choice["delta"].get("content") or "" if field == "messages" else choice["text"]
+                )
 
 # %% ../nbs/98_command_line.ipynb #fdd313f6
 def run_complete(parsed: argparse.Namespace) -> None:
-    "`teachvllm complete`: each text, and then each line that is typed, with a server's continuation."
+    """`teachvllm complete`: each text, and then each line that is typed, with a server's
+    continuation.
+    """
     for text in parsed.text or iter(ask, ""):
         try:
             print(text, end="", flush=True)
@@ -236,7 +287,9 @@ def run_complete(parsed: argparse.Namespace) -> None:
 
 # %% ../nbs/98_command_line.ipynb #dcd9134e
 def extras() -> tuple[Any, Any, Any, Any]:
-    "The modules of the server: server, metrics, live page, load generator; `ValueError` says how to install what is missing."
+    """The modules of the server: server, metrics, live page, load generator; `ValueError` says how
+    to install what is missing.
+    """
     try:
         names = ("entrypoints.api_server", "engine.metrics", "entrypoints.watch", "bench_serve")
         server, metrics, watch, load = (import_module(f"teachvllm.{name}") for name in names)
@@ -244,7 +297,9 @@ def extras() -> tuple[Any, Any, Any, Any]:
         load.import_httpx()
         return server, metrics, watch, load
     except ImportError as error:
-        raise ValueError(f"serving needs more packages ({error}): pip install 'teachvllm[serve]'") from error
+        raise ValueError(
+            f"serving needs more packages ({error}): pip install 'teachvllm[serve]'"
+        ) from error
 
 
 def run_serve(parsed: argparse.Namespace) -> int:
@@ -255,9 +310,15 @@ def run_serve(parsed: argparse.Namespace) -> int:
     def extend(engine: Any) -> dict[str, Any]:
         names = server.server_args(parsed).served_model_name
         logger = metrics.PrometheusStatLogger(engine.config, names[0] if names else None)
-        logger.record(EngineCoreOutputs(stats=engine.engine_core.call_utility("get_stats")), [])  # the pool, before any request
-        engine.stat_loggers += [logger] if parsed.disable_log_stats else [logger, metrics.LoggingStatLogger(logger)]
-        return {"registry": logger.registry, "routers": [watch.make_watch_router(engine)] if parsed.watch else []}
+        # the pool, before any request
+        logger.record(EngineCoreOutputs(stats=engine.engine_core.call_utility("get_stats")), [])
+        engine.stat_loggers += (
+            [logger] if parsed.disable_log_stats else [logger, metrics.LoggingStatLogger(logger)]
+        )
+        return {
+            "registry": logger.registry,
+            "routers": [watch.make_watch_router(engine)] if parsed.watch else [],
+        }
 
     return server.run_server(parsed, extend)
 
@@ -269,7 +330,11 @@ def run_demo(parsed: argparse.Namespace) -> None:
     with make_llm(parsed) as llm:
         with llm.record() as trace:
             outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
-        answer = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+        answer = llm.chat(
+            [{"role": "user", "content": QUESTION}],
+            SamplingParams(temperature=0, max_tokens=32),
+            use_tqdm=False,
+        )
     for output in outputs:
         print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
     print(f"{QUESTION!r} -> {answer[0].outputs[0].text!r}")
@@ -281,7 +346,9 @@ def run_demo(parsed: argparse.Namespace) -> None:
 
 # %% ../nbs/98_command_line.ipynb #fdabda98
 def tied_copy_bytes(model: Any, device: str) -> int:
-    "Bytes of the heads that lie in memory twice: on a CPU a head that is tied to the embedding is packed for its product."
+    """Bytes of the heads that lie in memory twice: on a CPU a head that is tied to the embedding is
+    packed for its product.
+    """
     import torch
 
     heads = [layer for layer in model.modules() if getattr(layer, "shares_weight", False)]
@@ -290,21 +357,31 @@ def tied_copy_bytes(model: Any, device: str) -> int:
 
 # %% ../nbs/98_command_line.ipynb #0880931c
 def memory_facts(config: VllmConfig) -> dict[str, Any]:
-    "The model's attention, weights and KV cache in numbers, and whether they fit: from its shapes, without its weights."
+    """The model's attention, weights and KV cache in numbers, and whether they fit: from its
+    shapes, without its weights.
+    """
     from teachvllm.model_executor.layers import attention_layers, import_compiled
     from teachvllm.model_executor.loader import default_tensors, make_context
     from teachvllm.model_executor.models.registry import get_model_class
     from teachvllm.worker.memory_profiling import GiB, MemoryProfiler
 
-    model, size, device = config.model_config, config.cache_config.block_size, config.device_config.device
+    model = config.model_config
+    size = config.cache_config.block_size
+    device = config.device_config.device
     context = make_context(config)
     with default_tensors(context.dtype, "meta"):
         shapes = get_model_class(model.hf_config, model.pooler_config)(model.hf_config, context)
-    block_bytes = sum(layer.kv_cache_spec.page_bytes(size) for layer in attention_layers(shapes).values())
+    block_bytes = sum(
+        layer.kv_cache_spec.page_bytes(size) for layer in attention_layers(shapes).values()
+    )
     profiler = MemoryProfiler("cpu" if device == "cpu" else "cuda:0", config.cache_config)
     copied = tied_copy_bytes(shapes, device)
     profiler.weights = sum(parameter.nbytes for parameter in shapes.parameters()) + copied
-    twice = f", {copied / GiB:.2f} of it for the head, packed apart from the embedding it is tied to" if copied else ""
+    twice = (
+        f", {copied / GiB:.2f} of it for the head, packed apart from the embedding it is tied to"
+        if copied
+        else ""
+    )
     try:
         num_blocks = profiler.num_gpu_blocks(block_bytes, model.max_model_len)
         at_once = num_blocks / -(-model.max_model_len // size)
@@ -317,16 +394,29 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
         "this attention decides on the host": not context.attn_backend.supports_graphs,
     }
     own = import_compiled("model_executor.numba_linear") if device == "cpu" else None
-    lacking = "the processor lacks its instructions, or has better ones" if own else "without teachvllm[numba], which is faster"
+    lacking = (
+        "the processor lacks its instructions, or has better ones"
+        if own
+        else "without teachvllm[numba], which is faster"
+    )
     by_us = own is not None and context.dtype in own.dtypes_served()
-    heads = f"{model.num_attention_heads} query heads, {model.num_kv_heads} KV heads, head size {model.head_size}"
+    heads = (
+        f"{model.num_attention_heads} query heads, {model.num_kv_heads} KV heads, head size "
+        f"{model.head_size}"
+    )
     return {
         "attention": f"{context.attn_backend.name} ({heads})",
         "weights": f"{profiler.weights / GiB:.2f} GiB{twice}",
         "KV block": f"{block_bytes:,} bytes for {size} tokens",
         "KV cache": room,
-        "matrix products": "our own (chapter 21c)" if by_us else f"oneDNN's ({lacking})" if device == "cpu" else "cuBLAS's",
-        "CUDA graphs": next((f"no ({why})" for why, is_so in against_graphs.items() if is_so), "yes"),
+        "matrix products": "our own (chapter 21c)"
+        if by_us
+        else f"oneDNN's ({lacking})"
+        if device == "cpu"
+        else "cuBLAS's",
+        "CUDA graphs": next(
+            (f"no ({why})" for why, is_so in against_graphs.items() if is_so), "yes"
+        ),
     }
 
 # %% ../nbs/98_command_line.ipynb #fcce270d
@@ -338,7 +428,8 @@ def engine_facts(args: EngineArgs) -> dict[str, Any]:
     from teachvllm.model_executor.models.registry import get_model_class
 
     config = args.create_engine_config()
-    model, device = config.model_config, config.device_config.device
+    model = config.model_config
+    device = config.device_config.device
     facts: dict[str, Any] = {"model": model.model}
     try:
         facts["served by"] = get_model_class(model.hf_config, model.pooler_config).__name__
@@ -346,15 +437,22 @@ def engine_facts(args: EngineArgs) -> dict[str, Any]:
         return facts | {"not supported": str(error)}
     facts["device"] = device
     if device == "cuda":
-        facts["GPU"] = f"{torch.cuda.get_device_name()}, compute capability {torch.cuda.get_device_capability()}"
+        facts["GPU"] = (
+            f"{torch.cuda.get_device_name()}, compute capability "
+            f"{torch.cuda.get_device_capability()}"
+        )
     facts |= {"dtype": model.dtype, "max_model_len": model.max_model_len} | memory_facts(config)
     not_asked = " (default on a CPU)" if args.async_scheduling is None and device == "cpu" else ""
-    facts["async_scheduling"] = ("on" if config.scheduler_config.async_scheduling else "off") + not_asked
+    facts["async_scheduling"] = (
+        "on" if config.scheduler_config.async_scheduling else "off"
+    ) + not_asked
     for name in BACKENDS:
         what = device, getattr(torch, model.dtype), model.head_size, config.cache_config.block_size
         stored = getattr(torch, config.cache_config.torch_dtype(model.dtype))
         reason = find_backend(name, *what, kv_cache_dtype=stored)[1]
-        facts[f"attention_backend={name}"] = "can be used" if reason is None else f"not here: {reason}"
+        facts[f"attention_backend={name}"] = (
+            "can be used" if reason is None else f"not here: {reason}"
+        )
     return facts
 
 
@@ -372,17 +470,34 @@ def add_options(command: argparse.ArgumentParser, name: str) -> None:
     if name != "complete":
         EngineArgs.add_cli_args(command.add_argument_group("engine"))
     if name == "serve":
-        command.add_argument("model_tag", nargs="?", metavar="MODEL", help="a folder, a .gguf file or a Hugging Face id")
-        command.add_argument("--watch", action="store_true", help="serve /watch, a page that shows blocks, queues and steps")
+        command.add_argument(
+            "model_tag",
+            nargs="?",
+            metavar="MODEL",
+            help="a folder, a .gguf file or a Hugging Face id",
+        )
+        command.add_argument(
+            "--watch",
+            action="store_true",
+            help="serve /watch, a page that shows blocks, queues and steps",
+        )
         extras()[0].add_server_args(command)
         command.set_defaults(disable_log_stats=False)
     elif name == "demo":
-        command.add_argument("--out", type=Path, default=Path("demo"), help="folder for the pictures (default: %(default)s)")
+        command.add_argument(
+            "--out",
+            type=Path,
+            default=Path("demo"),
+            help="folder for the pictures (default: %(default)s)",
+        )
         command.set_defaults(dtype="float32")  # the same words on every machine
     elif name == "bench":
         add_bench_args(command)
     elif name in ("generate", "chat", "complete"):
-        words = {"generate": "texts to continue; '-' reads one a line from standard input", "chat": "first message"}
+        words = {
+            "generate": "texts to continue; '-' reads one a line from standard input",
+            "chat": "first message",
+        }
         words["complete"] = "texts to continue; without any, lines from the keyboard"
         command.add_argument("text", nargs="+" if name == "generate" else "*", help=words[name])
         add_sampling_args(command)
@@ -396,23 +511,61 @@ def add_options(command: argparse.ArgumentParser, name: str) -> None:
 
 def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
     "The whole command line, or the part for one command, which spares the others' imports."
-    parser = argparse.ArgumentParser(prog="teachvllm", description="Run language models with an engine you can read.")
-    parser.add_argument("--version", action="version", version=f"teachvllm {import_module('teachvllm').__version__}")
+    parser = argparse.ArgumentParser(
+        prog="teachvllm", description="Run language models with an engine you can read."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"teachvllm {import_module('teachvllm').__version__}"
+    )
     listed = "generate | chat | complete | serve | demo | inspect | bench | bench serve"
     commands = parser.add_subparsers(dest="command", required=True, metavar=listed)
     for name, run, help in (
         ("generate", run_generate, "continue one or more texts"),
-        ("chat", run_chat, "talk with the model, or with a server's (--url); an empty line or Ctrl-D ends it"),
+        (
+            "chat",
+            run_chat,
+            "talk with the model, or with a server's (--url); an empty line or Ctrl-D ends it",
+        ),
         ("complete", run_complete, "continue texts with a server's model"),
         ("serve", run_serve, "answer OpenAI's clients over HTTP"),
-        ("demo", run_demo, "continue the book's four prompts, answer a question, and draw what the engine did"),
-        ("inspect", run_inspect, "say whether a model is supported and fits, and what an engine would do; loads no weights"),
-        ("bench", run_bench, "measure tokens a second, alone or against transformers or vLLM, and where a step's time goes"),
-        ("bench-serve", lambda parsed: extras()[3].run_bench_serve(parsed), "send a server requests at a rate, and time them"),
+        (
+            "demo",
+            run_demo,
+            "continue the book's four prompts, answer a question, and draw what the engine did",
+        ),
+        (
+            "inspect",
+            run_inspect,
+            (
+                "say whether a model is supported and fits, and what an engine would do; loads "
+                "no weights"
+            ),
+        ),
+        (
+            "bench",
+            run_bench,
+            (
+                "measure tokens a second, alone or against transformers or vLLM, and where a "
+                "step's time goes"
+            ),
+        ),
+        (
+            "bench-serve",
+            lambda parsed: extras()[3].run_bench_serve(parsed),
+            "send a server requests at a rate, and time them",
+        ),
     ):
-        words = {"generate": "TEXT ... ", "chat": "[TEXT ...] ", "complete": "[TEXT ...] ", "serve": "[MODEL] "}.get(name, "")
-        about, usage = f"{help[0].upper()}{help[1:]}.", f"teachvllm {name.replace('-', ' ')} {words}[options]"
-        command = commands.add_parser(name, help=help, description=about, usage=usage, allow_abbrev=False)
+        words = {
+            "generate": "TEXT ... ",
+            "chat": "[TEXT ...] ",
+            "complete": "[TEXT ...] ",
+            "serve": "[MODEL] ",
+        }.get(name, "")
+        about = f"{help[0].upper()}{help[1:]}."
+        usage = f"teachvllm {name.replace('-', ' ')} {words}[options]"
+        command = commands.add_parser(
+            name, help=help, description=about, usage=usage, allow_abbrev=False
+        )
         command.set_defaults(run=run)
         if name == asked or (asked is None and name not in ("serve", "bench-serve")):
             add_options(command, name)
@@ -451,7 +604,8 @@ def main(argv: list[str] | None = None) -> int:
         return status or 0
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader, `head` say, has gone: nothing more can be printed, also not at exit
+    except BrokenPipeError:
+        # the reader, `head` say, has gone: nothing more can be printed, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ValueError as error:

@@ -59,76 +59,148 @@ def arg(default: Any, help: str, **more: Any) -> Any:
 
 # %% ../nbs/01b_arg_utils.ipynb #16071ab6
 _BY_REASON = json.loads(files("teachvllm").joinpath("not_yet.json").read_text(encoding="utf-8"))
-NOT_YET = {name: (tuple(values), why) for why, names in _BY_REASON.items() for name, values in names.items()}
+NOT_YET = {
+    name: (tuple(values), why)
+    for why, names in _BY_REASON.items()
+    for name, values in names.items()
+}
 
 # %% ../nbs/01b_arg_utils.ipynb #79f9c298
 @check_names
 @dataclass
 class EngineArgs(ShowAsTable):
-    """Every argument of an engine, flat, under vLLM's names and with its defaults. vLLM: `engine/arg_utils.py`.
+    """Every argument of an engine, flat, under vLLM's names and with its defaults. vLLM:
+    `engine/arg_utils.py`.
 
     vLLM's other arguments are known by name: see `NOT_YET`.
     """
 
-    model: str = arg(DEFAULT_MODEL, "folder, .gguf file or Hugging Face id; the default needs no network")
-    tokenizer: str | None = arg(None, "folder or Hugging Face id of the tokenizer, if not the model's own")
-    tokenizer_mode: str = arg("auto", "auto, or slow: the tokenizer that is written in Python, where there is one")
+    model: str = arg(
+        DEFAULT_MODEL, "folder, .gguf file or Hugging Face id; the default needs no network"
+    )
+    tokenizer: str | None = arg(
+        None, "folder or Hugging Face id of the tokenizer, if not the model's own"
+    )
+    tokenizer_mode: str = arg(
+        "auto", "auto, or slow: the tokenizer that is written in Python, where there is one"
+    )
     tokenizer_revision: str | None = arg(None, "branch, tag or commit of the tokenizer on the hub")
     skip_tokenizer_init: bool = arg(False, "take and give token ids only")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model")
     revision: str | None = arg(None, "branch, tag or commit on the hub")
-    hf_overrides: Any = arg(None, "changes of the model's configuration: a dict (here as JSON) or a function", cli=json_object)
+    hf_overrides: Any = arg(
+        None,
+        "changes of the model's configuration: a dict (here as JSON) or a function",
+        cli=json_object,
+    )
     dtype: str = arg("auto", "auto, float16 (half), bfloat16 or float32")
-    task: str = arg("auto", "auto: what the model is made for; generate, embed, classify, score or reward")
-    runner: str = arg("auto", "auto, generate, or pooling: vectors in place of text; a later name for a part of task")
+    task: str = arg(
+        "auto", "auto: what the model is made for; generate, embed, classify, score or reward"
+    )
+    runner: str = arg(
+        "auto",
+        "auto, generate, or pooling: vectors in place of text; a later name for a part of task",
+    )
     convert: str = arg("auto", "auto, none, embed, classify or reward: the rest of task")
-    override_pooler_config: Any = arg(None, "a PoolerConfig: how hidden states become one vector (as JSON here)", cli=json_object)
+    override_pooler_config: Any = arg(
+        None, "a PoolerConfig: how hidden states become one vector (as JSON here)", cli=json_object
+    )
     pooler_config: Any = arg(None, "a later name of override_pooler_config", cli=json_object)
     seed: int = arg(0, "seed of the sampling of requests that bring none of their own")
-    max_model_len: int | None = arg(None, "longest prompt plus output, in tokens; default: the model's own limit")
+    max_model_len: int | None = arg(
+        None, "longest prompt plus output, in tokens; default: the model's own limit"
+    )
     device: str = arg("auto", "auto, cpu or cuda")
-    gpu_memory_utilization: float = arg(0.9, "fraction of the GPU's memory to use; on a CPU 0.9 means 4 GiB of KV cache")
-    kv_cache_memory_bytes: int | None = arg(None, "bytes of KV cache, instead of a fraction of the memory")
-    num_gpu_blocks_override: int | None = arg(None, "number of KV blocks, instead of measuring what fits")
+    gpu_memory_utilization: float = arg(
+        0.9, "fraction of the GPU's memory to use; on a CPU 0.9 means 4 GiB of KV cache"
+    )
+    kv_cache_memory_bytes: int | None = arg(
+        None, "bytes of KV cache, instead of a fraction of the memory"
+    )
+    num_gpu_blocks_override: int | None = arg(
+        None, "number of KV blocks, instead of measuring what fits"
+    )
     block_size: int = arg(16, "tokens in a KV block, 1 to 256")
-    kv_cache_dtype: str = arg("auto", "auto: the model's; fp8 (fp8_e4m3) or fp8_e5m2: a byte for each number, less exact")
-    swap_space: float | None = arg(None, "GiB of host memory for swapped-out blocks; default 4, less if memory is short")
+    kv_cache_dtype: str = arg(
+        "auto", "auto: the model's; fp8 (fp8_e4m3) or fp8_e5m2: a byte for each number, less exact"
+    )
+    swap_space: float | None = arg(
+        None, "GiB of host memory for swapped-out blocks; default 4, less if memory is short"
+    )
     max_num_seqs: int = arg(256, "sequences running at once")
     max_num_batched_tokens: int | None = arg(None, "tokens computed in one step; default 2048")
-    enforce_eager: bool = arg(False, "record no steps (CUDA graphs, or chapter 43a on a CPU): run each operation of each step")
-    max_seq_len_to_capture: int = arg(8192, "longest text, in tokens, that CUDA graphs decode; longer ones run eagerly")
-    async_scheduling: bool | None = arg(None, "decide a step while the one before it runs; default: on a GPU")
-    enable_prefix_caching: bool = arg(True, "find blocks again that an earlier prompt with the same beginning has computed")
+    enforce_eager: bool = arg(
+        False,
+        "record no steps (CUDA graphs, or chapter 43a on a CPU): run each operation of each step",
+    )
+    max_seq_len_to_capture: int = arg(
+        8192, "longest text, in tokens, that CUDA graphs decode; longer ones run eagerly"
+    )
+    async_scheduling: bool | None = arg(
+        None, "decide a step while the one before it runs; default: on a GPU"
+    )
+    enable_prefix_caching: bool = arg(
+        True, "find blocks again that an earlier prompt with the same beginning has computed"
+    )
     enable_chunked_prefill: bool = arg(True, "split long prompts over several steps")
-    scheduling_policy: Any = arg("fcfs", "fcfs, priority, or a class: which request comes first", cli=str)
-    preemption_mode: str | None = arg(None, "recompute or swap; default: swap requests that have several sequences")
+    scheduling_policy: Any = arg(
+        "fcfs", "fcfs, priority, or a class: which request comes first", cli=str
+    )
+    preemption_mode: str | None = arg(
+        None, "recompute or swap; default: swap requests that have several sequences"
+    )
     load_format: str = arg("auto", f"one of {', '.join(LOAD_FORMATS)}")
-    generation_config: str = arg("auto", "auto: the model's own sampling defaults and EOS ids; vllm: none; or a folder")
-    max_logprobs: int = arg(20, "log-probabilities that a request may ask for, for each token; -1: all")
-    distributed_executor_backend: Any = arg(None, "uni, mp, ray, external_launcher or a class; default: mp for several", cli=str)
-    tensor_parallel_size: int = arg(1, "workers that share each layer, with a GPU each (or on one CPU)")
-    pipeline_parallel_size: int = arg(1, "stages, each with a part of the layers and tensor_parallel_size workers")
-    attention_backend: Any = arg(None, "name, qualified name or class; default: the best supported", cli=str)
-    scheduler_cls: Any = arg("teachvllm.core.scheduler.Scheduler", "qualified name or class of the scheduler", cli=str)
-    worker_cls: Any = arg("teachvllm.worker.worker.Worker", "qualified name or class of the worker", cli=str)
-    worker_extension_cls: Any = arg("", "qualified name or class whose methods each worker gets beside its own", cli=str)
+    generation_config: str = arg(
+        "auto", "auto: the model's own sampling defaults and EOS ids; vllm: none; or a folder"
+    )
+    max_logprobs: int = arg(
+        20, "log-probabilities that a request may ask for, for each token; -1: all"
+    )
+    distributed_executor_backend: Any = arg(
+        None, "uni, mp, ray, external_launcher or a class; default: mp for several", cli=str
+    )
+    tensor_parallel_size: int = arg(
+        1, "workers that share each layer, with a GPU each (or on one CPU)"
+    )
+    pipeline_parallel_size: int = arg(
+        1, "stages, each with a part of the layers and tensor_parallel_size workers"
+    )
+    attention_backend: Any = arg(
+        None, "name, qualified name or class; default: the best supported", cli=str
+    )
+    scheduler_cls: Any = arg(
+        "teachvllm.core.scheduler.Scheduler", "qualified name or class of the scheduler", cli=str
+    )
+    worker_cls: Any = arg(
+        "teachvllm.worker.worker.Worker", "qualified name or class of the worker", cli=str
+    )
+    worker_extension_cls: Any = arg(
+        "", "qualified name or class whose methods each worker gets beside its own", cli=str
+    )
     disable_log_stats: bool = arg(True, "do not log the engine's statistics while it runs")
 
     NOT_YET: typing.ClassVar = NOT_YET
 
     @classmethod
     def add_cli_args(cls, parser: Parser) -> Parser:
-        "Add an option for each field to `parser`, which is returned: its name in kebab case, its help sentence and default."
+        """Add an option for each field to `parser`, which is returned: its name in kebab case, its
+        help sentence and default.
+        """
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
-            flag, help = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default: %(default)s)"
+            flag = "--" + f.name.replace("_", "-")
+            help = f"{f.metadata['help']} (default: %(default)s)"
             if hints[f.name] in (bool, bool | None):
-                parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=help)
+                parser.add_argument(
+                    flag, action=argparse.BooleanOptionalAction, default=f.default, help=help
+                )
             else:
                 kind = f.metadata.get("cli") or hints[f.name]
                 if isinstance(kind, types.UnionType):  # `int | None` is read as int
                     kind = kind.__args__[0]
-                parser.add_argument(flag, type=kind, default=f.default, metavar=kind.__name__.upper(), help=help)
+                parser.add_argument(
+                    flag, type=kind, default=f.default, metavar=kind.__name__.upper(), help=help
+                )
         return parser
 
     @classmethod
@@ -138,18 +210,29 @@ class EngineArgs(ShowAsTable):
         return cls(**{name: getattr(parsed, name) for name in names if hasattr(parsed, name)})
 
     def create_engine_config(self) -> VllmConfig:
-        "The checked, nested configuration that these arguments describe; `ValueError` says what is wrong with them."
+        """The checked, nested configuration that these arguments describe; `ValueError` says what
+        is wrong with them.
+        """
         device, cache, load = (pick(self, cls) for cls in (DeviceConfig, CacheConfig, LoadConfig))
         worker_cls = ParallelConfig.worker_cls if self.worker_cls == "auto" else self.worker_cls
         parallel = pick(self, ParallelConfig, worker_cls=worker_cls)
-        model, tokens = create_model_config(self, device.device), self.max_num_batched_tokens
+        model = create_model_config(self, device.device)
+        tokens = self.max_num_batched_tokens
         if tokens is None:  # without chunks, a step must hold the longest prompt
             tokens = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
         alone = device.device == "cuda" and self.pipeline_parallel_size == 1
         ahead = alone if self.async_scheduling is None else self.async_scheduling
-        limits = {"max_model_len": model.max_model_len, "max_num_batched_tokens": tokens, "policy": self.scheduling_policy}
-        if pooler := model.pooler_config:  # what is kept of a sequence's hidden states is not swapped, nor cached
-            require(self.preemption_mode != "swap", f'preemption_mode="swap" cannot go with task="{pooler.task}"')
+        limits = {
+            "max_model_len": model.max_model_len,
+            "max_num_batched_tokens": tokens,
+            "policy": self.scheduling_policy,
+        }
+        # what is kept of a sequence's hidden states is not swapped, nor cached
+        if pooler := model.pooler_config:
+            require(
+                self.preemption_mode != "swap",
+                f'preemption_mode="swap" cannot go with task="{pooler.task}"',
+            )
             limits["preemption_mode"] = "recompute"
             cached = cache.enable_prefix_caching and pooler.pooling_type == "LAST"
             cache = dataclasses.replace(cache, enable_prefix_caching=cached)
@@ -163,14 +246,18 @@ class EngineArgs(ShowAsTable):
 def gpu_capability() -> tuple[int, int] | None:
     """The compute capability of the first visible GPU; None where NVML does not say it.
 
-    NVML is a part of the driver that starts no CUDA in this process: `torch.cuda.get_device_capability` would take a few
-    hundred MB of the GPU, and forked workers could not use it any more.
+    NVML is a part of the driver that starts no CUDA in this process:
+    `torch.cuda.get_device_capability` would take a few hundred MB of the GPU, and forked workers
+    could not use it any more.
     """
     import torch
 
-    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    handle = ctypes.c_void_p()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     try:
-        nvml, index = ctypes.CDLL("libnvidia-ml.so.1"), torch.cuda._get_nvml_device_index(0)
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        index = torch.cuda._get_nvml_device_index(0)
     except (OSError, RuntimeError, IndexError):
         return None
     failed = (
@@ -181,26 +268,42 @@ def gpu_capability() -> tuple[int, int] | None:
     return None if failed else (major.value, minor.value)
 
 # %% ../nbs/01b_arg_utils.ipynb #42ac29af
-DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
+DTYPES = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
 
 
 def resolve_dtype(asked: str, device: str, checkpoint: str = "float32") -> str:
-    """The dtype to compute in. `auto` on a CPU is bfloat16 where the hardware multiplies it, else float32;
-    on a GPU it is the checkpoint's (float32 becomes float16), with float16 where there is no bfloat16."""
+    """The dtype to compute in. `auto` on a CPU is bfloat16 where the hardware multiplies it, else
+    float32; on a GPU it is the checkpoint's (float32 becomes float16), with float16 where there is
+    no bfloat16.
+    """
     import torch
 
     asked = str(asked).removeprefix("torch.")  # torch.float32 will do as well
-    require(asked == "auto" or asked in DTYPES, f"dtype={asked!r}: choose auto, {', '.join(DTYPES)}")
+    require(
+        asked == "auto" or asked in DTYPES, f"dtype={asked!r}: choose auto, {', '.join(DTYPES)}"
+    )
     if asked != "auto":
         return DTYPES[asked]
     if device == "cpu":
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return "bfloat16" if fast else "float32"
-    return "bfloat16" if checkpoint == "bfloat16" and (gpu_capability() or (8, 0)) >= (8, 0) else "float16"
+    return (
+        "bfloat16"
+        if checkpoint == "bfloat16" and (gpu_capability() or (8, 0)) >= (8, 0)
+        else "float16"
+    )
 
 # %% ../nbs/01b_arg_utils.ipynb #10fa98ae
 def control_groups(controller: str, root: Path, groups: Path) -> Iterator[tuple[int, Path]]:
-    "The version and the folder of this process's control group for `controller` ('cpu', 'memory'), and of all above it."
+    """The version and the folder of this process's control group for `controller` ('cpu',
+    'memory'), and of all above it.
+    """
     for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, controllers, name = line.split(":", 2)
         version = 2 if not controllers else 1
@@ -210,71 +313,123 @@ def control_groups(controller: str, root: Path, groups: Path) -> Iterator[tuple[
             yield from ((version, folder) for folder in (own, *own.parents[:above]))
 
 
-def container_cpus(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> float | None:
-    """The processors that this process's control group, and those above it, may use at a time; None if there is no limit.
+def container_cpus(
+    root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
+) -> float | None:
+    """The processors that this process's control group, and those above it, may use at a time; None
+    if there is no limit.
 
-    Reads cgroup versions 2 and 1. `root` is where they are mounted, `groups` the list of groups this process is in.
+    Reads cgroup versions 2 and 1. `root` is where they are mounted, `groups` the list of groups
+    this process is in.
     """
     found = []
     for version, folder in control_groups("cpu", root, groups):
         files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         with suppress(OSError, ValueError):  # no such file, or "max"
-            quota, period = (int(number) for file in files for number in (folder / file).read_text().split())
+            quota, period = (
+                int(number) for file in files for number in (folder / file).read_text().split()
+            )
             found += [quota / period] if quota > 0 else []
     return min(found, default=None)
 
 
 def limit_threads() -> None:
-    "Give torch no more threads than this container may use processors at a time, and say so. `OMP_NUM_THREADS` comes first."
+    """Give torch no more threads than this container may use processors at a time, and say so.
+    `OMP_NUM_THREADS` comes first.
+    """
     import torch
 
-    cpus, threads = container_cpus(), torch.get_num_threads()
-    if cpus is not None and "OMP_NUM_THREADS" not in os.environ and threads > (most := max(1, math.ceil(cpus))):
+    cpus = container_cpus()
+    threads = torch.get_num_threads()
+    if (
+        cpus is not None
+        and "OMP_NUM_THREADS" not in os.environ
+        and threads > (most := max(1, math.ceil(cpus)))
+    ):
         torch.set_num_threads(most)
-        logger.info("%d threads, not %d: this container may use %.1f processors at a time", most, threads, cpus)
+        logger.info(
+            "%d threads, not %d: this container may use %.1f processors at a time",
+            most,
+            threads,
+            cpus,
+        )
 
 # %% ../nbs/01b_arg_utils.ipynb #b0c75c3b
 def hint_if_busy() -> None:
     """Log a hint if other processes want this machine's cores, too.
 
-    torch's threads wait for each other actively, at every operation: where one of them has no core, all stand still.
+    torch's threads wait for each other actively, at every operation: where one of them has no core,
+    all stand still.
     """
     import torch
 
-    load, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
+    load = os.getloadavg()[0]
+    cores = os.cpu_count() or 1
+    threads = torch.get_num_threads()
     if threads > 1 and load > cores:
         logger.warning(
-            "the machine is busy (load %.1f on %d cores): torch's %d threads may wait for each other most of the time; "
-            "try OMP_NUM_THREADS=1 in the environment", load, cores, threads,
-        )  # fmt: skip
+            "the machine is busy (load %.1f on %d cores): torch's %d threads may wait for "
+            "each other most of the time; "
+            "try OMP_NUM_THREADS=1 in the environment",
+            load,
+            cores,
+            threads,
+        )
 
 # %% ../nbs/01b_arg_utils.ipynb #0c883f1c
 def read_stored_pooling(folder: Path) -> dict[str, Any]:
-    "What the folder of a model made with sentence-transformers says of pooling; empty if it says nothing."
-    config, modules = folder / "1_Pooling" / "config.json", folder / "modules.json"
+    """What the folder of a model made with sentence-transformers says of pooling; empty if it says
+    nothing.
+    """
+    config = folder / "1_Pooling" / "config.json"
+    modules = folder / "modules.json"
     if not config.is_file():
         return {}
     said = json.loads(config.read_text())
     names = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}
     found = [kind for name, kind in names.items() if said.get(f"pooling_mode_{name}")]
     listed = json.loads(modules.read_text()) if modules.is_file() else []
-    return {"pooling_type": found[0] if found else None, "normalize": any(m["type"].endswith("Normalize") for m in listed)}
+    return {
+        "pooling_type": found[0] if found else None,
+        "normalize": any(m["type"].endswith("Normalize") for m in listed),
+    }
 
 
 def resolve_task(args: "EngineArgs", hf_config: Any, stored: dict[str, Any]) -> str:
-    "What the engine is for: as `task` says, or `runner` and `convert`, or else as the model was made."
-    known = {"task": "auto generate embed classify score reward", "runner": "auto generate pooling",
-             "convert": "auto none embed classify reward"}  # fmt: skip
+    """What the engine is for: as `task` says, or `runner` and `convert`, or else as the model was
+    made.
+    """
+    known = {
+        "task": "auto generate embed classify score reward",
+        "runner": "auto generate pooling",
+        "convert": "auto none embed classify reward",
+    }
     for name, values in known.items():
-        require(getattr(args, name) in values.split(), f"{name}={getattr(args, name)!r}: choose {', '.join(values.split())}")
+        require(
+            getattr(args, name) in values.split(),
+            f"{name}={getattr(args, name)!r}: choose {', '.join(values.split())}",
+        )
     asked = {args.task, args.convert, args.runner} - {"auto", "none", "pooling"}
     name = (hf_config.architectures or [""])[0]
-    is_body = name.endswith("Model") and not name.endswith("LMHeadModel") and name == base_architecture(hf_config.model_type)
-    made_for = "embed" if stored or is_body else "classify" if name.endswith("ForSequenceClassification") else "generate"
+    is_body = (
+        name.endswith("Model")
+        and not name.endswith("LMHeadModel")
+        and name == base_architecture(hf_config.model_type)
+    )
+    made_for = (
+        "embed"
+        if stored or is_body
+        else "classify"
+        if name.endswith("ForSequenceClassification")
+        else "generate"
+    )
     if args.runner == "pooling" and made_for == "generate":
         made_for = "embed"
     said = f"task={args.task!r}, runner={args.runner!r} and convert={args.convert!r}"
-    require(len(asked) <= 1 and not (args.runner == "pooling" and "generate" in asked), f"{said} contradict each other")
+    require(
+        len(asked) <= 1 and not (args.runner == "pooling" and "generate" in asked),
+        f"{said} contradict each other",
+    )
     return asked.pop() if asked else made_for
 
 
@@ -287,24 +442,38 @@ def base_architecture(model_type: str) -> Any:
 
 def resolve_pooler_config(args: "EngineArgs", hf_config: Any, folder: Path) -> PoolerConfig | None:
     "How an engine makes vectors, with nothing left open; None for one that generates text."
-    names = [n for n in ("override_pooler_config", "pooler_config") if getattr(args, n) is not None] or ["pooler_config"]
+    names = [
+        n for n in ("override_pooler_config", "pooler_config") if getattr(args, n) is not None
+    ] or ["pooler_config"]
     require(len(names) == 1, f"{' and '.join(names)} are two names of one argument: give one")
-    asked, stored = getattr(args, names[0]), read_stored_pooling(folder)
+    asked = getattr(args, names[0])
+    stored = read_stored_pooling(folder)
     asked = PoolerConfig(**asked) if isinstance(asked, dict) else asked or PoolerConfig()
-    require(isinstance(asked, PoolerConfig), f"{names[0]}={asked!r:.80} must be a PoolerConfig or a dict")
+    require(
+        isinstance(asked, PoolerConfig),
+        f"{names[0]}={asked!r:.80} must be a PoolerConfig or a dict",
+    )
     task = resolve_task(args, hf_config, stored)
     if task == "generate":
-        require(asked == PoolerConfig(), f'{names[0]} has no effect on an engine that generates: set task="embed"')
+        require(
+            asked == PoolerConfig(),
+            f'{names[0]} has no effect on an engine that generates: set task="embed"',
+        )
         return None
     name = (hf_config.architectures or ["the model"])[0]
     labels = name.endswith("ForSequenceClassification") and task != "embed"
-    require(labels or task in ("embed", "score"), f"task={task!r} needs a model with a head for labels, {name} has none")
-    usual: dict[str, Any] = {"pooling_type": "LAST", "normalize": not labels, "softmax": labels and task != "reward"}
+    require(
+        labels or task in ("embed", "score"),
+        f"task={task!r} needs a model with a head for labels, {name} has none",
+    )
+    usual: dict[str, Any] = {
+        "pooling_type": "LAST",
+        "normalize": not labels,
+        "softmax": labels and task != "reward",
+    }
     usual |= {} if labels else {k: v for k, v in stored.items() if v is not None}
     usual |= {name: getattr(asked, name) for name in usual if getattr(asked, name) is not None}
     return PoolerConfig(**usual, task=task, has_labels=labels)
-
-
 
 # %% ../nbs/01b_arg_utils.ipynb #3e26821a
 def pick(args: EngineArgs, cls: type, **more: Any) -> Any:
@@ -314,45 +483,69 @@ def pick(args: EngineArgs, cls: type, **more: Any) -> Any:
 
 # %% ../nbs/01b_arg_utils.ipynb #1f021b6b
 def merge_rope(stored: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    "Rotary settings with some changed. transformers 5 keeps all in one field: a new `rope_scaling` would lose the rest."
+    """Rotary settings with some changed. transformers 5 keeps all in one field: a new
+    `rope_scaling` would lose the rest.
+    """
     kind = {"rope_type": changes["type"]} if "type" in changes else {}  # its older name
     return stored | changes | kind
 
 
 def apply_overrides(hf_config: Any, overrides: dict[str, Any] | Callable[[Any], Any] | None) -> Any:
-    "The configuration with the user's changes: new values of its fields, or what a function makes of it."
+    """The configuration with the user's changes: new values of its fields, or what a function makes
+    of it.
+    """
     if callable(overrides):
         return overrides(hf_config)
-    require(overrides is None or isinstance(overrides, dict), f"hf_overrides={overrides!r:.80} must be a dict or a function")
+    require(
+        overrides is None or isinstance(overrides, dict),
+        f"hf_overrides={overrides!r:.80} must be a dict or a function",
+    )
     known = hf_config.to_dict()
     for name, value in (overrides or {}).items():
         ids = value if isinstance(value, list) else [] if value is None else [value]
         ok = name != "eos_token_id" or all(isinstance(i, int) for i in ids)
-        require(ok, f"hf_overrides: eos_token_id={value!r:.80} must be a token id, a list of them, or None")
+        require(
+            ok,
+            f"hf_overrides: eos_token_id={value!r:.80} must be a token id, a list of them, or None",
+        )
         rope = getattr(hf_config, "rope_parameters", None)
         if isinstance(rope, dict) and name in ("rope_theta", "rope_scaling", "rope_parameters"):
-            name, value = "rope_parameters", merge_rope(rope, value if isinstance(value, dict) else {"rope_theta": value})
-        require(name in known or hasattr(hf_config, name), f"hf_overrides: the model's configuration has no {name!r}")
+            name = "rope_parameters"
+            value = merge_rope(rope, value if isinstance(value, dict) else {"rope_theta": value})
+        require(
+            name in known or hasattr(hf_config, name),
+            f"hf_overrides: the model's configuration has no {name!r}",
+        )
         setattr(hf_config, name, value)
     return hf_config
 
 # %% ../nbs/01b_arg_utils.ipynb #997ac103
 def longest_text(hf_config: Any, asked: int | None = None) -> int | None:
-    """How many positions a model has, noted in `hf_config`, too: a squeezed rotary embedding has more than it was trained for.
+    """How many positions a model has, noted in `hf_config`, too: a squeezed rotary embedding has
+    more than it was trained for.
 
-    `NotSupportedYet` if more are `asked` for than a "dynamic" one can have. vLLM: `_get_and_verify_max_len` in `config.py`.
+    `NotSupportedYet` if more are `asked` for than a "dynamic" one can have. vLLM:
+    `_get_and_verify_max_len` in `config.py`.
     """
     longest: Any = getattr(hf_config, "max_position_embeddings", None)
-    rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    rope = (
+        getattr(hf_config, "rope_parameters", None)
+        or getattr(hf_config, "rope_scaling", None)
+        or {}
+    )
     kind = rope.get("rope_type") or rope.get("type")
     if kind == "dynamic" and asked and asked > longest:
         raise NotSupportedYet(
-            f'max_model_len={asked} with rope_type="dynamic" is not in teachvllm yet: beyond {longest} positions all frequencies '
+            f'max_model_len={asked} with rope_type="dynamic" is not in teachvllm yet: '
+            f"beyond {longest} positions all frequencies "
             "would change with a text's length, and the keys that are cached already would be wrong"
         )
-    if kind in ("linear", "yarn") and "gemma3" not in hf_config.model_type:  # Gemma 3 counts them all already
+    # Gemma 3 counts them all already
+    if kind in ("linear", "yarn") and "gemma3" not in hf_config.model_type:
         trained_for = rope.setdefault("original_max_position_embeddings", longest)
-        hf_config.max_position_embeddings = longest = max(longest, int(trained_for * (rope.get("factor") or 1)))
+        hf_config.max_position_embeddings = longest = max(
+            longest, int(trained_for * (rope.get("factor") or 1))
+        )
     return longest
 
 # %% ../nbs/01b_arg_utils.ipynb #f2995662
@@ -361,14 +554,25 @@ def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
     path = find_model(args.model, args.revision, weights=args.load_format != "dummy")
     hf_config = apply_overrides(load_hf_config(path, args.trust_remote_code), args.hf_overrides)
     if getattr(hf_config, "is_encoder_decoder", False):
-        raise NotSupportedYet(f"model={args.model!r} is an encoder with a decoder ({hf_config.model_type}): not in teachvllm yet")
+        raise NotSupportedYet(
+            f"model={args.model!r} is an encoder with a decoder ({hf_config.model_type}): "
+            "not in teachvllm yet"
+        )
     longest = longest_text(hf_config, args.max_model_len)
-    require(longest is not None, f"model={args.model!r} ({hf_config.model_type}) does not say how many positions it has")
+    require(
+        longest is not None,
+        f"model={args.model!r} ({hf_config.model_type}) does not say how many positions it has",
+    )
     stored = hf_config.to_dict()
-    checkpoint = stored.get("dtype") or stored.get("torch_dtype")  # the second is its name before transformers 5
+    # the second is its name before transformers 5
+    checkpoint = stored.get("dtype") or stored.get("torch_dtype")
     own = args.tokenizer or args.tokenizer_revision
     settled: dict[str, Any] = {
-        "tokenizer": find_model(args.tokenizer or args.model, args.tokenizer_revision, weights=False) if own else path,
+        "tokenizer": find_model(
+            args.tokenizer or args.model, args.tokenizer_revision, weights=False
+        )
+        if own
+        else path,
         "dtype": resolve_dtype(args.dtype, device, str(checkpoint).removeprefix("torch.")),
         "max_model_len": longest if args.max_model_len is None else args.max_model_len,
     }

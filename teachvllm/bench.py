@@ -29,52 +29,94 @@ from .sequence import SequenceGroup
 
 # %% ../nbs/90_bench.ipynb #9efd0357
 def bench_scheduler(num_seqs: int = 256, num_steps: int = 100) -> dict[str, float]:
-    "Microseconds of a step in which `num_seqs` sequences decode: medians over `num_steps` of its two calls."
-    require(num_seqs > 0 and 0 < num_steps <= 4000, f"num_seqs={num_seqs}, num_steps={num_steps}: from 1, and from 1 to 4,000")
-    config = SchedulerConfig(max_model_len=4096, max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, num_seqs))
-    manager = BlockSpaceManager(16, num_gpu_blocks=num_seqs * (4 + num_steps // 8), enable_caching=True)
-    scheduler, params = Scheduler(config, manager), SamplingParams(max_tokens=None)
+    """Microseconds of a step in which `num_seqs` sequences decode: medians over `num_steps` of its
+    two calls.
+    """
+    require(
+        num_seqs > 0 and 0 < num_steps <= 4000,
+        f"num_seqs={num_seqs}, num_steps={num_steps}: from 1, and from 1 to 4,000",
+    )
+    config = SchedulerConfig(
+        max_model_len=4096, max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, num_seqs)
+    )
+    manager = BlockSpaceManager(
+        16, num_gpu_blocks=num_seqs * (4 + num_steps // 8), enable_caching=True
+    )
+    scheduler = Scheduler(config, manager)
+    params = SamplingParams(max_tokens=None)
     for i in range(num_seqs):
-        scheduler.add_request(SequenceGroup(str(i), scheduler.make_seq([i] * (16 + i % 16), seed=i), params))
+        scheduler.add_request(
+            SequenceGroup(str(i), scheduler.make_seq([i] * (16 + i % 16), seed=i), params)
+        )
     times: list[tuple[float, float]] = []
     while len(times) < num_steps:
         began = time.perf_counter()
         out = scheduler.schedule()
         scheduled = time.perf_counter()
-        complete = [seq_id for seq_id in out.num_scheduled_tokens if scheduler.seqs[seq_id][1].num_new_tokens == 0]
+        complete = [
+            seq_id
+            for seq_id in out.num_scheduled_tokens
+            if scheduler.seqs[seq_id][1].num_new_tokens == 0
+        ]
         sampled = ModelRunnerOutput(complete, [0] * len(complete))
         sampled_at = time.perf_counter()
         scheduler.update_from_output(sampled)
         updated = time.perf_counter()
-        if len(out.num_scheduled_tokens) == out.total_num_scheduled_tokens == num_seqs:  # else prompts are still computed
+        # else prompts are still computed
+        if len(out.num_scheduled_tokens) == out.total_num_scheduled_tokens == num_seqs:
             times.append((scheduled - began, updated - sampled_at))
     schedule, update = (1e6 * statistics.median(column) for column in zip(*times, strict=True))
-    return {"sequences": num_seqs, "schedule (µs)": round(schedule, 1), "update (µs)": round(update, 1)}
+    return {
+        "sequences": num_seqs,
+        "schedule (µs)": round(schedule, 1),
+        "update (µs)": round(update, 1),
+    }
 
 # %% ../nbs/90_bench.ipynb #5afa485d
 @contextmanager
 def dummy_engine(num_gpu_blocks: int, **options: Any) -> Iterator[LLM]:
-    "An `LLM` without a model: the real engine over `num_gpu_blocks` blocks. `options` are fields of `EngineArgs`."
-    shape = {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "max_position_embeddings": 4096}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, **shape}
+    """An `LLM` without a model: the real engine over `num_gpu_blocks` blocks. `options` are fields
+    of `EngineArgs`.
+    """
+    shape = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 4096,
+    }
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        **shape,
+    }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         with LLM(
-            folder, load_format="dummy", skip_tokenizer_init=True, dtype="float16",
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="float16",
             distributed_executor_backend="teachvllm.executor.dummy_executor.DummyExecutor",
-            num_gpu_blocks_override=num_gpu_blocks, **options,
-        ) as llm:  # fmt: skip
+            num_gpu_blocks_override=num_gpu_blocks,
+            **options,
+        ) as llm:
             yield llm
 
 # %% ../nbs/90_bench.ipynb #a12fa69f
 def bench_host(
-    num_seqs: int = 256, num_steps: int = 100, output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    num_seqs: int = 256,
+    num_steps: int = 100,
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
 ) -> dict[str, float]:
-    "Microseconds of an engine's step in which `num_seqs` sequences decode, its worker's left out: the median of `num_steps`."
+    """Microseconds of an engine's step in which `num_seqs` sequences decode, its worker's left out:
+    the median of `num_steps`.
+    """
     require(0 < num_seqs <= 512, f"num_seqs={num_seqs}: from 1 to 512")
     require(0 < num_steps <= 2000, f"num_steps={num_steps}: from 1 to 2,000")
     params = SamplingParams(max_tokens=num_steps + 16, ignore_eos=True, output_kind=output_kind)
-    spent, times = 0.0, []
+    spent = 0.0
+    times = []
 
     def timed(call: Callable) -> Callable:
         def run(*args: Any) -> Any:
@@ -87,42 +129,66 @@ def bench_host(
 
         return run
 
-    room = {"max_num_seqs": num_seqs, "max_num_batched_tokens": 16384}  # all prompts are computed in one step
+    # all prompts are computed in one step
+    room = {"max_num_seqs": num_seqs, "max_num_batched_tokens": 16384}
     with dummy_engine(num_seqs * (4 + num_steps // 8), **room) as llm:
         engine = llm.llm_engine
         worker = engine.engine_core.engine_core.executor.driver_worker.worker
-        worker.submit, worker.collect = timed(worker.submit), timed(worker.collect)
+        worker.submit = timed(worker.submit)
+        worker.collect = timed(worker.collect)
         for i in range(num_seqs):
             engine.add_request(str(i), [i] * (16 + i % 16), params)
         while engine.has_unfinished_requests():
-            began, spent = time.perf_counter(), 0.0
+            began = time.perf_counter()
+            spent = 0.0
             engine.step()
             times.append(time.perf_counter() - began - spent)
-    step = 1e6 * statistics.median(times[-num_steps - 8 : -8])  # without prompts' steps, and those in which requests end
-    return {"sequences": num_seqs, "step (µs)": round(step, 1), "a sequence (µs)": round(step / num_seqs, 2)}
+    # without prompts' steps, and those in which requests end
+    step = 1e6 * statistics.median(times[-num_steps - 8 : -8])
+    return {
+        "sequences": num_seqs,
+        "step (µs)": round(step, 1),
+        "a sequence (µs)": round(step / num_seqs, 2),
+    }
 
 # %% ../nbs/90_bench.ipynb #8d0d370e
 def bench_paging(
-    pools: tuple[int, ...] = (100, 200, 400, 800, 1600), num_requests: int = 120, seed: int = 0, **options: Any
+    pools: tuple[int, ...] = (100, 200, 400, 800, 1600),
+    num_requests: int = 120,
+    seed: int = 0,
+    **options: Any,
 ) -> dict[int, dict[str, float]]:
     """For each size of the pool, in blocks, what a seeded mix with shared prefixes did to it.
 
-    `options` are fields of `EngineArgs`. Fractions are of 1; `blocks used` and `waste` (empty slots of those in use) are
-    means over the virtual time, `hit rate` is tokens of prompts found in the cache.
+    `options` are fields of `EngineArgs`. Fractions are of 1; `blocks used` and `waste` (empty slots
+    of those in use) are means over the virtual time, `hit rate` is tokens of prompts found in the
+    cache.
     """
     requests = make_requests(
-        num_requests, rate=8.0, mean_prompt=60, mean_output=60, sigma=0.7, max_len=600, num_prefixes=24, prefix_len=128, seed=seed
+        num_requests,
+        rate=8.0,
+        mean_prompt=60,
+        mean_output=60,
+        sigma=0.7,
+        max_len=600,
+        num_prefixes=24,
+        prefix_len=128,
+        seed=seed,
     )
     table = {}
     for pool in pools:
         with dummy_engine(pool, **options) as llm:
-            run, counts = simulate(llm.llm_engine, requests), llm.get_metrics()
-        filled, used = run.mean("filled_slots"), run.mean("used_blocks")
+            run = simulate(llm.llm_engine, requests)
+            counts = llm.get_metrics()
+        filled = run.mean("filled_slots")
+        used = run.mean("used_blocks")
         table[pool] = {
             "blocks used": round(used, 1),
             "peak": counts["peak_gpu_blocks_used"],
             "waste": round(1 - filled / (used * run.block_size), 4),
-            "hit rate": round(counts["prefix_cache_hits"] / max(1, counts["prefix_cache_queries"]), 4),
+            "hit rate": round(
+                counts["prefix_cache_hits"] / max(1, counts["prefix_cache_queries"]), 4
+            ),
             "evicted": counts["num_evicted_blocks"],
             "preemptions": counts["num_preemptions"],
             "seconds": round(run.summary()["seconds"], 2),
@@ -133,7 +199,8 @@ def bench_paging(
 def bench_sharing(
     counts: tuple[int, ...] = (2, 4, 8), prompt_len: int = 512, output_len: int = 32
 ) -> dict[int, dict[str, float]]:
-    """For each number of answers to one prompt: the most blocks in use for samples, beams and separate requests.
+    """For each number of answers to one prompt: the most blocks in use for samples, beams and
+    separate requests.
 
     `samples / one` compares with a single answer, `saved` with separate requests.
     """
@@ -142,14 +209,24 @@ def bench_sharing(
         with dummy_engine(10_000, enable_prefix_caching=False) as llm:
             prompts: list[Any] = [list(range(i, i + prompt_len)) for i in range(num_requests)]
             if beam_width:
-                llm.beam_search(prompts, BeamSearchParams(beam_width=beam_width, max_tokens=output_len, ignore_eos=True))
+                llm.beam_search(
+                    prompts,
+                    BeamSearchParams(beam_width=beam_width, max_tokens=output_len, ignore_eos=True),
+                )
             else:
-                llm.generate(prompts, SamplingParams(n=n, max_tokens=output_len, ignore_eos=True), use_tqdm=False)
+                llm.generate(
+                    prompts,
+                    SamplingParams(n=n, max_tokens=output_len, ignore_eos=True),
+                    use_tqdm=False,
+                )
             return llm.get_metrics()["peak_gpu_blocks_used"]
 
-    one, table = peak(), {}
+    one = peak()
+    table = {}
     for k in counts:
-        samples, beams, separate = peak(n=k), peak(beam_width=k), peak(num_requests=k)
+        samples = peak(n=k)
+        beams = peak(beam_width=k)
+        separate = peak(num_requests=k)
         table[k] = {
             "samples": samples,
             "beams": beams,
@@ -162,23 +239,48 @@ def bench_sharing(
 
 # %% ../nbs/90_bench.ipynb #ff49123f
 def bench_parallel(
-    splits: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2)),  # tensor_parallel_size, pipeline_parallel_size
+    # tensor_parallel_size, pipeline_parallel_size
+    splits: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2)),
     batches: tuple[int, ...] = (1, 16),  # prompts at the same time
     output_len: int = 24,
     rounds: int = 3,
     **shape: int,  # of the Llama, in its configuration's names
 ) -> dict[str, dict[str, float]]:
-    "For each split of a model on the CPU: tokens a second for each number of prompts, medians over the rounds."
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "hidden_size": 768}
-    config |= {"num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 2048, **shape}
-    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu"}
+    """For each split of a model on the CPU: tokens a second for each number of prompts, medians
+    over the rounds.
+    """
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 8192,
+        "hidden_size": 768,
+    }
+    config |= {
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2048,
+        **shape,
+    }
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "device": "cpu",
+    }
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as engines:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         llms = {}
         for tp, pp in splits:
-            sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "num_gpu_blocks_override": 256}
-            llms[f"TP {tp}, PP {pp}"] = engines.enter_context(LLM(folder, max_model_len=256, **sizes, **options))
+            sizes = {
+                "tensor_parallel_size": tp,
+                "pipeline_parallel_size": pp,
+                "num_gpu_blocks_override": 256,
+            }
+            llms[f"TP {tp}, PP {pp}"] = engines.enter_context(
+                LLM(folder, max_model_len=256, **sizes, **options)
+            )
         rates: dict[str, dict[int, list[float]]] = {name: {n: [] for n in batches} for name in llms}
         for i in range(rounds):
             for (name, llm), n in product(llms.items(), batches):
@@ -187,7 +289,10 @@ def bench_parallel(
                 llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
                 rates[name][n].append(n * output_len / (time.perf_counter() - began))
     return {
-        name: {f"{n} prompt{'s' * (n > 1)} (tok/s)": round(statistics.median(seen), 1) for n, seen in row.items()}
+        name: {
+            f"{n} prompt{'s' * (n > 1)} (tok/s)": round(statistics.median(seen), 1)
+            for n, seen in row.items()
+        }
         for name, row in rates.items()
     }
 
@@ -195,19 +300,33 @@ def bench_parallel(
 def show_table(title: str, rows: dict[Any, dict[str, float]]) -> str:
     "A table as text: a line a row, a column a figure."
     names = list(next(iter(rows.values())))
-    lines = [[title, *names]] + [[str(key), *(f"{row[name]:g}" for name in names)] for key, row in rows.items()]
+    lines = [[title, *names]] + [
+        [str(key), *(f"{row[name]:g}" for name in names)] for key, row in rows.items()
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
-    "All figures, as tables: `python -m teachvllm.bench`; with `--parallel` tokens a second for one and for two workers, too."
-    about = "Blocks, sharing, hits of the prefix cache, and what scheduler and engine cost, as tables; no model is needed."
+    """All figures, as tables: `python -m teachvllm.bench`; with `--parallel` tokens a second for
+    one and for two workers, too.
+    """
+    about = (
+        "Blocks, sharing, hits of the prefix cache, and what scheduler and engine cost, as "
+        "tables; no model is needed."
+    )
     parser = argparse.ArgumentParser(prog="python -m teachvllm.bench", description=about)
-    parser.add_argument("--parallel", action="store_true", help="tokens a second for one and for two workers, too")
+    parser.add_argument(
+        "--parallel", action="store_true", help="tokens a second for one and for two workers, too"
+    )
     options = parser.parse_args(argv)
     costs = [bench_scheduler(num_seqs) for num_seqs in (64, 256)]
-    print(show_table("scheduler, measured", {row.pop("sequences"): row for row in costs}), end="\n\n")
+    print(
+        show_table("scheduler, measured", {row.pop("sequences"): row for row in costs}), end="\n\n"
+    )
     costs = [bench_host(num_seqs) for num_seqs in (64, 256)]
     print(show_table("engine, measured", {row.pop("sequences"): row for row in costs}), end="\n\n")
     print(show_table("blocks in the pool", bench_paging()), end="\n\n")

@@ -52,7 +52,8 @@ def default_dtype(device: str) -> torch.dtype:
 # %% ../nbs/91_gpu_bench.ipynb #6721ae48
 def event_seconds(run: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
     "Seconds of GPU time that `run` takes, right after `before`."
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     before()
     start.record()
     run()
@@ -63,16 +64,20 @@ def event_seconds(run: Callable[[], Any], before: Callable[[], Any] = lambda: No
 
 @cache
 def l2_flusher() -> tuple[Callable[[], Any], float]:
-    "A function that overwrites the GPU's L2 cache, and the seconds of GPU time that one call takes."
+    """A function that overwrites the GPU's L2 cache, and the seconds of GPU time that one call
+    takes.
+    """
     num_bytes = max(256 << 20, 4 * getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0))
     flush = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda").zero_
     return flush, statistics.median(event_seconds(flush) for _ in range(5))
 
 # %% ../nbs/91_gpu_bench.ipynb #32a21ec3
 def measure(run: Callable[[], Any], device: str, repeats: int = 20) -> dict[str, float]:
-    """Median, fastest and slowest seconds of `run()`, warmed up, over `repeats` runs (fewer where one takes long, but three).
+    """Median, fastest and slowest seconds of `run()`, warmed up, over `repeats` runs (fewer where
+    one takes long, but three).
 
-    On a GPU it is GPU time, with a cold L2, and without waiting for Python: flushes keep the GPU busy while Python queues.
+    On a GPU it is GPU time, with a cold L2, and without waiting for Python: flushes keep the GPU
+    busy while Python queues.
     """
     for _ in range(min(3, repeats)):
         run()
@@ -86,7 +91,12 @@ def measure(run: Callable[[], Any], device: str, repeats: int = 20) -> dict[str,
         once = partial(event_seconds, run, lambda: [flush() for _ in range(flushes)])
     times = [once()]
     times += [once() for _ in range(min(repeats, max(3, int(1 / max(times[0], 1e-9)))) - 1)]
-    return {"seconds": statistics.median(times), "fastest": min(times), "slowest": max(times), "repeats": len(times)}
+    return {
+        "seconds": statistics.median(times),
+        "fastest": min(times),
+        "slowest": max(times),
+        "repeats": len(times),
+    }
 
 
 def host_seconds(run: Callable[[], Any]) -> float:
@@ -96,8 +106,12 @@ def host_seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 # %% ../nbs/91_gpu_bench.ipynb #9d5c6e38
-def copy_bandwidth(num_bytes: int = 1 << 30, device: str | None = None, repeats: int = 20) -> dict[str, float]:
-    "How fast torch copies a tensor of `num_bytes`: `bytes_per_second` counts each byte twice, read and written."
+def copy_bandwidth(
+    num_bytes: int = 1 << 30, device: str | None = None, repeats: int = 20
+) -> dict[str, float]:
+    """How fast torch copies a tensor of `num_bytes`: `bytes_per_second` counts each byte twice,
+    read and written.
+    """
     device = device or default_device()
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     timing = measure(partial(torch.empty_like(source).copy_, source), device, repeats)
@@ -105,7 +119,9 @@ def copy_bandwidth(num_bytes: int = 1 << 30, device: str | None = None, repeats:
 
 
 def matmul_rate(size: int = 8192, device: str | None = None, repeats: int = 20) -> dict[str, float]:
-    "How fast torch multiplies two random matrices [size, size] of the device's dtype: `flops_per_second`."
+    """How fast torch multiplies two random matrices [size, size] of the device's dtype:
+    `flops_per_second`.
+    """
     device = device or default_device()
     a, b = torch.randn(2, size, size, device=device).to(default_dtype(device)).unbind()
     timing = measure(lambda: a @ b, device, repeats)
@@ -114,9 +130,12 @@ def matmul_rate(size: int = 8192, device: str | None = None, repeats: int = 20) 
 
 @cache
 def yardsticks(device: str) -> dict[str, float]:
-    "Both, measured once a process: `copy` in bytes/s and `matmul` in FLOP/s. Sizes are small on a CPU."
+    """Both, measured once a process: `copy` in bytes/s and `matmul` in FLOP/s. Sizes are small on a
+    CPU.
+    """
     sizes = (1 << 30, 8192) if device == "cuda" else (1 << 26, 512)
-    copied, multiplied = copy_bandwidth(sizes[0], device), matmul_rate(sizes[1], device)
+    copied = copy_bandwidth(sizes[0], device)
+    multiplied = matmul_rate(sizes[1], device)
     return {"copy": copied["bytes_per_second"], "matmul": multiplied["flops_per_second"]}
 
 # %% ../nbs/91_gpu_bench.ipynb #ae1c73e5
@@ -125,7 +144,8 @@ class PagedBatch:
     "Sequences of one length with random contents, the last `query_len` tokens of each being new."
 
     q: torch.Tensor  # [batch * query_len, num_heads, head_size]
-    kv_cache: torch.Tensor  # [2, num_blocks, block_size, num_kv_heads, head_size], in TritonBackend's stride order
+    # [2, num_blocks, block_size, num_kv_heads, head_size], in TritonBackend's stride order
+    kv_cache: torch.Tensor
     meta: AttentionMetadata
     batch: int
     query_len: int
@@ -139,33 +159,52 @@ class PagedBatch:
 
     @property
     def necessary_bytes(self) -> int:
-        "Every key, value and query is read once, every output written once. On decode nearly all of it is keys and values."
+        """Every key, value and query is read once, every output written once. On decode nearly all
+        of it is keys and values.
+        """
         _, head_size, num_kv_heads, _ = self.backend_args
-        return (2 * self.batch * self.seq_len * num_kv_heads * head_size + 2 * self.q.numel()) * self.q.element_size()
+        return (
+            2 * self.batch * self.seq_len * num_kv_heads * head_size + 2 * self.q.numel()
+        ) * self.q.element_size()
 
     @property
     def necessary_flops(self) -> int:
-        "Two products (scores, and the average of the values) for each pair of a query and a key that it may see."
+        """Two products (scores, and the average of the values) for each pair of a query and a key
+        that it may see.
+        """
         num_heads, head_size, _, _ = self.backend_args
         pairs = self.query_len * (2 * self.seq_len - self.query_len + 1) // 2
         return 4 * self.batch * num_heads * head_size * pairs
 
     def deviation(self, out: torch.Tensor, num_queries: int = 16) -> float:
-        "‖out - oracle‖ / ‖oracle‖ over the last sequence's last `num_queries` tokens. `out` has the shape of `q`."
+        """‖out - oracle‖ / ‖oracle‖ over the last sequence's last `num_queries` tokens. `out` has
+        the shape of `q`.
+        """
         n = min(num_queries, self.query_len)
         start = torch.tensor([0, n], device=out.device)
-        meta = AttentionMetadata(start, self.meta.seq_lens[-1:], self.meta.block_table[-1:], self.meta.slot_mapping[-n:])
-        expected = ReferenceBackend(*self.backend_args).forward(self.q[-n:], self.kv_cache, meta).float()
+        meta = AttentionMetadata(
+            start, self.meta.seq_lens[-1:], self.meta.block_table[-1:], self.meta.slot_mapping[-n:]
+        )
+        expected = (
+            ReferenceBackend(*self.backend_args).forward(self.q[-n:], self.kv_cache, meta).float()
+        )
         return float((out[-n:].float() - expected).norm() / expected.norm())
 
 # %% ../nbs/91_gpu_bench.ipynb #5fc58d0d
 def make_paged_batch(
-    batch: int, query_len: int, seq_len: int, num_heads: int = 16, num_kv_heads: int = 8, head_size: int = 128,
-    block_size: int = 16, device: str | None = None,
-) -> PagedBatch:  # fmt: skip
+    batch: int,
+    query_len: int,
+    seq_len: int,
+    num_heads: int = 16,
+    num_kv_heads: int = 8,
+    head_size: int = 128,
+    block_size: int = 16,
+    device: str | None = None,
+) -> PagedBatch:
     "Random contents, and pages scattered at random over a cache that they fill."
     device = device or default_device()
-    num_pages, dtype = -(-seq_len // block_size), default_dtype(device)
+    num_pages = -(-seq_len // block_size)
+    dtype = default_dtype(device)
     torch.manual_seed(0)
     shape = TritonBackend.get_kv_cache_shape(batch * num_pages, block_size, num_kv_heads, head_size)
     order = TritonBackend.get_kv_cache_stride_order()
@@ -178,7 +217,13 @@ def make_paged_batch(
     start = torch.arange(batch + 1) * query_len
     lens = torch.full((batch,), seq_len)
     meta = AttentionMetadata(
-        start.to(device), lens.to(device), table.int(), slots, batch if query_len == 1 else 0, start.numpy(), lens.numpy()
+        start.to(device),
+        lens.to(device),
+        table.int(),
+        slots,
+        batch if query_len == 1 else 0,
+        start.numpy(),
+        lens.numpy(),
     )
     return PagedBatch(q, kv_cache, meta, batch, query_len, seq_len)
 
@@ -194,7 +239,8 @@ SDPA_BACKENDS = {
 def contiguous_sdpa(name: str, paged: PagedBatch) -> Callable[[], torch.Tensor]:
     """SDPA's backend `name` on the same sizes, but contiguous random keys and values.
 
-    One that cannot share keys among query heads gets them repeated, for prefill, where that hardly costs it anything.
+    One that cannot share keys among query heads gets them repeated, for prefill, where that hardly
+    costs it anything.
     """
     num_heads, head_size, num_kv_heads, _ = paged.backend_args
     new = partial(torch.empty, dtype=paged.q.dtype, device=paged.q.device)
@@ -203,7 +249,9 @@ def contiguous_sdpa(name: str, paged: PagedBatch) -> Callable[[], torch.Tensor]:
 
     def run() -> torch.Tensor:
         with sdpa_kernel(SDPA_BACKENDS[name]):
-            return scaled_dot_product_attention(q, k, v, is_causal=paged.query_len > 1, enable_gqa=k.shape[1] < num_heads)
+            return scaled_dot_product_attention(
+                q, k, v, is_causal=paged.query_len > 1, enable_gqa=k.shape[1] < num_heads
+            )
 
     try:
         run()
@@ -215,13 +263,18 @@ def contiguous_sdpa(name: str, paged: PagedBatch) -> Callable[[], torch.Tensor]:
 
 # %% ../nbs/91_gpu_bench.ipynb #968619d8
 def paged_flex(paged: PagedBatch, page_size: int = 128) -> Callable[[], torch.Tensor]:
-    """FlexAttention on pages of its own, for decode: a sequence's block mask lists its pages, so it is the block table.
+    """FlexAttention on pages of its own, for decode: a sequence's block mask lists its pages, so it
+    is the block table.
 
-    Compiled on a GPU; in plain torch on a CPU. `ValueError` for prefill, or where the context is no multiple of `page_size`.
+    Compiled on a GPU; in plain torch on a CPU. `ValueError` for prefill, or where the context is no
+    multiple of `page_size`.
     """
     (_, head_size, num_kv_heads, _), batch, device = paged.backend_args, paged.batch, paged.q.device
     require(paged.query_len == 1, "paged FlexAttention is set up for decode only")
-    require(paged.seq_len % page_size == 0, f"a context of {paged.seq_len} does not fill pages of {page_size} tokens")
+    require(
+        paged.seq_len % page_size == 0,
+        f"a context of {paged.seq_len} does not fill pages of {page_size} tokens",
+    )
     each = paged.seq_len // page_size
     num_pages = batch * each
     table = torch.randperm(num_pages, device=device).view(batch, each)
@@ -232,36 +285,54 @@ def paged_flex(paged: PagedBatch, page_size: int = 128) -> Callable[[], torch.Te
     pages[..., :each] = table[:, None, None]
     count = torch.full((batch, 1, 1), each, dtype=torch.int32, device=device)
     mask = BlockMask.from_kv_blocks(
-        torch.zeros_like(count), none, count, pages, (128, page_size), lambda b, h, q, k: owner[k // page_size] == b,
+        torch.zeros_like(count),
+        none,
+        count,
+        pages,
+        (128, page_size),
+        lambda b, h, q, k: owner[k // page_size] == b,
         seq_lengths=(1, num_pages * page_size),
-    )  # fmt: skip
+    )
     shape = (1, num_kv_heads, num_pages * page_size, head_size)
     k, v = (torch.empty(shape, dtype=paged.q.dtype, device=device).normal_() for _ in range(2))
-    q, attend = paged.q[:, :, None], cast(Callable[..., torch.Tensor], flex_attention)
+    q = paged.q[:, :, None]
+    attend = cast(Callable[..., torch.Tensor], flex_attention)
     if device.type == "cuda":
         torch.compiler.reset()  # or torch gives up compiling after a few shapes
         attend = torch.compile(flex_attention, dynamic=False)
     return lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)
 
 # %% ../nbs/91_gpu_bench.ipynb #86279c8f
-def attempt(build: Callable[[], Callable[[], Any]], device: str, repeats: int, check: Any = None) -> dict[str, Any]:
-    """`measure` of the function that `build` returns, or `{"error": why}`. `check` says how far its result deviates.
+def attempt(
+    build: Callable[[], Callable[[], Any]], device: str, repeats: int, check: Any = None
+) -> dict[str, Any]:
+    """`measure` of the function that `build` returns, or `{"error": why}`. `check` says how far its
+    result deviates.
 
     Raises only if the GPU itself is out of order.
     """
     try:
-        with warnings.catch_warnings(record=True) as said:  # torch warns why a backend of SDPA refuses
+        # torch warns why a backend of SDPA refuses
+        with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            run, checked = build(), {}
+            run = build()
+            checked = {}
             if check is not None:
                 checked["deviation"] = deviation = check(run())
-                require(deviation < 0.02, f"wrong results: they deviate by {deviation:.1%} from the oracle's")
+                require(
+                    deviation < 0.02,
+                    f"wrong results: they deviate by {deviation:.1%} from the oracle's",
+                )
             return measure(run, device, repeats) | checked
     except Exception as error:
         if device == "cuda":
             torch.cuda.synchronize()
         reasons = [f"{type(error).__name__}: {error}", *(str(warning.message) for warning in said)]
-        return {"error": "; ".join(reason.strip().partition("\n")[0].partition(" (Triggered")[0] for reason in reasons)[:400]}
+        return {
+            "error": "; ".join(
+                reason.strip().partition("\n")[0].partition(" (Triggered")[0] for reason in reasons
+            )[:400]
+        }
 
 
 def release_memory() -> None:
@@ -272,7 +343,9 @@ def release_memory() -> None:
 
 # %% ../nbs/91_gpu_bench.ipynb #1000b0a6
 def contender(name: str, paged: PagedBatch) -> Callable[[], torch.Tensor]:
-    "A function that attends to `paged`, or the like of it: triton, v1 to v4, flex, or one of `SDPA_BACKENDS`."
+    """A function that attends to `paged`, or the like of it: triton, v1 to v4, flex, or one of
+    `SDPA_BACKENDS`.
+    """
     if name in SDPA_BACKENDS:
         return contiguous_sdpa(name, paged)
     if name == "flex":
@@ -283,66 +356,124 @@ def contender(name: str, paged: PagedBatch) -> Callable[[], torch.Tensor]:
         return partial(backend.forward, paged.q, paged.kv_cache, paged.meta)
     rung = getattr(triton_ladder, f"paged_attention_{name}", None)
     require(rung is not None, f"there is no kernel {name!r}")
-    return partial(cast(Callable, rung), paged.q, paged.kv_cache, paged.meta, paged.backend_args[-1])
+    return partial(
+        cast(Callable, rung), paged.q, paged.kv_cache, paged.meta, paged.backend_args[-1]
+    )
 
 
-def bench_attention(paged: PagedBatch, names: tuple[str, ...] = ("triton", "sdpa"), repeats: int = 20) -> dict[str, Any]:
-    """Each `contender` of `names` (`sdpa` is all its backends) on one batch: a dictionary for each in `results`.
+def bench_attention(
+    paged: PagedBatch, names: tuple[str, ...] = ("triton", "sdpa"), repeats: int = 20
+) -> dict[str, Any]:
+    """Each `contender` of `names` (`sdpa` is all its backends) on one batch: a dictionary for each
+    in `results`.
 
-    Shares are of the copy bandwidth, and of the roofline: the time that the necessary bytes or FLOPs take at least.
+    Shares are of the copy bandwidth, and of the roofline: the time that the necessary bytes or
+    FLOPs take at least.
     """
     device = paged.q.device.type
-    yard, num_bytes, flops = yardsticks(device), paged.necessary_bytes, paged.necessary_flops
-    bound, results = max(num_bytes / yard["copy"], flops / yard["matmul"]), {}
-    for name in [each for asked in names for each in (SDPA_BACKENDS if asked == "sdpa" else (asked,))]:
+    yard = yardsticks(device)
+    num_bytes = paged.necessary_bytes
+    flops = paged.necessary_flops
+    bound = max(num_bytes / yard["copy"], flops / yard["matmul"])
+    results = {}
+    for name in [
+        each for asked in names for each in (SDPA_BACKENDS if asked == "sdpa" else (asked,))
+    ]:
         own_pages = name == "triton" or name.startswith("v")
-        row = attempt(partial(contender, name, paged), device, repeats, paged.deviation if own_pages else None)
+        row = attempt(
+            partial(contender, name, paged), device, repeats, paged.deviation if own_pages else None
+        )
         if seconds := row.get("seconds"):
             rates = {"bytes_per_second": num_bytes / seconds, "flops_per_second": flops / seconds}
-            row |= rates | {"share_of_copy": rates["bytes_per_second"] / yard["copy"], "share_of_roofline": bound / seconds}
+            row |= rates | {
+                "share_of_copy": rates["bytes_per_second"] / yard["copy"],
+                "share_of_roofline": bound / seconds,
+            }
         results[name] = row
-    sdpa = [results[name]["seconds"] for name in SDPA_BACKENDS if "seconds" in results.get(name, {})]
+    sdpa = [
+        results[name]["seconds"] for name in SDPA_BACKENDS if "seconds" in results.get(name, {})
+    ]
     ours = results.get("triton", {}).get("seconds")
     ratio = {"ratio_to_sdpa": min(sdpa) / ours} if sdpa and ours else {}
     return {"bytes": num_bytes, "flops": flops, **yard, "results": results, **ratio}
 
 # %% ../nbs/91_gpu_bench.ipynb #dd9261a6
 def bench_decode(
-    batch: int = 32, context: int = 4096, against: tuple[str, ...] = ("sdpa",), repeats: int = 20, **shape: Any
+    batch: int = 32,
+    context: int = 4096,
+    against: tuple[str, ...] = ("sdpa",),
+    repeats: int = 20,
+    **shape: Any,
 ) -> dict[str, Any]:
-    "One new token for each of `batch` sequences of `context` tokens. `shape`: `make_paged_batch`'s further arguments."
+    """One new token for each of `batch` sequences of `context` tokens. `shape`:
+    `make_paged_batch`'s further arguments.
+    """
     paged = make_paged_batch(batch, 1, context, **shape)
-    return {"batch": batch, "context": context, **shape, **bench_attention(paged, ("triton", *against), repeats)}
+    return {
+        "batch": batch,
+        "context": context,
+        **shape,
+        **bench_attention(paged, ("triton", *against), repeats),
+    }
 
 
 def bench_prefill(
-    length: int = 4096, batch: int = 1, against: tuple[str, ...] = ("sdpa",), repeats: int = 20, **shape: Any
+    length: int = 4096,
+    batch: int = 1,
+    against: tuple[str, ...] = ("sdpa",),
+    repeats: int = 20,
+    **shape: Any,
 ) -> dict[str, Any]:
-    "All tokens of `batch` prompts of `length` tokens, causal. `ratio_to_sdpa`: 1 is as fast as its best backend."
+    """All tokens of `batch` prompts of `length` tokens, causal. `ratio_to_sdpa`: 1 is as fast as
+    its best backend.
+    """
     paged = make_paged_batch(batch, length, length, **shape)
-    return {"length": length, "batch": batch, **shape, **bench_attention(paged, ("triton", *against), repeats)}
+    return {
+        "length": length,
+        "batch": batch,
+        **shape,
+        **bench_attention(paged, ("triton", *against), repeats),
+    }
 
 # %% ../nbs/91_gpu_bench.ipynb #e5a3cc81
 QWEN3_0_6B = {
-    "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+}
 
 
 Requests = list[tuple[list[int], int]]  # a prompt's ids, and the number of tokens to generate
 
 
-def throughput_requests(num_requests: int = 256, shortest: int = 100, longest: int = 1024, seed: int = 0) -> Requests:
+def throughput_requests(
+    num_requests: int = 256, shortest: int = 100, longest: int = 1024, seed: int = 0
+) -> Requests:
     "The protocol's requests: lengths of prompts and outputs evenly drawn, ids from 0 to 10,000."
     rng = random.Random(seed)
-    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(shortest, longest))] for _ in range(num_requests)]
-    return [(prompt, rng.randint(shortest, longest)) for prompt in prompts]  # all prompts are drawn before the outputs
+    prompts = [
+        [rng.randint(0, 10000) for _ in range(rng.randint(shortest, longest))]
+        for _ in range(num_requests)
+    ]
+    # all prompts are drawn before the outputs
+    return [(prompt, rng.randint(shortest, longest)) for prompt in prompts]
 
 
 @contextmanager
 def model_folder(shape: dict[str, Any]) -> Iterator[str]:
     "A folder with nothing but the config.json of a Llama of that shape."
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 1e6, **shape}
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": 1e6,
+        **shape,
+    }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         yield folder
@@ -350,8 +481,10 @@ def model_folder(shape: dict[str, Any]) -> Iterator[str]:
 # %% ../nbs/91_gpu_bench.ipynb #3c2569d6
 def num_parameters(shape: dict[str, Any]) -> int:
     "Weights that a token meets, of a Llama whose output head is its embedding (norms left out)."
-    hidden, head = shape["hidden_size"], shape["head_dim"]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    hidden = shape["hidden_size"]
+    head = shape["head_dim"]
+    heads = shape["num_attention_heads"]
+    kv_heads = shape["num_key_value_heads"]
     layer = hidden * head * (2 * heads + 2 * kv_heads) + 3 * hidden * shape["intermediate_size"]
     return shape["num_hidden_layers"] * layer + shape["vocab_size"] * hidden
 
@@ -359,8 +492,10 @@ def num_parameters(shape: dict[str, Any]) -> int:
 def necessary(shape: dict[str, Any], requests: Requests, itemsize: int = 2) -> dict[str, int]:
     "Bytes and FLOPs that these requests need at least, all of them running together."
     width = shape["num_hidden_layers"] * shape["head_dim"]
-    q_width, kv_width = width * shape["num_attention_heads"], width * shape["num_key_value_heads"]
-    decoded = sum(n * len(prompt) + n * (n + 1) // 2 for prompt, n in requests)  # pairs of a new token and one it sees
+    q_width = width * shape["num_attention_heads"]
+    kv_width = width * shape["num_key_value_heads"]
+    # pairs of a new token and one it sees
+    decoded = sum(n * len(prompt) + n * (n + 1) // 2 for prompt, n in requests)
     prefilled = sum(len(prompt) * (len(prompt) + 1) // 2 for prompt, _ in requests)
     num_tokens = sum(len(prompt) + n for prompt, n in requests)
     weights = num_parameters(shape)
@@ -371,10 +506,18 @@ def necessary(shape: dict[str, Any], requests: Requests, itemsize: int = 2) -> d
 
 
 def requests_that_fit(shape: dict[str, Any], memory: int, itemsize: int = 2) -> int:
-    "How many of the protocol's requests a GPU of `memory` bytes can run together: 256, 128, ..., at least 1."
-    kv_bytes = 2 * itemsize * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    room, n = 0.85 * memory - itemsize * num_parameters(shape) - (2 << 30), 256  # activations and graphs: 2 GiB
-    while n > 1 and kv_bytes * sum(len(prompt) + out for prompt, out in throughput_requests(n)) > room:
+    """How many of the protocol's requests a GPU of `memory` bytes can run together: 256, 128, ...,
+    at least 1.
+    """
+    kv_bytes = (
+        2 * itemsize * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    )
+    # activations and graphs: 2 GiB
+    room = 0.85 * memory - itemsize * num_parameters(shape) - (2 << 30)
+    n = 256
+    while (
+        n > 1 and kv_bytes * sum(len(prompt) + out for prompt, out in throughput_requests(n)) > room
+    ):
         n //= 2
     return n
 
@@ -401,7 +544,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def run_timed(llm: LLM, requests: Requests) -> tuple[float, float]:
-    """Seconds in which `llm` finishes all `requests`, and of them those after the first token of the first request.
+    """Seconds in which `llm` finishes all `requests`, and of them those after the first token of
+    the first request.
 
     Every token that was asked for must have come.
     """
@@ -409,7 +553,11 @@ def run_timed(llm: LLM, requests: Requests) -> tuple[float, float]:
     began = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
     seconds = time.perf_counter() - began
-    missing = [o.request_id for o, (_, n) in zip(outputs, requests, strict=True) if len(o.outputs[0].token_ids) != n]
+    missing = [
+        o.request_id
+        for o, (_, n) in zip(outputs, requests, strict=True)
+        if len(o.outputs[0].token_ids) != n
+    ]
     require(not missing, f"requests {missing} are incomplete")
     metrics = outputs[0].metrics
     assert metrics and metrics.finished_time and metrics.first_token_time
@@ -417,29 +565,56 @@ def run_timed(llm: LLM, requests: Requests) -> tuple[float, float]:
 
 # %% ../nbs/91_gpu_bench.ipynb #4008009f
 def bench_engine(
-    shape: dict[str, Any] | None = None, num_requests: int = 256, shortest: int = 100, longest: int = 1024,
-    alone: tuple[int, int] = (2048, 256), turned_off: str = "everything on", device: str | None = None, **options: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Output tokens a second of the protocol's requests, and of one request alone once its prompt is computed.
+    shape: dict[str, Any] | None = None,
+    num_requests: int = 256,
+    shortest: int = 100,
+    longest: int = 1024,
+    alone: tuple[int, int] = (2048, 256),
+    turned_off: str = "everything on",
+    device: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Output tokens a second of the protocol's requests, and of one request alone once its prompt
+    is computed.
 
-    `alone` is that request's tokens in and out; its prompt takes `alone_first_token_seconds`. `shape` is Qwen3-0.6B's by
-    default, `turned_off` a name in `ABLATIONS`, `options` are fields of `EngineArgs`.
+    `alone` is that request's tokens in and out; its prompt takes `alone_first_token_seconds`.
+    `shape` is Qwen3-0.6B's by default, `turned_off` a name in `ABLATIONS`, `options` are fields of
+    `EngineArgs`.
     """
-    require(turned_off in ABLATIONS, f"turned_off={turned_off!r}: choose one of {', '.join(ABLATIONS)}")
-    shape, device = shape or QWEN3_0_6B, device or default_device()
-    dtype, requests = default_dtype(device), throughput_requests(num_requests, shortest, longest)
-    settings: dict[str, Any] = {"max_model_len": shape["max_position_embeddings"], "max_num_batched_tokens": 16384}
-    settings |= {"device": device, "dtype": str(dtype).removeprefix("torch."), **options, **ABLATIONS[turned_off]}
-    yard, need, began = yardsticks(device), necessary(shape, requests, dtype.itemsize), time.perf_counter()
+    require(
+        turned_off in ABLATIONS, f"turned_off={turned_off!r}: choose one of {', '.join(ABLATIONS)}"
+    )
+    shape = shape or QWEN3_0_6B
+    device = device or default_device()
+    dtype = default_dtype(device)
+    requests = throughput_requests(num_requests, shortest, longest)
+    settings: dict[str, Any] = {
+        "max_model_len": shape["max_position_embeddings"],
+        "max_num_batched_tokens": 16384,
+    }
+    settings |= {
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        **options,
+        **ABLATIONS[turned_off],
+    }
+    yard = yardsticks(device)
+    need = necessary(shape, requests, dtype.itemsize)
+    began = time.perf_counter()
     release_memory()
-    with model_folder(shape) as folder, LLM(folder, load_format="dummy", skip_tokenizer_init=True, **settings) as llm:
+    with (
+        model_folder(shape) as folder,
+        LLM(folder, load_format="dummy", skip_tokenizer_init=True, **settings) as llm,
+    ):
         started = time.perf_counter() - began
-        run_timed(llm, throughput_requests(min(8, num_requests), shortest, 2 * shortest, seed=1))  # to warm up
+        # to warm up
+        run_timed(llm, throughput_requests(min(8, num_requests), shortest, 2 * shortest, seed=1))
         single = throughput_requests(1, alone[0], alone[0], seed=2)[0][0], alone[1]
         alone_seconds, decode_seconds = run_timed(llm, [single])
         before = llm.get_metrics()
         (seconds, _), after = run_timed(llm, requests), llm.get_metrics()
-    num_out, bound = sum(n for _, n in requests), max(need["bytes"] / yard["copy"], need["flops"] / yard["matmul"])
+    num_out = sum(n for _, n in requests)
+    bound = max(need["bytes"] / yard["copy"], need["flops"] / yard["matmul"])
     return {
         "turned_off": turned_off,
         "requests": num_requests,
@@ -459,36 +634,59 @@ def bench_engine(
     }
 
 # %% ../nbs/91_gpu_bench.ipynb #4077ca06
-def generate_statically(model: Any, requests: Requests, batch_size: int, max_batches: int | None) -> dict[str, float]:
-    "Requests through `generate`, sorted by length of output, `batch_size` at a time; only the middle `max_batches` if given."
+def generate_statically(
+    model: Any, requests: Requests, batch_size: int, max_batches: int | None
+) -> dict[str, float]:
+    """Requests through `generate`, sorted by length of output, `batch_size` at a time; only the
+    middle `max_batches` if given.
+    """
     requests = sorted(requests, key=lambda request: request[1])
     batches = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
     skipped = max(0, len(batches) - (max_batches or len(batches)))
     batches = batches[skipped // 2 : len(batches) - (skipped - skipped // 2)]
     began = time.perf_counter()
     for batch in batches:
-        width, most = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
+        width = max(len(prompt) for prompt, _ in batch)
+        most = max(n for _, n in batch)
         padding = [width - len(prompt) for prompt, _ in batch]
-        ids = torch.tensor([[0] * pad + prompt for pad, (prompt, _) in zip(padding, batch, strict=True)], device=model.device)
+        ids = torch.tensor(
+            [[0] * pad + prompt for pad, (prompt, _) in zip(padding, batch, strict=True)],
+            device=model.device,
+        )
         mask = (torch.arange(width) >= torch.tensor(padding)[:, None]).long().to(model.device)
-        out = model.generate(ids, attention_mask=mask, generation_config=transformers_sampling(most))
+        out = model.generate(
+            ids, attention_mask=mask, generation_config=transformers_sampling(most)
+        )
         require(out.shape[1] == width + most, f"{out.shape[1] - width} tokens came, not {most}")
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     done = [request for batch in batches for request in batch]
-    return {"requests": len(done), "output_tokens": sum(n for _, n in done), "seconds": time.perf_counter() - began}
+    return {
+        "requests": len(done),
+        "output_tokens": sum(n for _, n in done),
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def transformers_sampling(max_new_tokens: int) -> Any:
     "The protocol's sampling, as transformers is told of it. EOS is an id that no token has."
     from transformers import GenerationConfig
 
-    options = {"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "eos_token_id": 2**31 - 1, "pad_token_id": 0}
+    options = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 0,
+        "top_p": 1.0,
+        "eos_token_id": 2**31 - 1,
+        "pad_token_id": 0,
+    }
     return GenerationConfig(max_new_tokens=max_new_tokens, **options)
 
 # %% ../nbs/91_gpu_bench.ipynb #72027283
 def generate_continuously(model: Any, requests: Requests, **config: Any) -> dict[str, float]:
-    "Requests through transformers' continuous batching. `config`: fields of its `ContinuousBatchingConfig`."
+    """Requests through transformers' continuous batching. `config`: fields of its
+    `ContinuousBatchingConfig`.
+    """
     more = {}
     if config:
         from transformers import ContinuousBatchingConfig
@@ -496,7 +694,8 @@ def generate_continuously(model: Any, requests: Requests, **config: Any) -> dict
         more = {"continuous_batching_config": ContinuousBatchingConfig(**config)}
 
     def run(requests: Requests) -> dict[str, float]:
-        began, num_tokens = time.perf_counter(), 0
+        began = time.perf_counter()
+        num_tokens = 0
         waiting = {manager.add_request(prompt, max_new_tokens=n) for prompt, n in requests}
         while waiting:
             result = manager.get_result(timeout=1)
@@ -506,47 +705,74 @@ def generate_continuously(model: Any, requests: Requests, **config: Any) -> dict
                 num_tokens += len(result.generated_tokens)
             elif not manager.is_running():
                 raise RuntimeError(f"continuous batching stopped with {len(waiting)} requests left")
-        return {"requests": len(requests), "output_tokens": num_tokens, "seconds": time.perf_counter() - began}
+        return {
+            "requests": len(requests),
+            "output_tokens": num_tokens,
+            "seconds": time.perf_counter() - began,
+        }
 
     most = max(n for _, n in requests)
-    with model.continuous_batching_context_manager(generation_config=transformers_sampling(most), **more) as manager:
+    with model.continuous_batching_context_manager(
+        generation_config=transformers_sampling(most), **more
+    ) as manager:
         run([([1, 2, 3], 2)])  # to warm up
         result = run(requests)
-    require(result["output_tokens"] == sum(n for _, n in requests), f"only {result['output_tokens']} tokens came")
+    require(
+        result["output_tokens"] == sum(n for _, n in requests),
+        f"only {result['output_tokens']} tokens came",
+    )
     return result
 
 # %% ../nbs/91_gpu_bench.ipynb #7c06f130
 def bench_transformers(
-    batch_size: int | None = 128, max_batches: int | None = None, shape: dict[str, Any] | None = None,
-    num_requests: int = 256, shortest: int = 100, longest: int = 1024, device: str | None = None, **config: Any,
-) -> dict[str, Any]:  # fmt: skip
+    batch_size: int | None = 128,
+    max_batches: int | None = None,
+    shape: dict[str, Any] | None = None,
+    num_requests: int = 256,
+    shortest: int = 100,
+    longest: int = 1024,
+    device: str | None = None,
+    **config: Any,
+) -> dict[str, Any]:
     """Output tokens a second of the same requests, or some of them, through transformers.
 
-    In static batches of `batch_size`, or by continuous batching if that is None (`config`: its configuration).
+    In static batches of `batch_size`, or by continuous batching if that is None (`config`: its
+    configuration).
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape, device = shape or QWEN3_0_6B, device or default_device()
+    shape = shape or QWEN3_0_6B
+    device = device or default_device()
     requests = throughput_requests(num_requests, shortest, longest)
     release_memory()
     with model_folder(shape) as folder, torch.device(device), torch.inference_mode():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), attn_implementation="sdpa"
+        )
         model = model.to(default_dtype(device)).eval()
     if batch_size is None:
         row = generate_continuously(model, requests, **config)
     else:
-        generate_statically(model, throughput_requests(min(8, batch_size), 8, 16, seed=1), batch_size, None)  # to warm up
+        # to warm up
+        generate_statically(
+            model, throughput_requests(min(8, batch_size), 8, 16, seed=1), batch_size, None
+        )
         row = generate_statically(model, requests, batch_size, max_batches)
     del model
     release_memory()
-    method, rate = "generate_batch" if batch_size is None else "generate", row["output_tokens"] / row["seconds"]
+    method = "generate_batch" if batch_size is None else "generate"
+    rate = row["output_tokens"] / row["seconds"]
     return {"method": method, "batch_size": batch_size, **row, "tokens_per_second": rate}
 
 # %% ../nbs/91_gpu_bench.ipynb #6b7baf3a
 def ablation(**sizes: Any) -> dict[str, dict[str, Any]]:
-    "`bench_engine` with everything on, then with each part off in turn; `relative` to everything on."
+    """`bench_engine` with everything on, then with each part off in turn; `relative` to everything
+    on.
+    """
     rows = {}
     for name in ABLATIONS:
         rows[name] = bench_engine(turned_off=name, **sizes)
-        rows[name]["relative"] = rows[name]["tokens_per_second"] / rows["everything on"]["tokens_per_second"]
+        rows[name]["relative"] = (
+            rows[name]["tokens_per_second"] / rows["everything on"]["tokens_per_second"]
+        )
     return rows

@@ -35,23 +35,31 @@ def arrival_times(
 ) -> list[float]:
     "When each request is due, in seconds from the beginning. The same seed gives the same times."
     require(num > 0, f"num_prompts={num} must be positive")
-    require(request_rate > 0, f"request_rate={request_rate} must be positive (inf sends all at once)")
+    require(
+        request_rate > 0, f"request_rate={request_rate} must be positive (inf sends all at once)"
+    )
     require(0 < burstiness < math.inf, f"burstiness={burstiness} must be positive and finite")
     if math.isinf(request_rate):
         return [0.0] * num
-    times = np.random.default_rng(seed).gamma(burstiness, 1 / (request_rate * burstiness), num).cumsum()
+    times = (
+        np.random.default_rng(seed).gamma(burstiness, 1 / (request_rate * burstiness), num).cumsum()
+    )
     return (times * (num / request_rate / times[-1])).tolist()
 
 # %% ../nbs/73_bench_serve.ipynb #b3ec7bfa
 WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand part "
-    "place case week company system program question work number night point home water room mother area money story fact"
+    "time year people way day man thing woman life child world school state family student "
+    "group country problem hand part "
+    "place case week company system program question work number night point home water "
+    "room mother area money story fact"
 ).split()
 
 # %% ../nbs/73_bench_serve.ipynb #e87767e9
 @dataclass
 class SampleRequest:
-    "A prompt to send, as token ids or text, and how many tokens to ask for. vLLM: `SampleRequest` in `benchmarks/datasets.py`."
+    """A prompt to send, as token ids or text, and how many tokens to ask for. vLLM: `SampleRequest`
+    in `benchmarks/datasets.py`.
+    """
 
     prompt: list[int] | str
     prompt_len: int
@@ -67,14 +75,23 @@ def sample_requests(
     seed: int = 0,
     words: bool = False,  # text of so many words, not token ids
 ) -> list[SampleRequest]:
-    "Random requests. The same seed gives the same ones, and the same lengths with or without `words`."
-    require(input_len > 0 and output_len > 0, f"random_input_len={input_len} and random_output_len={output_len} must be positive")
-    require(0 <= range_ratio < 1, f"random_range_ratio={range_ratio} must be at least 0 and below 1")
+    """Random requests. The same seed gives the same ones, and the same lengths with or without
+    `words`.
+    """
+    require(
+        input_len > 0 and output_len > 0,
+        f"random_input_len={input_len} and random_output_len={output_len} must be positive",
+    )
+    require(
+        0 <= range_ratio < 1, f"random_range_ratio={range_ratio} must be at least 0 and below 1"
+    )
     require(vocab_size > 1, f"random_vocab_size={vocab_size} must be at least 2")
     rng = random.Random(seed)
 
     def draw(mean: int) -> int:
-        return rng.randint(max(1, math.floor(mean * (1 - range_ratio))), math.ceil(mean * (1 + range_ratio)))
+        return rng.randint(
+            max(1, math.floor(mean * (1 - range_ratio))), math.ceil(mean * (1 + range_ratio))
+        )
 
     def prompt(length: int) -> list[int] | str:
         if words:
@@ -89,13 +106,15 @@ def sample_requests(
 class RequestFuncOutput:
     """What the client saw of one request. Times are in seconds since the benchmark began.
 
-    `ttft`: from sending to the first chunk that has a choice. `itl`: between two successive such chunks. `latency` (E2EL): from
-    sending to the last of them. `tpot`: (latency - ttft) / (output_tokens - 1), and 0 with fewer than two tokens. vLLM:
+    `ttft`: from sending to the first chunk that has a choice. `itl`: between two successive such
+    chunks. `latency` (E2EL): from sending to the last of them. `tpot`: (latency - ttft) /
+    (output_tokens - 1), and 0 with fewer than two tokens. vLLM:
     `benchmarks/lib/endpoint_request_func.py`.
     """
 
     due: float = 0.0
-    start_time: float = 0.0  # when it was sent: later than due, if the client is late or `max_concurrency` holds it back
+    # when it was sent: later than due, if the client is late or `max_concurrency` holds it back
+    start_time: float = 0.0
     chunk_times: list[float] = field(default_factory=list)
     prompt_len: int = 0
     usage_tokens: int | None = None  # as the server counted them
@@ -104,10 +123,22 @@ class RequestFuncOutput:
 
     success = property(lambda self: not self.error)
     ttft = property(lambda self: self.chunk_times[0] - self.start_time)
-    itl = property(lambda self: [after - before for before, after in zip(self.chunk_times, self.chunk_times[1:])])
+    itl = property(
+        lambda self: [
+            after - before for before, after in zip(self.chunk_times, self.chunk_times[1:])
+        ]
+    )
     latency = property(lambda self: self.chunk_times[-1] - self.start_time)
-    output_tokens = property(lambda self: len(self.chunk_times) if self.usage_tokens is None else self.usage_tokens)
-    tpot = property(lambda self: (self.latency - self.ttft) / max(1, self.output_tokens - 1) if self.output_tokens > 1 else 0.0)
+    output_tokens = property(
+        lambda self: len(self.chunk_times) if self.usage_tokens is None else self.usage_tokens
+    )
+    tpot = property(
+        lambda self: (
+            (self.latency - self.ttft) / max(1, self.output_tokens - 1)
+            if self.output_tokens > 1
+            else 0.0
+        )
+    )
 
     def take(self, data: str, now: float) -> None:
         "An event has arrived: what stands behind `data:`."
@@ -116,7 +147,10 @@ class RequestFuncOutput:
             return
         event = json.loads(data)
         if error := event.get("error"):
-            self.error = f"the stream says: {error.get('message', error) if isinstance(error, dict) else error}"
+            self.error = (
+                "the stream says: "
+                f"{error.get('message', error) if isinstance(error, dict) else error}"
+            )
         if choices := event.get("choices"):
             self.chunk_times.append(now)
             self.is_done |= any(choice.get("finish_reason") for choice in choices)
@@ -127,7 +161,9 @@ class RequestFuncOutput:
     def end(self) -> None:
         "The stream is over: it has failed, if no token came, or not the last one."
         if not self.error and not (self.is_done and self.chunk_times):
-            self.error = f"the stream ended after {len(self.chunk_times)} chunks, before the answer did"
+            self.error = (
+                f"the stream ended after {len(self.chunk_times)} chunks, before the answer did"
+            )
 
 # %% ../nbs/73_bench_serve.ipynb #62915467
 def import_httpx() -> Any:
@@ -140,22 +176,42 @@ def import_httpx() -> Any:
 
 # %% ../nbs/73_bench_serve.ipynb #bfcac237
 def make_client(base_url: str) -> Any:
-    "An HTTP client for any number of requests at once. `OPENAI_API_KEY` is sent along; proxies are not used."
+    """An HTTP client for any number of requests at once. `OPENAI_API_KEY` is sent along; proxies
+    are not used.
+    """
     httpx = import_httpx()
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    # An idle connection is given up after 2 s: many servers close it after 5, and a request sent at that moment would be lost.
+    # An idle connection is given up after 2 s: many servers close it after 5, and a request sent at
+    # that moment would be lost.
     many = {"max_connections": None, "max_keepalive_connections": None, "keepalive_expiry": 2.0}
-    more = {"timeout": httpx.Timeout(600.0, pool=None), "limits": httpx.Limits(**many), "trust_env": False}
-    return httpx.AsyncClient(base_url=base_url.rstrip("/").removesuffix("/v1"), headers=headers, **more)
+    more = {
+        "timeout": httpx.Timeout(600.0, pool=None),
+        "limits": httpx.Limits(**many),
+        "trust_env": False,
+    }
+    return httpx.AsyncClient(
+        base_url=base_url.rstrip("/").removesuffix("/v1"), headers=headers, **more
+    )
 
 
-def make_body(request: SampleRequest, model: str, chat: bool = False, ignore_eos: bool = False, temperature: float = 0.0) -> dict:
+def make_body(
+    request: SampleRequest,
+    model: str,
+    chat: bool = False,
+    ignore_eos: bool = False,
+    temperature: float = 0.0,
+) -> dict:
     "The JSON of a request."
-    asked: Any = {"messages": [{"role": "user", "content": request.prompt}]} if chat else {"prompt": request.prompt}
+    asked: Any = (
+        {"messages": [{"role": "user", "content": request.prompt}]}
+        if chat
+        else {"prompt": request.prompt}
+    )
     usual = {"max_tokens": request.expected_output_len, "temperature": temperature, "stream": True}
     body = {"model": model, **asked, **usual, "stream_options": {"include_usage": True}}
-    return body | ({"ignore_eos": True} if ignore_eos else {})  # not in OpenAI's interface: sent only if asked for
+    # not in OpenAI's interface: sent only if asked for
+    return body | ({"ignore_eos": True} if ignore_eos else {})
 
 # %% ../nbs/73_bench_serve.ipynb #c71d30a9
 async def read_lines(response: Any) -> AsyncIterator[str]:
@@ -171,7 +227,9 @@ async def read_lines(response: Any) -> AsyncIterator[str]:
 async def send_request(
     client: Any, endpoint: str, body: dict, output: RequestFuncOutput, clock: Callable[[], float]
 ) -> RequestFuncOutput:
-    "Send a request and follow its stream to the end: what was seen is written into `output`, a failure as its `error`."
+    """Send a request and follow its stream to the end: what was seen is written into `output`, a
+    failure as its `error`.
+    """
     output.start_time = clock()
     try:
         async with client.stream("POST", endpoint, json=body) as response:
@@ -189,9 +247,15 @@ async def send_request(
 
 # %% ../nbs/73_bench_serve.ipynb #d550eb0f
 async def run_load(
-    base_url: str, endpoint: str, bodies: list[dict], times: list[float], max_concurrency: int | None = None
+    base_url: str,
+    endpoint: str,
+    bodies: list[dict],
+    times: list[float],
+    max_concurrency: int | None = None,
 ) -> tuple[list[RequestFuncOutput], float]:
-    "Send each request when it is due. What was seen of each, in order, and how many seconds it all took."
+    """Send each request when it is due. What was seen of each, in order, and how many seconds it
+    all took.
+    """
     begin = time.perf_counter()
     limit: Any = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
 
@@ -205,7 +269,9 @@ async def run_load(
 
     async with make_client(base_url) as client:
         begin = time.perf_counter()  # making a client takes a while
-        outputs = await asyncio.gather(*(send_when_due(body, due) for body, due in zip(bodies, times, strict=True)))
+        outputs = await asyncio.gather(
+            *(send_when_due(body, due) for body, due in zip(bodies, times, strict=True))
+        )
         return outputs, clock()
 
 # %% ../nbs/73_bench_serve.ipynb #b992bad8
@@ -222,11 +288,15 @@ def parse_goodput(texts: list[str]) -> dict[str, float]:
     bounds = {}
     for text in texts:
         name, _, number = text.partition(":")
-        require(name in ("ttft", "tpot", "e2el"), f"goodput={text!r}: give ttft:MS, tpot:MS or e2el:MS")
+        require(
+            name in ("ttft", "tpot", "e2el"), f"goodput={text!r}: give ttft:MS, tpot:MS or e2el:MS"
+        )
         try:
             bounds[name] = float(number)
         except ValueError:
-            raise ValueError(f"goodput={text!r}: {number!r} is not a number of milliseconds") from None
+            raise ValueError(
+                f"goodput={text!r}: {number!r} is not a number of milliseconds"
+            ) from None
         require(bounds[name] >= 0, f"goodput={text!r} must not be negative")
     return bounds
 
@@ -238,10 +308,12 @@ def calculate_metrics(
     percentiles: tuple[float, ...] = (99,),
     metrics: tuple[str, ...] = tuple(METRICS),
 ) -> dict[str, Any]:
-    """The result of a run, under the names that vLLM's result files have. Failed requests are counted, and in nothing else.
+    """The result of a run, under the names that vLLM's result files have. Failed requests are
+    counted, and in nothing else.
 
-    ITLs of all requests are one set; of the other metrics each request gives one value, TPOT of those with two tokens or more.
-    For `goodput` a shorter one has a TPOT of 0. Percentiles are linear between two values. vLLM: `benchmarks/serve.py`.
+    ITLs of all requests are one set; of the other metrics each request gives one value, TPOT of
+    those with two tokens or more. For `goodput` a shorter one has a TPOT of 0. Percentiles are
+    linear between two values. vLLM: `benchmarks/serve.py`.
     """
     good = [one for one in outputs if one.success]
     seconds = {
@@ -250,37 +322,66 @@ def calculate_metrics(
         "itl": [itl for one in good for itl in one.itl],
         "e2el": [one.latency for one in good],
     }
-    num_in, num_out = sum(one.prompt_len for one in good), sum(one.output_tokens for one in good)
+    num_in = sum(one.prompt_len for one in good)
+    num_out = sum(one.output_tokens for one in good)
     result: dict[str, Any] = {
-        "duration": duration, "completed": len(good), "failed": len(outputs) - len(good),
-        "total_input_tokens": num_in, "total_output_tokens": num_out,
-        "request_throughput": len(good) / duration, "request_goodput": None,
-        "output_throughput": num_out / duration, "total_token_throughput": (num_in + num_out) / duration,
-    }  # fmt: skip
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(outputs) - len(good),
+        "total_input_tokens": num_in,
+        "total_output_tokens": num_out,
+        "request_throughput": len(good) / duration,
+        "request_goodput": None,
+        "output_throughput": num_out / duration,
+        "total_token_throughput": (num_in + num_out) / duration,
+    }
     if goodput:
-        kept = [all(1000 * getattr(one, ATTRIBUTES[name]) <= most for name, most in goodput.items()) for one in good]
+        kept = [
+            all(1000 * getattr(one, ATTRIBUTES[name]) <= most for name, most in goodput.items())
+            for one in good
+        ]
         result["request_goodput"] = sum(kept) / duration
     for name in metrics:
         values = 1000 * np.array(seconds[name] or [0.0])
-        result |= {f"mean_{name}_ms": values.mean(), f"median_{name}_ms": np.median(values), f"std_{name}_ms": values.std()}
+        result |= {
+            f"mean_{name}_ms": values.mean(),
+            f"median_{name}_ms": np.median(values),
+            f"std_{name}_ms": values.std(),
+        }
         result |= {f"p{p:g}_{name}_ms": np.percentile(values, p) for p in percentiles}
-    result["max_send_delay_ms"] = 1000 * max((one.start_time - one.due for one in outputs), default=0.0)
+    result["max_send_delay_ms"] = 1000 * max(
+        (one.start_time - one.due for one in outputs), default=0.0
+    )
     result["num_without_usage"] = sum(one.usage_tokens is None for one in good)
     result["first_error"] = next((one.error for one in outputs if one.error), "")
-    return {name: float(value) if isinstance(value, np.floating) else value for name, value in result.items()}
+    return {
+        name: float(value) if isinstance(value, np.floating) else value
+        for name, value in result.items()
+    }
 
 # %% ../nbs/73_bench_serve.ipynb #ff016690
-ATTRIBUTES = {"ttft": "ttft", "tpot": "tpot", "e2el": "latency"}  # of a RequestFuncOutput, by the metric that goodput bounds
+# of a RequestFuncOutput, by the metric that goodput bounds
+ATTRIBUTES = {"ttft": "ttft", "tpot": "tpot", "e2el": "latency"}
 
 # %% ../nbs/73_bench_serve.ipynb #6b8373ff
-def show_table(result: dict[str, Any], percentiles: tuple[float, ...] = (99,), metrics: tuple[str, ...] = tuple(METRICS)) -> str:
+def show_table(
+    result: dict[str, Any],
+    percentiles: tuple[float, ...] = (99,),
+    metrics: tuple[str, ...] = tuple(METRICS),
+) -> str:
     "The result as the table that `vllm bench serve` prints."
-    rows: list[tuple[str, Any]] = [("Successful requests:", result["completed"]), ("Failed requests:", result["failed"])]
+    rows: list[tuple[str, Any]] = [
+        ("Successful requests:", result["completed"]),
+        ("Failed requests:", result["failed"]),
+    ]
     if result.get("max_concurrency"):
         rows.append(("Maximum request concurrency:", result["max_concurrency"]))
     if not math.isinf(rate := float(result.get("request_rate", math.inf))):
         rows.append(("Request rate configured (RPS):", rate))
-    rows += [("Benchmark duration (s):", result["duration"]), ("Total input tokens:", result["total_input_tokens"])]
+    rows += [
+        ("Benchmark duration (s):", result["duration"]),
+        ("Total input tokens:", result["total_input_tokens"]),
+    ]
     rows += [("Total generated tokens:", result["total_output_tokens"])]
     rows += [("Request throughput (req/s):", result["request_throughput"])]
     if result["request_goodput"] is not None:
@@ -319,7 +420,8 @@ class Load:
     def __post_init__(self) -> None:
         most = self.max_concurrency
         require(most is None or most > 0, f"max_concurrency={most} must be positive")
-        self.times(), self.requests(words=True)  # refuse what makes no sense before a server is asked
+        # refuse what makes no sense before a server is asked
+        self.times(), self.requests(words=True)
 
     def times(self) -> list[float]:
         "When each request is due."
@@ -338,7 +440,9 @@ async def find_model(base_url: str) -> str:
             answer = await client.get("/v1/models")
         return answer.raise_for_status().json()["data"][0]["id"]
     except Exception as error:
-        raise ValueError(f"base_url={base_url}: no model at /v1/models ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"base_url={base_url}: no model at /v1/models ({type(error).__name__}: {error})"
+        ) from error
 
 
 async def bench_serve(
@@ -350,49 +454,107 @@ async def bench_serve(
 ) -> tuple[list[RequestFuncOutput], float]:
     """Warm up, then run the load: what was seen of each request, and the seconds.
 
-    Token ids are sent, or random words: for chats, and to a server that refuses ids. `ValueError` if the warm-up fails.
+    Token ids are sent, or random words: for chats, and to a server that refuses ids. `ValueError`
+    if the warm-up fails.
     """
-    model, chat = model or await find_model(base_url), endpoint.endswith("chat/completions")
+    model = model or await find_model(base_url)
+    chat = endpoint.endswith("chat/completions")
     for words in [True] if chat else [False, True]:
-        requests, (warm_up, *_) = load.requests(words), replace(load, num_prompts=1, seed=load.seed + 1).requests(words)
-        warm, *bodies = [make_body(one, model, chat, load.ignore_eos, load.temperature) for one in (warm_up, *requests)]
-        (first,), _ = await run_load(base_url, endpoint, [warm], [0.0])  # a prompt of its own: none is in the prefix cache
+        requests = load.requests(words)
+        (warm_up, *_) = replace(load, num_prompts=1, seed=load.seed + 1).requests(words)
+        warm, *bodies = [
+            make_body(one, model, chat, load.ignore_eos, load.temperature)
+            for one in (warm_up, *requests)
+        ]
+        # a prompt of its own: none is in the prefix cache
+        (first,), _ = await run_load(base_url, endpoint, [warm], [0.0])
         if first.success:
             break
         say(f"the warm-up request with {'words' if words else 'token ids'} failed: {first.error}")
-    require(first.success, f"the server at {base_url} did not answer the warm-up request: {first.error}")
-    say(f"{load.num_prompts} prompts of random {'words' if words else 'token ids'} to {model} at {base_url}{endpoint}")
-    outputs, duration = await run_load(base_url, endpoint, bodies, load.times(), load.max_concurrency)
+    require(
+        first.success, f"the server at {base_url} did not answer the warm-up request: {first.error}"
+    )
+    say(
+        f"{load.num_prompts} prompts of random {'words' if words else 'token ids'} to "
+        f"{model} at {base_url}{endpoint}"
+    )
+    outputs, duration = await run_load(
+        base_url, endpoint, bodies, load.times(), load.max_concurrency
+    )
     for output, request in zip(outputs, requests):
-        output.prompt_len = output.prompt_len or request.prompt_len  # as the server counts, or as it was made
+        # as the server counts, or as it was made
+        output.prompt_len = output.prompt_len or request.prompt_len
     return outputs, duration
 
 # %% ../nbs/73_bench_serve.ipynb #e6c2be92
 def add_bench_serve_args(parser: argparse.ArgumentParser) -> None:
-    "The options of `teachvllm bench serve`: those of `vllm bench serve` that are there, with its names."
+    """The options of `teachvllm bench serve`: those of `vllm bench serve` that are there, with its
+    names.
+    """
     default = "(default: %(default)s)"
     server = parser.add_argument_group("server")
-    server.add_argument("--backend", choices=("openai", "vllm", "openai-chat"), default="openai", help=f"interface {default}")
+    server.add_argument(
+        "--backend",
+        choices=("openai", "vllm", "openai-chat"),
+        default="openai",
+        help=f"interface {default}",
+    )
     server.add_argument("--base-url", metavar="URL", help="instead of --host and --port")
     server.add_argument("--host", default="127.0.0.1", help=default)
     server.add_argument("--port", type=int, default=8000, help=default)
-    server.add_argument("--endpoint", metavar="PATH", help="default: /v1/completions, or with openai-chat /v1/chat/completions")
+    server.add_argument(
+        "--endpoint",
+        metavar="PATH",
+        help="default: /v1/completions, or with openai-chat /v1/chat/completions",
+    )
     server.add_argument("--model", help="default: the first that the server offers")
     load = parser.add_argument_group("load")
-    load.add_argument("--dataset-name", choices=("random",), default="random", help=f"where prompts come from {default}")
+    load.add_argument(
+        "--dataset-name",
+        choices=("random",),
+        default="random",
+        help=f"where prompts come from {default}",
+    )
     for name, (kind, text) in LOAD_OPTIONS.items():
-        more: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": kind.__name__.upper()}
+        more: dict[str, Any] = (
+            {"action": "store_true"}
+            if kind is bool
+            else {"type": kind, "metavar": kind.__name__.upper()}
+        )
         text = f"{text} {default}" if getattr(Load, name) is not None else text
-        load.add_argument("--" + name.replace("_", "-"), default=getattr(Load, name), help=text, **more)
+        load.add_argument(
+            "--" + name.replace("_", "-"), default=getattr(Load, name), help=text, **more
+        )
     report = parser.add_argument_group("report")
-    report.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="bounds, as ttft:500 tpot:50 e2el:3000")
-    report.add_argument("--percentile-metrics", default=",".join(METRICS), metavar="NAMES", help=f"of which {default}")
-    report.add_argument("--metric-percentiles", default="99", metavar="NUMBERS", help=f"which percentiles {default}")
-    report.add_argument("--json", action="store_true", help="after the table, the result as one line of JSON")
-    report.add_argument("--save-result", action="store_true", help="write the result as a JSON file")
-    report.add_argument("--save-detailed", action="store_true", help="with the times of each request")
+    report.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="bounds, as ttft:500 tpot:50 e2el:3000",
+    )
+    report.add_argument(
+        "--percentile-metrics",
+        default=",".join(METRICS),
+        metavar="NAMES",
+        help=f"of which {default}",
+    )
+    report.add_argument(
+        "--metric-percentiles", default="99", metavar="NUMBERS", help=f"which percentiles {default}"
+    )
+    report.add_argument(
+        "--json", action="store_true", help="after the table, the result as one line of JSON"
+    )
+    report.add_argument(
+        "--save-result", action="store_true", help="write the result as a JSON file"
+    )
+    report.add_argument(
+        "--save-detailed", action="store_true", help="with the times of each request"
+    )
     report.add_argument("--result-dir", default=".", metavar="FOLDER", help=default)
-    report.add_argument("--result-filename", metavar="NAME", help="default: made of backend, rate, model and date")
+    report.add_argument(
+        "--result-filename", metavar="NAME", help="default: made of backend, rate, model and date"
+    )
 
 # %% ../nbs/73_bench_serve.ipynb #b828e2fa
 LOAD_OPTIONS: dict[str, tuple[Any, str]] = {
@@ -402,7 +564,10 @@ LOAD_OPTIONS: dict[str, tuple[Any, str]] = {
     "max_concurrency": (int, "the client sends no more than so many at once (default: no limit)"),
     "random_input_len": (int, "tokens of a prompt"),
     "random_output_len": (int, "tokens of an answer"),
-    "random_range_ratio": (float, "lengths are drawn from mean * (1 - ratio) to mean * (1 + ratio)"),
+    "random_range_ratio": (
+        float,
+        "lengths are drawn from mean * (1 - ratio) to mean * (1 + ratio)",
+    ),
     "random_vocab_size": (int, "token ids are drawn below it"),
     "seed": (int, "of arrivals, lengths and prompts"),
     "ignore_eos": (bool, "answers go on to their full length"),
@@ -410,7 +575,9 @@ LOAD_OPTIONS: dict[str, tuple[Any, str]] = {
 }
 
 
-def parse_report_options(parsed: argparse.Namespace) -> tuple[tuple[str, ...], tuple[float, ...], dict[str, float]]:
+def parse_report_options(
+    parsed: argparse.Namespace,
+) -> tuple[tuple[str, ...], tuple[float, ...], dict[str, float]]:
     "Metrics, percentiles and bounds; `ValueError`, with the option's name, if they make no sense."
     metrics = tuple(name.strip() for name in parsed.percentile_metrics.split(",") if name.strip())
     for name in metrics:
@@ -418,12 +585,19 @@ def parse_report_options(parsed: argparse.Namespace) -> tuple[tuple[str, ...], t
     try:
         percentiles = tuple(float(text) for text in parsed.metric_percentiles.split(","))
     except ValueError:
-        raise ValueError(f"metric_percentiles={parsed.metric_percentiles!r}: give numbers, as 50,99") from None
-    require(all(0 <= p <= 100 for p in percentiles), f"metric_percentiles={parsed.metric_percentiles!r}: from 0 to 100")
+        raise ValueError(
+            f"metric_percentiles={parsed.metric_percentiles!r}: give numbers, as 50,99"
+        ) from None
+    require(
+        all(0 <= p <= 100 for p in percentiles),
+        f"metric_percentiles={parsed.metric_percentiles!r}: from 0 to 100",
+    )
     return metrics, percentiles, parse_goodput(parsed.goodput)
 
 
-def save_result(parsed: argparse.Namespace, result: dict[str, Any], outputs: list[RequestFuncOutput]) -> Path:
+def save_result(
+    parsed: argparse.Namespace, result: dict[str, Any], outputs: list[RequestFuncOutput]
+) -> Path:
     "Write the result, in detail if asked for, where the options say."
     if parsed.save_detailed:
         result = result | {
@@ -435,7 +609,10 @@ def save_result(parsed: argparse.Namespace, result: dict[str, Any], outputs: lis
             "errors": [one.error for one in outputs],
         }
     model = str(result["model_id"]).split("/")[-1]
-    name = parsed.result_filename or f"{parsed.backend}-{result['request_rate']}qps-{model}-{result['date']}.json"
+    name = (
+        parsed.result_filename
+        or f"{parsed.backend}-{result['request_rate']}qps-{model}-{result['date']}.json"
+    )
     path = Path(parsed.result_dir) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result))
@@ -443,7 +620,9 @@ def save_result(parsed: argparse.Namespace, result: dict[str, Any], outputs: lis
 
 # %% ../nbs/73_bench_serve.ipynb #2b31ef62
 def run_bench_serve(parsed: argparse.Namespace) -> int:
-    "`teachvllm bench serve`: the table, and what else was asked for; how it goes stands on standard error. The exit code."
+    """`teachvllm bench serve`: the table, and what else was asked for; how it goes stands on
+    standard error. The exit code.
+    """
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -468,9 +647,15 @@ def run_bench_serve(parsed: argparse.Namespace) -> int:
     if result["failed"]:
         say(f"{result['failed']} requests failed; the first: {result['first_error']}")
     if result["num_without_usage"]:
-        say(f"{result['num_without_usage']} answers came without usage: their chunks were counted as tokens")
+        say(
+            f"{result['num_without_usage']} answers came without usage: their chunks were "
+            "counted as tokens"
+        )
     if result["max_send_delay_ms"] > 100 and not load.max_concurrency:
-        say(f"a request was sent {result['max_send_delay_ms']:.0f} ms late: this client is too slow for such a load")
+        say(
+            f"a request was sent {result['max_send_delay_ms']:.0f} ms late: this client is "
+            "too slow for such a load"
+        )
     if parsed.save_result or parsed.save_detailed:
         say(f"written to {save_result(parsed, result, outputs)}")
     if parsed.json:

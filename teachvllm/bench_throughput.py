@@ -34,34 +34,45 @@ from .config import VllmConfig, require
 # %% ../nbs/92_bench_throughput.ipynb #bcbaa3be
 @dataclass(frozen=True)
 class Workload:
-    "Requests of random token ids: how many, and the least and the most tokens of their prompts and outputs."
+    """Requests of random token ids: how many, and the least and the most tokens of their prompts
+    and outputs.
+    """
 
     num_requests: int
     prompt_len: tuple[int, int]
     output_len: tuple[int, int]
 
     def requests(self, vocab_size: int, seed: int = 0) -> list[tuple[list[int], int]]:
-        "Of each request the prompt's ids, and how many tokens to make. The same seed gives the same requests."
-        rng, ids = random.Random(seed), (min(100, vocab_size // 4), min(40_000, vocab_size - 1))
+        """Of each request the prompt's ids, and how many tokens to make. The same seed gives the
+        same requests.
+        """
+        rng = random.Random(seed)
+        ids = (min(100, vocab_size // 4), min(40_000, vocab_size - 1))
         return [
-            ([rng.randint(*ids) for _ in range(rng.randint(*self.prompt_len))], rng.randint(*self.output_len))
+            (
+                [rng.randint(*ids) for _ in range(rng.randint(*self.prompt_len))],
+                rng.randint(*self.output_len),
+            )
             for _ in range(self.num_requests)
         ]
 
 
 WORKLOADS = {
-    "single": Workload(1, (64, 64), (128, 128)),  # one user waits: the weights are read once a token
-    "mixed": Workload(64, (16, 128), (16, 128)),  # lengths differ, so requests end and begin at different times
+    # one user waits: the weights are read once a token
+    "single": Workload(1, (64, 64), (128, 128)),
+    # lengths differ, so requests end and begin at different times
+    "mixed": Workload(64, (16, 128), (16, 128)),
     "prefill": Workload(16, (1024, 1024), (8, 8)),  # long prompts, short answers: multiplications
     "long": Workload(8, (1536, 1536), (64, 64)),  # long texts that grow: the KV cache is read
 }
 
 # %% ../nbs/92_bench_throughput.ipynb #e0816a4d
 def answer(load: Callable[[dict[str, Any]], Callable[..., dict[str, Any]]]) -> None:
-    """In the engine's process: take a job from standard input, load, warm up; then a repetition for each line that comes.
+    """In the engine's process: take a job from standard input, load, warm up; then a repetition for
+    each line that comes.
 
-    `load(job)` returns `run(requests, **order)`, which returns `seconds`, `output_tokens` and what else there is to say.
-    Every answer is a line of JSON. At the end of the input the process ends.
+    `load(job)` returns `run(requests, **order)`, which returns `seconds`, `output_tokens` and what
+    else there is to say. Every answer is a line of JSON. At the end of the input the process ends.
     """
     import json
     import os
@@ -85,7 +96,11 @@ def answer(load: Callable[[dict[str, Any]], Callable[..., dict[str, Any]]]) -> N
 
     run([(ids, 4) for ids, _ in job["requests"][:4]])
     ready = {"load_seconds": loaded - began, "warm_up_seconds": time.perf_counter() - loaded}
-    print(json.dumps(ready | {"threads": torch.get_num_threads(), "torch": torch.__version__}), file=replies, flush=True)
+    print(
+        json.dumps(ready | {"threads": torch.get_num_threads(), "torch": torch.__version__}),
+        file=replies,
+        flush=True,
+    )
     for line in iter(sys.stdin.readline, ""):
         result = run(job["requests"], **json.loads(line))
         print(json.dumps(result | {"peak_memory_mib": peak_memory()}), file=replies, flush=True)
@@ -108,7 +123,10 @@ def load_teachvllm(job: dict[str, Any]) -> Callable[..., dict[str, Any]]:
             began = time.perf_counter()
             outputs = llm.generate([ids for ids, _ in requests], params, use_tqdm=False)
             seconds = time.perf_counter() - began
-        result = {"seconds": seconds, "output_tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
+        result = {
+            "seconds": seconds,
+            "output_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+        }
         return result | ({"profile": StepProfile.as_dict(seen)} if profile else {})
 
     return run
@@ -122,15 +140,26 @@ def load_transformers(job: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(job["threads"])
-    model: Any = AutoModelForCausalLM.from_pretrained(job["model"]).to(job["device"], getattr(torch, job["dtype"])).eval()
+    model: Any = (
+        AutoModelForCausalLM.from_pretrained(job["model"])
+        .to(job["device"], getattr(torch, job["dtype"]))
+        .eval()
+    )
 
     def one_batch(requests: list) -> None:
-        longest, steps = max(len(ids) for ids, _ in requests), max(n for _, n in requests)
+        longest = max(len(ids) for ids, _ in requests)
+        steps = max(n for _, n in requests)
         ids = torch.full((len(requests), longest), 2)
         mask = torch.zeros_like(ids)
         for row, (prompt, _) in enumerate(requests):
-            ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = torch.tensor(prompt), 1
-        how_long = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 2}
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        how_long = {
+            "max_new_tokens": steps,
+            "min_new_tokens": steps,
+            "do_sample": False,
+            "pad_token_id": 2,
+        }
         model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **how_long)
 
     def run(requests: list) -> dict[str, Any]:
@@ -138,13 +167,18 @@ def load_transformers(job: dict[str, Any]) -> Callable[..., dict[str, Any]]:
         with torch.inference_mode():
             for i in range(0, len(requests), 16):
                 one_batch(requests[i : i + 16])
-        return {"seconds": time.perf_counter() - began, "output_tokens": sum(n for _, n in requests)}
+        return {
+            "seconds": time.perf_counter() - began,
+            "output_tokens": sum(n for _, n in requests),
+        }
 
     return run
 
 
 def load_vllm(job: dict[str, Any]) -> Callable[..., dict[str, Any]]:
-    "vLLM with its defaults, but for the prefix cache, in which it would find the repetition before."
+    """vLLM with its defaults, but for the prefix cache, in which it would find the repetition
+    before.
+    """
     import time
     from importlib import import_module
 
@@ -154,11 +188,16 @@ def load_vllm(job: dict[str, Any]) -> Callable[..., dict[str, Any]]:
 
     def run(requests: list) -> dict[str, Any]:
         prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
-        params = [vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
+        params = [
+            vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests
+        ]
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
-        return {"seconds": seconds, "output_tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
+        return {
+            "seconds": seconds,
+            "output_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+        }
 
     return run
 
@@ -167,8 +206,14 @@ LOADERS = {"teachvllm": load_teachvllm, "transformers": load_transformers, "vllm
 
 # %% ../nbs/92_bench_throughput.ipynb #22ca0450
 def peer_environment(threads: int) -> dict[str, str]:
-    "The environment of a peer that shall have `threads` threads; what the user has set stays, but for their number."
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    """The environment of a peer that shall have `threads` threads; what the user has set stays, but
+    for their number.
+    """
+    cores = (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
     usual = {
         "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[:threads])),
@@ -179,19 +224,37 @@ def peer_environment(threads: int) -> dict[str, str]:
 
 # %% ../nbs/92_bench_throughput.ipynb #ef22d2d1
 class EngineProcess:
-    """An engine in a process of its own, in a `with` block. It has loaded and is warm when the block begins, and idle unless
-    it is asked to `run`. At the block's end it ends, with all that it has started.
+    """An engine in a process of its own, in a `with` block. It has loaded and is warm when the
+    block begins, and idle unless it is asked to `run`. At the block's end it ends, with all that it
+    has started.
 
-    `ValueError` with the last lines of its standard error if it fails. `python` is the interpreter that has the engine.
+    `ValueError` with the last lines of its standard error if it fails. `python` is the interpreter
+    that has the engine.
     """
 
-    def __init__(self, name: str, job: dict[str, Any], python: str = sys.executable, env: dict[str, str] | None = None):
-        self.name, self.job, self.python, self.busy, self.peak_memory_mib = name, job, python, True, 0
+    def __init__(
+        self,
+        name: str,
+        job: dict[str, Any],
+        python: str = sys.executable,
+        env: dict[str, str] | None = None,
+    ):
+        self.name = name
+        self.job = job
+        self.python = python
+        self.busy = True
+        self.peak_memory_mib = 0
         parts = ["from __future__ import annotations", getsource(answer), getsource(LOADERS[name])]
         code = "\n\n".join([*parts, f"answer({LOADERS[name].__name__})"])
         self.errors = tempfile.TemporaryFile()
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
-        self.process = subprocess.Popen([python, "-c", code], **pipes, env=env, text=True, start_new_session=True)
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": self.errors,
+        }
+        self.process = subprocess.Popen(
+            [python, "-c", code], **pipes, env=env, text=True, start_new_session=True
+        )
 
     def __enter__(self) -> "EngineProcess":
         try:
@@ -206,7 +269,8 @@ class EngineProcess:
 
     def run(self, **order: Any) -> dict[str, Any]:
         "One repetition: its `seconds` and `output_tokens`. Meanwhile the caller waits."
-        result, wanted = self._ask(order), sum(n for _, n in self.job["requests"])
+        result = self._ask(order)
+        wanted = sum(n for _, n in self.job["requests"])
         made = result["output_tokens"]
         require(made == wanted, f"{self.name} made {made} tokens where {wanted} were asked for")
         self.peak_memory_mib = result["peak_memory_mib"]
@@ -214,7 +278,8 @@ class EngineProcess:
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin and self.process.stdout
-        self.busy, reply = True, ""
+        self.busy = True
+        reply = ""
         with suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
@@ -222,9 +287,15 @@ class EngineProcess:
         if not reply:
             status = self.process.wait()
             self.errors.seek(0)
-            said = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines()]
-            said = [line for line in said if line.strip("^~ ") and 'File "' not in line]  # not where, only what
-            raise ValueError(f"{self.name} failed in {self.python} (exit status {status}): {' / '.join(said[-3:])}")
+            said = [
+                line.strip() for line in self.errors.read().decode(errors="replace").splitlines()
+            ]
+            # not where, only what
+            said = [line for line in said if line.strip("^~ ") and 'File "' not in line]
+            raise ValueError(
+                f"{self.name} failed in {self.python} (exit status {status}): "
+                f"{' / '.join(said[-3:])}"
+            )
         self.busy = False
         return json.loads(reply)
 
@@ -249,8 +320,12 @@ class EngineProcess:
 PAUSE = 0.3  # seconds
 
 
-def take_turns(engines: list[EngineProcess], repeat: int, say: Callable[[str], None] = lambda text: None) -> list[list[float]]:
-    "Seconds of `repeat` repetitions of each engine, which run in turn: A B A B … `say` is told each one."
+def take_turns(
+    engines: list[EngineProcess], repeat: int, say: Callable[[str], None] = lambda text: None
+) -> list[list[float]]:
+    """Seconds of `repeat` repetitions of each engine, which run in turn: A B A B … `say` is told
+    each one.
+    """
     seconds: list[list[float]] = [[] for _ in engines]
     for i in range(repeat):
         for engine, column in zip(engines, seconds, strict=True):
@@ -261,7 +336,9 @@ def take_turns(engines: list[EngineProcess], repeat: int, say: Callable[[str], N
 
 
 def summarize(engine: EngineProcess, seconds: list[float]) -> dict[str, Any]:
-    "What is reported of an engine: median and spread of tokens a second; load and warm-up apart; most memory of its own process."
+    """What is reported of an engine: median and spread of tokens a second; load and warm-up apart;
+    most memory of its own process.
+    """
     tokens = sum(n for _, n in engine.job["requests"])
     rates = [tokens / each for each in seconds]
     return {
@@ -282,12 +359,20 @@ def summarize(engine: EngineProcess, seconds: list[float]) -> dict[str, Any]:
 def compare(ours: list[float], peer: list[float]) -> dict[str, Any]:
     "How many times as fast ours is, pair by pair, and their median."
     ratios = [theirs / own for own, theirs in zip(ours, peer, strict=True)]
-    return {"ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
+    return {
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "ratio": round(statistics.median(ratios), 3),
+    }
 
 # %% ../nbs/92_bench_throughput.ipynb #39950aa6
-def make_job(config: VllmConfig, workload: Workload, options: dict[str, Any], seed: int = 0) -> dict[str, Any]:
-    "What an engine's process is told: requests, the `options` that made our `config`, and what a peer must know of it."
-    model, requests = config.model_config, workload.requests(config.model_config.vocab_size, seed)
+def make_job(
+    config: VllmConfig, workload: Workload, options: dict[str, Any], seed: int = 0
+) -> dict[str, Any]:
+    """What an engine's process is told: requests, the `options` that made our `config`, and what a
+    peer must know of it.
+    """
+    model = config.model_config
+    requests = workload.requests(config.model_config.vocab_size, seed)
     return {
         "options": options,
         "requests": requests,
@@ -306,10 +391,15 @@ def bench(
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,  # is told how it goes
 ) -> dict[str, Any]:
-    "Run a workload on our engine, or on ours and a peer's in turn: the report that `teachvllm bench` prints."
+    """Run a workload on our engine, or on ours and a peer's in turn: the report that `teachvllm
+    bench` prints.
+    """
     require(repeat >= 1, f"repeat={repeat} must be at least 1")
     require(vs in (None, "transformers", "vllm"), f"vs={vs!r}: choose transformers or vllm")
-    require(shutil.which(peer_python) is not None, f"peer_python={peer_python!r} is no program that can be run")
+    require(
+        shutil.which(peer_python) is not None,
+        f"peer_python={peer_python!r} is no program that can be run",
+    )
     job = make_job(EngineArgs(**options).create_engine_config(), workload, options, seed)
     with ExitStack() as stack:
         engines = [stack.enter_context(EngineProcess("teachvllm", job))]
@@ -317,7 +407,11 @@ def bench(
         if vs:
             threads = engines[0].ready["threads"]
             peer_job = job | {"model": peer_model(options), "threads": threads}
-            engines.append(stack.enter_context(EngineProcess(vs, peer_job, peer_python, peer_environment(threads))))
+            engines.append(
+                stack.enter_context(
+                    EngineProcess(vs, peer_job, peer_python, peer_environment(threads))
+                )
+            )
             say(f"{vs}: loaded in {engines[1].ready['load_seconds']:.1f} s")
         seconds = take_turns(engines, repeat, say)
         rows = [summarize(engine, each) for engine, each in zip(engines, seconds, strict=True)]
@@ -328,7 +422,9 @@ def bench(
 
 
 def peer_model(options: dict[str, Any]) -> str:
-    "The model's folder, which other engines read too. Of a `.gguf` file it is the converted copy that our engine has made."
+    """The model's folder, which other engines read too. Of a `.gguf` file it is the converted copy
+    that our engine has made.
+    """
     from teachvllm.transformers_utils import find_model
 
     args = EngineArgs(**options)
@@ -338,23 +434,33 @@ def peer_model(options: dict[str, Any]) -> str:
 
 # %% ../nbs/92_bench_throughput.ipynb #e33f66d3
 def linear_work(layer: Any, num_tokens: int, itemsize: int) -> tuple[float, float]:
-    "FLOPs and bytes that a linear layer needs at least for so many tokens: its matrix is read once."
-    rows, columns, experts = sum(layer.output_partition_sizes), len(layer.columns), getattr(layer.linear_method, "num_experts", 1)
-    rows //= experts  # a mixture of experts stacks them; a token, here a row of the input, goes through one
+    """FLOPs and bytes that a linear layer needs at least for so many tokens: its matrix is read
+    once.
+    """
+    rows = sum(layer.output_partition_sizes)
+    columns = len(layer.columns)
+    experts = getattr(layer.linear_method, "num_experts", 1)
+    # a mixture of experts stacks them; a token, here a row of the input, goes through one
+    rows //= experts
     matrices = rows * columns * min(experts, num_tokens)
-    return 2.0 * num_tokens * rows * columns, float(itemsize * (matrices + num_tokens * (rows + columns)))
+    return 2.0 * num_tokens * rows * columns, float(
+        itemsize * (matrices + num_tokens * (rows + columns))
+    )
 
 
 def attention_work(layer: Any, num_new: Any, seq_lens: Any, itemsize: int) -> tuple[float, float]:
-    """FLOPs and bytes that one attention layer needs at least. Numpy arrays say how many tokens each sequence brings, and how
-    long it is with them. Keys and values that are seen are read once, new ones written; queries are read, the result written.
+    """FLOPs and bytes that one attention layer needs at least. Numpy arrays say how many tokens
+    each sequence brings, and how long it is with them. Keys and values that are seen are read once,
+    new ones written; queries are read, the result written.
     """
     import numpy as np
 
-    spec, heads = layer.kv_cache_spec, layer.backend.num_heads
+    spec = layer.kv_cache_spec
+    heads = layer.backend.num_heads
     window = spec.window or int(seq_lens.max())
 
-    def seen_up_to(length: Any) -> Any:  # pairs of a token and a key, over a sequence's first `length` tokens
+    # pairs of a token and a key, over a sequence's first `length` tokens
+    def seen_up_to(length: Any) -> Any:
         inside = np.minimum(length, window)
         return inside * (inside + 1) / 2 + (length - inside) * window
 
@@ -364,21 +470,33 @@ def attention_work(layer: Any, num_new: Any, seq_lens: Any, itemsize: int) -> tu
     return 4.0 * heads * spec.head_size * pairs, keys * spec.page_bytes(1) + results
 
 # %% ../nbs/92_bench_throughput.ipynb #57156bbc
-PARTS = ("schedule", "prepare", "linears", "attention", "other operations", "logits", "sample", "process outputs", "rest")
+PARTS = (
+    "schedule",
+    "prepare",
+    "linears",
+    "attention",
+    "other operations",
+    "logits",
+    "sample",
+    "process outputs",
+    "rest",
+)
 
 
 class StepProfile:
-    """Where the time of an engine's steps goes: exclusive seconds of each of `PARTS`, and least FLOPs and bytes of some.
+    """Where the time of an engine's steps goes: exclusive seconds of each of `PARTS`, and least
+    FLOPs and bytes of some.
 
-    `prepare` is what the model runner does before the model; the embedding, norms, activations and rotations are `other
-    operations`; the last matrix product is in `logits`; `rest` is the engine between the parts. Filled in by
-    `profile_steps`.
+    `prepare` is what the model runner does before the model; the embedding, norms, activations and
+    rotations are `other operations`; the last matrix product is in `logits`; `rest` is the engine
+    between the parts. Filled in by `profile_steps`.
     """
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.seconds, self.flops, self.bytes = (dict.fromkeys(PARTS, 0.0) for _ in range(3))
-        self._begun: list[str] = []  # parts that have begun and not ended: the clock runs for the last one
+        # parts that have begun and not ended: the clock runs for the last one
+        self._begun: list[str] = []
         self._since = 0.0
 
     def _name(self, part: str) -> str:
@@ -391,7 +509,9 @@ class StepProfile:
         self._since = now
 
     def timed(self, part: str, function: Callable, count: Callable | None = None) -> Callable:
-        "`function` with the clock running for `part`. `count` is called with the same arguments after it, off the clock."
+        """`function` with the clock running for `part`. `count` is called with the same arguments
+        after it, off the clock.
+        """
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._stop_clock()
@@ -418,7 +538,9 @@ class StepProfile:
     def count_attention(self, layers: list[Any], itemsize: int, batch: Any) -> None:
         "The model was run on a `Batch`."
         for layer in layers:
-            self._count("attention", *attention_work(layer, batch.num_scheduled, batch.seq_lens, itemsize))
+            self._count(
+                "attention", *attention_work(layer, batch.num_scheduled, batch.seq_lens, itemsize)
+            )
 
     def _count(self, part: str, flops: float, num_bytes: float) -> None:
         self.flops[part] += flops
@@ -429,13 +551,19 @@ class StepProfile:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 # %% ../nbs/92_bench_throughput.ipynb #1c63a570
-def wrapped_methods(llm: Any, profile: StepProfile) -> Iterator[tuple[Any, str, str, Callable | None]]:
-    "What `profile_steps` times in an engine: the object, the method's name, the part, and what counts its work."
+def wrapped_methods(
+    llm: Any, profile: StepProfile
+) -> Iterator[tuple[Any, str, str, Callable | None]]:
+    """What `profile_steps` times in an engine: the object, the method's name, the part, and what
+    counts its work.
+    """
     from teachvllm.model_executor.layers import LinearBase
 
-    engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
+    engine = llm.llm_engine
+    core = llm.llm_engine.engine_core.engine_core
     runner = core.executor.driver_worker.worker.model_runner
-    layers, itemsize = list(runner.attention_layers.values()), runner.context.dtype.itemsize
+    layers = list(runner.attention_layers.values())
+    itemsize = runner.context.dtype.itemsize
 
     def count_batch(x: Any, num_decodes: int, kv_caches: list, batch: Any = None) -> None:
         profile.count_attention(layers, itemsize, batch)
@@ -452,7 +580,11 @@ def wrapped_methods(llm: Any, profile: StepProfile) -> Iterator[tuple[Any, str, 
     yield runner.model, "compute_logits", "logits", None
     for layer in layers:
         yield layer, "forward", "attention", None
-    methods = {id(m.linear_method): m.linear_method for m in runner.model.modules() if isinstance(m, LinearBase)}
+    methods = {
+        id(m.linear_method): m.linear_method
+        for m in runner.model.modules()
+        if isinstance(m, LinearBase)
+    }
     for method in methods.values():
         for name in ("apply", "apply_grouped"):  # the second is a mixture of experts'
             if hasattr(method, name):
@@ -461,19 +593,23 @@ def wrapped_methods(llm: Any, profile: StepProfile) -> Iterator[tuple[Any, str, 
 # %% ../nbs/92_bench_throughput.ipynb #24fabbe2
 @contextmanager
 def profile_steps(llm: Any) -> Iterator[StepProfile]:
-    """Inside, every step of the engine is timed; at the end its methods are as before. With None nothing is.
+    """Inside, every step of the engine is timed; at the end its methods are as before. With None
+    nothing is.
 
-    Two looks at the clock and a Python call around every layer cost something, too: a step that takes a millisecond becomes
-    visibly longer, one that takes twenty hardly. Recorded steps (chapter 43a) are run operation by operation.
+    Two looks at the clock and a Python call around every layer cost something, too: a step that
+    takes a millisecond becomes visibly longer, one that takes twenty hardly. Recorded steps
+    (chapter 43a) are run operation by operation.
 
-    `ValueError` where parts do not run one after the other in this process: on a GPU a call returns before its work is
-    done, other workers are elsewhere, and `async_scheduling` has two threads.
+    `ValueError` where parts do not run one after the other in this process: on a GPU a call returns
+    before its work is done, other workers are elsewhere, and `async_scheduling` has two threads.
     """
     profile = StepProfile()
     with ExitStack() as stack:
         if llm is not None:
             check_profilable(llm.llm_engine.config)
-            runner = llm.llm_engine.engine_core.engine_core.executor.driver_worker.worker.model_runner
+            runner = (
+                llm.llm_engine.engine_core.engine_core.executor.driver_worker.worker.model_runner
+            )
             stack.callback(setattr, runner, "graphs", runner.graphs)
             runner.graphs = None
             for owner, name, part, count in list(wrapped_methods(llm, profile)):
@@ -483,12 +619,30 @@ def profile_steps(llm: Any) -> Iterator[StepProfile]:
 
 
 def check_profilable(config: VllmConfig) -> None:
-    "`ValueError`, with the knob's name, if `profile_steps` cannot tell the parts of such an engine apart."
-    device, workers = config.device_config.device, config.parallel_config.world_size
-    require(device == "cpu", f"device={device}: a profile of steps needs a CPU; on a GPU use start_profile() (torch's own)")
-    require(workers == 1, f"tensor_parallel_size * pipeline_parallel_size = {workers}: a profile of steps needs one worker")
+    """`ValueError`, with the knob's name, if `profile_steps` cannot tell the parts of such an
+    engine apart.
+    """
+    device = config.device_config.device
+    workers = config.parallel_config.world_size
+    require(
+        device == "cpu",
+        (
+            f"device={device}: a profile of steps needs a CPU; on a GPU use start_profile() "
+            "(torch's own)"
+        ),
+    )
+    require(
+        workers == 1,
+        (
+            f"tensor_parallel_size * pipeline_parallel_size = {workers}: a profile of steps "
+            "needs one worker"
+        ),
+    )
     ahead = config.scheduler_config.async_scheduling
-    require(not ahead, "async_scheduling: a profile of steps needs it off, since parts run at the same time")
+    require(
+        not ahead,
+        "async_scheduling: a profile of steps needs it off, since parts run at the same time",
+    )
 
 # %% ../nbs/92_bench_throughput.ipynb #014838b5
 @dataclass(frozen=True)
@@ -514,8 +668,12 @@ def _best_seconds(function: Callable[[], Any], repeat: int = 10) -> float:
     return min(times)
 
 
-def measure_limits(dtype: str = "bfloat16", threads: int | None = None, size: int = 2048, megabytes: int = 256) -> Limits:
-    "Measure both with all threads (or so many): a sum over memory, and a matrix product of size × size on 1024 tokens."
+def measure_limits(
+    dtype: str = "bfloat16", threads: int | None = None, size: int = 2048, megabytes: int = 256
+) -> Limits:
+    """Measure both with all threads (or so many): a sum over memory, and a matrix product of size ×
+    size on 1024 tokens.
+    """
     import torch
 
     from teachvllm.attention.backend import ReferenceBackend
@@ -526,25 +684,38 @@ def measure_limits(dtype: str = "bfloat16", threads: int | None = None, size: in
     try:
         with torch.inference_mode():
             memory = torch.ones(megabytes << 18)  # float32
-            layer = ReplicatedLinear(size, size, ModelContext(ReferenceBackend, 16, getattr(torch, dtype)))
+            layer = ReplicatedLinear(
+                size, size, ModelContext(ReferenceBackend, 16, getattr(torch, dtype))
+            )
             layer.weight.data.normal_()
             layer.linear_method.process_weights_after_loading(layer)
             x = torch.randn(1024, size).to(layer.weight.dtype)
-            read, multiply = _best_seconds(memory.sum), _best_seconds(lambda: layer(x))
+            read = _best_seconds(memory.sum)
+            multiply = _best_seconds(lambda: layer(x))
     finally:
         torch.set_num_threads(before)
     return Limits(memory.nbytes / read / 1e9, 2 * 1024 * size * size / multiply / 1e9)
 
 # %% ../nbs/92_bench_throughput.ipynb #01a919cd
 def profile_rows(profile: dict[str, Any], limits: Limits) -> dict[str, dict[str, float]]:
-    """Of each part the milliseconds of a step and their share; where work was counted, GB/s and GFLOP/s, and the least time by
-    `limits` as a fraction of the time. `profile` is what `StepProfile.as_dict` gives."""
-    rows, total = {}, sum(profile["seconds"].values())
+    """Of each part the milliseconds of a step and their share; where work was counted, GB/s and
+    GFLOP/s, and the least time by `limits` as a fraction of the time. `profile` is what
+    `StepProfile.as_dict` gives.
+    """
+    rows = {}
+    total = sum(profile["seconds"].values())
     for part, seconds in profile["seconds"].items():
-        row = {"ms": 1000 * seconds / max(1, profile["num_steps"]), "share": seconds / max(total, 1e-9)}
-        flops, num_bytes = profile["flops"][part], profile["bytes"][part]
+        row = {
+            "ms": 1000 * seconds / max(1, profile["num_steps"]),
+            "share": seconds / max(total, 1e-9),
+        }
+        flops = profile["flops"][part]
+        num_bytes = profile["bytes"][part]
         if flops and seconds:
-            row |= {"gbytes_per_s": num_bytes / seconds / 1e9, "gflops_per_s": flops / seconds / 1e9}
+            row |= {
+                "gbytes_per_s": num_bytes / seconds / 1e9,
+                "gflops_per_s": flops / seconds / 1e9,
+            }
             row["of_limit"] = limits.seconds(flops, num_bytes) / seconds
         rows[part] = {name: round(value, 4) for name, value in row.items()}
     return rows
@@ -552,26 +723,44 @@ def profile_rows(profile: dict[str, Any], limits: Limits) -> dict[str, dict[str,
 
 def show_profile(profile: dict[str, Any], limits: Limits) -> str:
     "The same as a table in text, the limits in its last line."
-    lines = [f"{'of a step':18} {'ms':>8} {'share':>7} {'GB/s':>7} {'GFLOP/s':>8} {'least time':>11}"]
+    lines = [
+        f"{'of a step':18} {'ms':>8} {'share':>7} {'GB/s':>7} {'GFLOP/s':>8} {'least time':>11}"
+    ]
     for part, row in profile_rows(profile, limits).items():
         line = f"{part:18} {row['ms']:8.3f} {row['share']:7.1%}"
         if "of_limit" in row:
-            line += f" {row['gbytes_per_s']:7.1f} {row['gflops_per_s']:8.1f} {row['of_limit']:11.0%}"
+            line += (
+                f" {row['gbytes_per_s']:7.1f} {row['gflops_per_s']:8.1f} {row['of_limit']:11.0%}"
+            )
         lines.append(line)
     total = 1000 * sum(profile["seconds"].values()) / max(1, profile["num_steps"])
     lines.append(f"{'all':18} {total:8.3f} {1:7.1%}   ({profile['num_steps']} steps)")
-    return "\n".join([*lines, f"{'the machine':18} {'':16} {limits.gbytes_per_s:7.1f} {limits.gflops_per_s:8.1f}"])
+    return "\n".join(
+        [
+            *lines,
+            f"{'the machine':18} {'':16} {limits.gbytes_per_s:7.1f} {limits.gflops_per_s:8.1f}",
+        ]
+    )
 
 # %% ../nbs/92_bench_throughput.ipynb #65a1d9e5
 def time_linears(model: Any, num_tokens: int, repeat: int = 3) -> tuple[float, float, float]:
-    "Seconds, FLOPs and bytes of one pass through the linear layers of a model without experts; its head is left out."
+    """Seconds, FLOPs and bytes of one pass through the linear layers of a model without experts;
+    its head is left out.
+    """
     import torch
 
     from teachvllm.model_executor.layers import LinearBase, ParallelLMHead
 
-    layers = [m for m in model.modules() if isinstance(m, LinearBase) and not isinstance(m, ParallelLMHead)]
+    layers = [
+        m
+        for m in model.modules()
+        if isinstance(m, LinearBase) and not isinstance(m, ParallelLMHead)
+    ]
     dtype = next(model.parameters()).dtype
-    inputs = {len(layer.columns): torch.randn(num_tokens, len(layer.columns)).to(dtype) for layer in layers}
+    inputs = {
+        len(layer.columns): torch.randn(num_tokens, len(layer.columns)).to(dtype)
+        for layer in layers
+    }
 
     def one_pass() -> None:
         for layer in layers:
@@ -586,24 +775,47 @@ def time_linears(model: Any, num_tokens: int, repeat: int = 3) -> tuple[float, f
 def add_bench_args(parser: argparse.ArgumentParser) -> None:
     "The options of `teachvllm bench` beside the engine's."
     group = parser.add_argument_group("benchmark")
-    group.add_argument("--workload", choices=WORKLOADS, default="mixed", help="what is run (default: %(default)s)")
+    group.add_argument(
+        "--workload", choices=WORKLOADS, default="mixed", help="what is run (default: %(default)s)"
+    )
     group.add_argument("--repeat", type=int, default=3, help="repetitions (default: %(default)s)")
-    group.add_argument("--workload-seed", type=int, default=0, help="of the prompts' ids and lengths (default: %(default)s)")
-    group.add_argument("--vs", choices=("transformers", "vllm"), help="run this peer in turn, and print the ratio of each pair")
+    group.add_argument(
+        "--workload-seed",
+        type=int,
+        default=0,
+        help="of the prompts' ids and lengths (default: %(default)s)",
+    )
+    group.add_argument(
+        "--vs",
+        choices=("transformers", "vllm"),
+        help="run this peer in turn, and print the ratio of each pair",
+    )
     python = "interpreter in which the peer is installed (default: this one)"
     group.add_argument("--peer-python", default=sys.executable, metavar="PATH", help=python)
-    group.add_argument("--profile", action="store_true", help="print where a step's time goes, then the line; needs a CPU")
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="print where a step's time goes, then the line; needs a CPU",
+    )
 
 
 def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
     "The fields of `EngineArgs` in `parsed` that are not at their defaults."
     args = EngineArgs.from_cli_args(parsed)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    return {field.name: given[field.name] for field in dataclasses.fields(args) if given[field.name] != field.default}
+    return {
+        field.name: given[field.name]
+        for field in dataclasses.fields(args)
+        if given[field.name] != field.default
+    }
 
 
-def bench_profile(workload: Workload, options: dict[str, Any], seed: int = 0) -> tuple[dict[str, Any], str]:
-    "A plain repetition of a workload and a profiled one, with this machine's limits: the report and the table."
+def bench_profile(
+    workload: Workload, options: dict[str, Any], seed: int = 0
+) -> tuple[dict[str, Any], str]:
+    """A plain repetition of a workload and a profiled one, with this machine's limits: the report
+    and the table.
+    """
     config = EngineArgs(**options).create_engine_config()
     check_profilable(config)
     job = make_job(config, workload, options, seed)
@@ -612,7 +824,10 @@ def bench_profile(workload: Workload, options: dict[str, Any], seed: int = 0) ->
         limits = measure_limits(job["dtype"], report["threads"])  # the engine waits meanwhile
         profiled = engine.run(profile=True)
     rows = profile_rows(profiled["profile"], limits)
-    report |= {"profiled_seconds": round(profiled["seconds"], 3), "steps": profiled["profile"]["num_steps"]}
+    report |= {
+        "profiled_seconds": round(profiled["seconds"], 3),
+        "steps": profiled["profile"]["num_steps"],
+    }
     report["limits"] = {name: round(value, 1) for name, value in vars(limits).items()}
     return report | {"profile": rows}, show_profile(profiled["profile"], limits)
 
@@ -620,7 +835,8 @@ def bench_profile(workload: Workload, options: dict[str, Any], seed: int = 0) ->
 def run_bench(parsed: argparse.Namespace) -> None:
     "`teachvllm bench`: one line of JSON on standard output; how it goes on standard error."
     require(not (parsed.profile and parsed.vs), "profile and vs are two different runs: choose one")
-    workload, options = WORKLOADS[parsed.workload], engine_options(parsed)
+    workload = WORKLOADS[parsed.workload]
+    options = engine_options(parsed)
     if parsed.profile:
         report, table = bench_profile(workload, options, parsed.workload_seed)
         print(table)

@@ -32,7 +32,9 @@ KINDS = {  # what it means
 # %% ../nbs/07_block_player.ipynb #1c276b7b
 @dataclass(frozen=True)
 class BlockEvent:
-    "What one sequence did with some blocks of the GPU's pool in one go: `kind` is a key of `KINDS`."
+    """What one sequence did with some blocks of the GPU's pool in one go: `kind` is a key of
+    `KINDS`.
+    """
 
     step: int
     kind: str
@@ -51,7 +53,9 @@ def block_list(blocks: list[int]) -> str:
 # %% ../nbs/07_block_player.ipynb #462c52e1
 @dataclass
 class EventGroup:
-    "Neighbouring `block_events` of one kind and name, with what else holds their blocks right after each."
+    """Neighbouring `block_events` of one kind and name, with what else holds their blocks right
+    after each.
+    """
 
     kind: str
     name: str
@@ -61,8 +65,11 @@ class EventGroup:
 
 # %% ../nbs/07_block_player.ipynb #28e70471
 def parts_of_moves(trace: Trace, step: StepTrace) -> set[tuple[str, int, str]]:
-    "The events that are parts of copies and swaps, which take blocks and give others back: they are not told."
-    copies, parts = {new: old for old, new in step.copied_blocks}, set[tuple[str, int, str]]()
+    """The events that are parts of copies and swaps, which take blocks and give others back: they
+    are not told.
+    """
+    copies = {new: old for old, new in step.copied_blocks}
+    parts = set[tuple[str, int, str]]()
     for kind, block, name in step.block_events:
         if kind in ("copy", "swap_in"):
             parts.add(("allocate", block, ""))
@@ -71,7 +78,11 @@ def parts_of_moves(trace: Trace, step: StepTrace) -> set[tuple[str, int, str]]:
         elif kind == "swap_in":  # blocks that several of its sequences hold
             parts.add(("share", block, name))
         elif kind == "swap_out":
-            parts |= {("free", block, other) for other in step.swapped if request_of(trace, other) == request_of(trace, name)}
+            parts |= {
+                ("free", block, other)
+                for other in step.swapped
+                if request_of(trace, other) == request_of(trace, name)
+            }
     return parts
 
 # %% ../nbs/07_block_player.ipynb #b435c403
@@ -82,7 +93,8 @@ def grouped_events(trace: Trace, step: StepTrace, tables: dict[str, list[int]]) 
     for name, table in tables.items():
         for block in table:
             holders.setdefault(block, []).append(name)
-    parts, copies = parts_of_moves(trace, step), {new: old for old, new in step.copied_blocks}
+    parts = parts_of_moves(trace, step)
+    copies = {new: old for old, new in step.copied_blocks}
     for kind, block, name in step.block_events:
         now = holders.setdefault(block, [])
         if kind == "allocate":
@@ -107,44 +119,81 @@ def grouped_events(trace: Trace, step: StepTrace, tables: dict[str, list[int]]) 
 # %% ../nbs/07_block_player.ipynb #2a652260
 def event_text(step: StepTrace, group: EventGroup, finished: set[str]) -> str:
     "What happened, in a sentence. `finished` are the sequences that have finished so far."
-    kind, name, blocks, listed = group.kind, group.name or "a sequence", group.blocks, block_list(group.blocks)
+    kind = group.kind
+    name = group.name or "a sequence"
+    blocks = group.blocks
+    listed = block_list(group.blocks)
     if kind == "allocate":
         return f"{name} takes {listed}"
     if kind == "share":
         others = " and ".join(group.others)
-        return f"{name} shares {listed} with {others}" if others else f"{name} finds {listed}, cached before"
+        return (
+            f"{name} shares {listed} with {others}"
+            if others
+            else f"{name} finds {listed}, cached before"
+        )
     if kind == "cache":
-        return f"{name} has filled {listed}: from now on other prompts can find {'it' if len(blocks) == 1 else 'them'}"
+        return (
+            f"{name} has filled {listed}: from now on other prompts can find "
+            f"{'it' if len(blocks) == 1 else 'them'}"
+        )
     if kind == "evict":
         return f"what was cached in {listed} is lost"
     if kind == "copy":
-        return f"{name} writes into block {blocks[0]}, which others hold too: it gets a copy, block {blocks[1]}"
+        return (
+            f"{name} writes into block {blocks[0]}, which others hold too: it gets a copy, "
+            f"block {blocks[1]}"
+        )
     if kind == "swap_out":
         there = dict(step.swapped_out_blocks)
-        return f"{name} is swapped out: {listed} go to the CPU's {id_ranges([there[block] for block in blocks], 60)}"
+        return (
+            f"{name} is swapped out: {listed} go to the CPU's "
+            f"{id_ranges([there[block] for block in blocks], 60)}"
+        )
     if kind == "swap_in":
         back = {block: cpu for cpu, block in step.swapped_in_blocks}
-        return f"{name} is swapped in: the CPU's {id_ranges([back[block] for block in blocks], 60)} come to {listed}"
+        return (
+            f"{name} is swapped in: the CPU's "
+            f"{id_ranges([back[block] for block in blocks], 60)} come to {listed}"
+        )
     rest = f"; {block_list(group.held)} others still hold" if group.held else ""
     if name not in finished and name not in step.preempted and name in step.block_tables:
         return f"{name} gives back {listed}, behind its window{rest}"
-    why = "has finished" if name in finished else "is preempted" if name in step.preempted else "has ended"
+    why = (
+        "has finished"
+        if name in finished
+        else "is preempted"
+        if name in step.preempted
+        else "has ended"
+    )
     return f"{name} {why} and gives back {listed}{rest}"
 
 # %% ../nbs/07_block_player.ipynb #f96f2ecd
 def block_events(trace: Trace) -> list[BlockEvent]:
     "Everything that happened to the GPU's blocks in a recording, in order, in words."
-    events, finished = [], set[str]()
+    events = []
+    finished = set[str]()
     tables: dict[str, list[int]] = {}
     for step in trace.steps:
         finished |= set(step.finished)
         for group in grouped_events(trace, step, tables):
-            events.append(BlockEvent(step.step, group.kind, group.name, group.blocks, event_text(step, group, finished)))
+            events.append(
+                BlockEvent(
+                    step.step,
+                    group.kind,
+                    group.name,
+                    group.blocks,
+                    event_text(step, group, finished),
+                )
+            )
         tables = step.block_tables
     return events
 
 # %% ../nbs/07_block_player.ipynb #51bb3acc
-CELL_WIDTH, CELL_HEIGHT, BODY = 58, 58, 34  # of a block, in the drawing's units; the body holds the colours
+# of a block, in the drawing's units; the body holds the colours
+CELL_WIDTH = 58
+CELL_HEIGHT = 58
+BODY = 34
 
 
 STYLE = """
@@ -233,11 +282,14 @@ class Looks:
     "Draws each look of a block once, as an SVG symbol, and gives it a short name."
 
     def __init__(self, trace: Trace):
-        self.block_size, self.names = trace.block_size, sequence_names(trace)
+        self.block_size = trace.block_size
+        self.names = sequence_names(trace)
         self.ids: dict[tuple, str] = {}
         self.symbols = [
-            f"<pattern id='p{i}' width='6' height='6' patternUnits='userSpaceOnUse' patternTransform='rotate({45 * (i // 7)})'>"
-            f"<rect width='6' height='6' fill='{PALETTE[i % 7]}'/><rect width='2' height='6' fill='#fff'/></pattern>"
+            f"<pattern id='p{i}' width='6' height='6' patternUnits='userSpaceOnUse' "
+            f"patternTransform='rotate({45 * (i // 7)})'>"
+            f"<rect width='6' height='6' fill='{PALETTE[i % 7]}'/><rect width='2' "
+            "height='6' fill='#fff'/></pattern>"
             for i in range(7, len(self.names))
         ]
 
@@ -250,33 +302,52 @@ class Looks:
         "The same for the small squares in the tables, as CSS."
         rules = []
         for i in range(len(self.names)):
-            stripes = f"repeating-linear-gradient({45 * (i // 7)}deg, {PALETTE[i % 7]} 0 4px, #fff 4px 6px)"
-            rules.append(f".s{i} {{ background: {stripes if i >= 7 else PALETTE[i]}; opacity: .6; }}")
+            stripes = (
+                f"repeating-linear-gradient({45 * (i // 7)}deg, {PALETTE[i % 7]} 0 4px, #fff "
+                "4px 6px)"
+            )
+            rules.append(
+                f".s{i} {{ background: {stripes if i >= 7 else PALETTE[i]}; opacity: .6; }}"
+            )
         return "".join(rules)
 
     def look(self, kind: str, holders: tuple[str, ...] = (), filled: int = 0) -> str:
-        "The id of the symbol for a block that is `empty`, `cached`, or `held` by some, `filled` slots of it with tokens."
+        """The id of the symbol for a block that is `empty`, `cached`, or `held` by some, `filled`
+        slots of it with tokens.
+        """
         key = (kind, holders, filled)
         if key not in self.ids:
             self.ids[key] = f"b{len(self.ids)}"
-            self.symbols.append(f"<symbol id='{self.ids[key]}' overflow='visible'>{self._draw(*key)}</symbol>")
+            self.symbols.append(
+                f"<symbol id='{self.ids[key]}' overflow='visible'>{self._draw(*key)}</symbol>"
+            )
         return self.ids[key]
 
     def _draw(self, kind: str, holders: tuple[str, ...], filled: int) -> str:
-        parts, height = [], BODY / max(1, len(holders))
+        parts = []
+        height = BODY / max(1, len(holders))
         width = round(52 * filled / self.block_size, 1)
         for i, name in enumerate(holders):
             y = round(15 + i * height, 1)
             band = f"x='1' y='{y}' width='{width}' height='{round(height, 1)}'"
             parts.append(f"<rect {band} fill='{self.fill(name)}' fill-opacity='.6'/>")
             if len(holders) <= 3 and len(name) <= 8:
-                parts.append(f"<text x='4' y='{y + height / 2 + 3.5:.1f}' class='name'>{html.escape(name)}</text>")
+                parts.append(
+                    f"<text x='4' y='{y + height / 2 + 3.5:.1f}' "
+                    f"class='name'>{html.escape(name)}</text>"
+                )
         parts.append(f"<rect x='1' y='15' width='52' height='{BODY}' rx='2' class='{kind}'/>")
         if self.block_size <= 16 and kind == "held":
-            ticks = (round(1 + 52 * slot / self.block_size, 1) for slot in range(1, self.block_size))
-            parts.append(f"<path d='{''.join(f'M{x} {BODY + 12}v3' for x in ticks)}' class='held'/>")
+            ticks = (
+                round(1 + 52 * slot / self.block_size, 1) for slot in range(1, self.block_size)
+            )
+            parts.append(
+                f"<path d='{''.join(f'M{x} {BODY + 12}v3' for x in ticks)}' class='held'/>"
+            )
         if len(holders) > 1:
-            parts.append(f"<text x='53' y='11' text-anchor='end' class='count'>×{len(holders)}</text>")
+            parts.append(
+                f"<text x='53' y='11' text-anchor='end' class='count'>×{len(holders)}</text>"
+            )
         return "".join(parts)
 
 # %% ../nbs/07_block_player.ipynb #a87affdc
@@ -284,23 +355,37 @@ class Grid:
     "Where each block of both pools stands in the picture."
 
     def __init__(self, trace: Trace, columns: int = 12, most: int = 96):
-        used = {block for step in trace.steps for table in step.block_tables.values() for block in table if block >= 0}
+        used = {
+            block
+            for step in trace.steps
+            for table in step.block_tables.values()
+            for block in table
+            if block >= 0
+        }
         gpu = list(range(trace.num_blocks)) if trace.num_blocks <= most else sorted(used)[:most]
         cpu = sorted({there for step in trace.steps for _, there in step.swapped_out_blocks})[:most]
         self.num_hidden = trace.num_blocks - len(gpu)
         columns = min(columns, max(8, -(-len(gpu) // 2)))
         self.places: dict[tuple[str, int], tuple[int, int]] = {}
-        top, parts = 0, []
-        for pool, blocks, title in (("gpu", gpu, "KV cache"), ("cpu", cpu, "Swapped out, in the host's memory")):
+        top = 0
+        parts = []
+        for pool, blocks, title in (
+            ("gpu", gpu, "KV cache"),
+            ("cpu", cpu, "Swapped out, in the host's memory"),
+        ):
             if not blocks:
                 continue
             parts.append(f"<text x='0' y='{top + 10}' class='label'>{title}</text>")
             top += 18
             for i, block in enumerate(blocks):
-                x, y = self.places[pool, block] = (i % columns * CELL_WIDTH, top + i // columns * CELL_HEIGHT)
+                x, y = self.places[pool, block] = (
+                    i % columns * CELL_WIDTH,
+                    top + i // columns * CELL_HEIGHT,
+                )
                 parts.append(f"<text x='{x + 2}' y='{y + 11}' class='id'>{block}</text>")
             top += -(-len(blocks) // columns) * CELL_HEIGHT + 4
-        self.width, self.height = columns * CELL_WIDTH + 2, top + 4
+        self.width = columns * CELL_WIDTH + 2
+        self.height = top + 4
         self.symbol = f"<symbol id='grid' overflow='visible'>{''.join(parts)}</symbol>"
 
     def use(self, symbol: str, pool: str, block: int) -> str:
@@ -311,11 +396,16 @@ class Grid:
         return f"<use href='#{symbol}' x='{x}' y='{y}'/>"
 
     def arrow(self, kind: str, begin: tuple[str, int], end: tuple[str, int]) -> str:
-        "An arrow from block to block: below them where they stand in one row, else from edge to edge."
+        """An arrow from block to block: below them where they stand in one row, else from edge to
+        edge.
+        """
         if begin not in self.places or end not in self.places:
             return ""
         (x0, y0), (x1, y1) = self.places[begin], self.places[end]
-        x0, x1, low, high = x0 + 27, x1 + 27, BODY + 16, 14
+        x0 = x0 + 27
+        x1 = x1 + 27
+        low = BODY + 16
+        high = 14
         if y0 == y1:
             curve = f"{x0} {y0 + low}Q{(x0 + x1) // 2} {y0 + low + 18} {x1} {y1 + low}"
         else:
@@ -325,13 +415,16 @@ class Grid:
 
 # %% ../nbs/07_block_player.ipynb #81720d39
 def swapped_tables(trace: Trace) -> list[dict[str, list[int]]]:
-    "After each step, the CPU blocks of the sequences that are swapped out: their block tables as they were, block by block."
+    """After each step, the CPU blocks of the sequences that are swapped out: their block tables as
+    they were, block by block.
+    """
     cpu: dict[str, list[int]] = {}
     known: dict[str, list[int]] = {}  # the tables after the step before
     after = []
     for step in trace.steps:
         there = dict(step.swapped_out_blocks)
-        forks: dict[str, list[int]] = {}  # a sequence that was forked and swapped out in the same step
+        # a sequence that was forked and swapped out in the same step
+        forks: dict[str, list[int]] = {}
         for kind, block, name in step.block_events:
             if kind == "share":
                 forks.setdefault(name, []).append(block)
@@ -344,34 +437,50 @@ def swapped_tables(trace: Trace) -> list[dict[str, list[int]]]:
     return after
 
 # %% ../nbs/07_block_player.ipynb #195ca244
-Holders = dict[int, list[tuple[str, int]]]  # block -> the sequences that hold it, and where in their tables it stands
+# block -> the sequences that hold it, and where in their tables it stands
+Holders = dict[int, list[tuple[str, int]]]
 
 # %% ../nbs/07_block_player.ipynb #5b4d5069
 class Frames:
     "The steps of a trace as HTML sections: picture, block tables, events."
 
     def __init__(self, trace: Trace):
-        self.trace, self.looks, self.grid = trace, Looks(trace), Grid(trace)
+        self.trace = trace
+        self.looks = Looks(trace)
+        self.grid = Grid(trace)
         events = block_events(trace)
-        self.events = [[event for event in events if event.step == step.step] for step in trace.steps]
-        self.num_tokens: dict[str, int] = {}  # sequence -> its tokens in the cache, in whichever pool
-        self.sections = [self._section(*row) for row in zip(trace.steps, self.events, swapped_tables(trace), strict=True)]
+        self.events = [
+            [event for event in events if event.step == step.step] for step in trace.steps
+        ]
+        # sequence -> its tokens in the cache, in whichever pool
+        self.num_tokens: dict[str, int] = {}
+        self.sections = [
+            self._section(*row)
+            for row in zip(trace.steps, self.events, swapped_tables(trace), strict=True)
+        ]
 
     def _section(self, step: StepTrace, events: list[BlockEvent], cpu: dict[str, list[int]]) -> str:
         self.num_tokens |= step.num_computed_tokens
-        told = "".join(f"<li><b>{event.kind.replace('_', ' ')}</b> {html.escape(event.text)}</li>" for event in events)
+        told = "".join(
+            f"<li><b>{event.kind.replace('_', ' ')}</b> {html.escape(event.text)}</li>"
+            for event in events
+        )
         holders = self._holders(step.block_tables)
         shared = sum(len(names) > 1 for names in holders.values())
-        counts = f"{len(holders)} blocks held, {shared} of them shared, {len(step.cached_blocks)} free and cached"
+        counts = (
+            f"{len(holders)} blocks held, {shared} of them shared, {len(step.cached_blocks)} "
+            "free and cached"
+        )
         empty = step.num_free_blocks - len(step.cached_blocks)
         return FRAME_HTML.substitute(
             label=f"Step {step.step} of {self.trace.steps[-1].step}",
-            width=self.grid.width + 4, height=self.grid.height + 4,
+            width=self.grid.width + 4,
+            height=self.grid.height + 4,
             alt=f"After step {step.step}: {counts}, {empty} free and empty; the table says which",
             picture=self._picture(step, events, holders, self._holders(cpu)),
             rows="".join(self._row(name, step, cpu) for name in self.looks.names),
             events=told or "<li>No block changed hands.</li>",
-        )  # fmt: skip
+        )
 
     def _holders(self, tables: dict[str, list[int]]) -> Holders:
         holders: Holders = {}
@@ -381,23 +490,44 @@ class Frames:
                     holders.setdefault(block, []).append((name, logical))
         return holders
 
-    def _picture(self, step: StepTrace, events: list[BlockEvent], gpu: Holders, cpu: Holders) -> str:
-        parts, size, cached = ["<use href='#grid'/>"], self.trace.block_size, set(step.cached_blocks)
+    def _picture(
+        self, step: StepTrace, events: list[BlockEvent], gpu: Holders, cpu: Holders
+    ) -> str:
+        parts = ["<use href='#grid'/>"]
+        size = self.trace.block_size
+        cached = set(step.cached_blocks)
         for pool, block in self.grid.places:
             names = (gpu if pool == "gpu" else cpu).get(block, [])
-            filled = max((min(size, self.num_tokens[name] - logical * size) for name, logical in names), default=0)
+            filled = max(
+                (min(size, self.num_tokens[name] - logical * size) for name, logical in names),
+                default=0,
+            )
             kind = "held" if names else "cached" if pool == "gpu" and block in cached else "empty"
-            parts.append(self.grid.use(self.looks.look(kind, tuple(name for name, _ in names), filled), pool, block))
+            parts.append(
+                self.grid.use(
+                    self.looks.look(kind, tuple(name for name, _ in names), filled), pool, block
+                )
+            )
         changed = {block for event in events for block in event.blocks}
         parts += [self.grid.use("changed", "gpu", block) for block in sorted(changed)]
-        parts += [self.grid.arrow("", ("gpu", old), ("gpu", new)) for old, new in step.copied_blocks]
-        parts += [self.grid.arrow("moved", ("gpu", old), ("cpu", new)) for old, new in step.swapped_out_blocks]
-        parts += [self.grid.arrow("moved", ("cpu", old), ("gpu", new)) for old, new in step.swapped_in_blocks]
+        parts += [
+            self.grid.arrow("", ("gpu", old), ("gpu", new)) for old, new in step.copied_blocks
+        ]
+        parts += [
+            self.grid.arrow("moved", ("gpu", old), ("cpu", new))
+            for old, new in step.swapped_out_blocks
+        ]
+        parts += [
+            self.grid.arrow("moved", ("cpu", old), ("gpu", new))
+            for old, new in step.swapped_in_blocks
+        ]
         return "".join(parts)
 
     def _row(self, name: str, step: StepTrace, cpu: dict[str, list[int]]) -> str:
         swatch = f"<tr><th><i class='s{self.looks.names.index(name)}'></i>{html.escape(name)}</th>"
-        pool, table = ("", step.block_tables[name]) if name in step.block_tables else ("CPU ", cpu.get(name))
+        pool, table = (
+            ("", step.block_tables[name]) if name in step.block_tables else ("CPU ", cpu.get(name))
+        )
         if table is not None:
             ids = "".join(f"<b>{'–' if block < 0 else block}</b>" for block in table)
             return f"{swatch}<td>{pool}{ids}</td><td>{self.num_tokens[name]} tokens</td></tr>"
@@ -405,7 +535,9 @@ class Frames:
 
 # %% ../nbs/07_block_player.ipynb #a6fa1fde
 class BlockPlayer(str):
-    "The page, as a string; Jupyter shows it in a frame of its own, so that no style leaks in or out."
+    """The page, as a string; Jupyter shows it in a frame of its own, so that no style leaks in or
+    out.
+    """
 
     height = 640  # of the frame, in pixels
     UNTRUSTED = "If you see no player here, the notebook is not trusted yet: run this cell."
@@ -413,11 +545,18 @@ class BlockPlayer(str):
     def _repr_html_(self) -> str:
         inside = self.replace("&", "&amp;").replace('"', "&quot;")
         style = f"width:100%;max-width:760px;height:{self.height}px;border:1px solid #ccc"
-        frame = f'<iframe title="Block player" sandbox="allow-scripts" style="{style}" srcdoc="{inside}">'
-        return f"{frame}{self.UNTRUSTED}</iframe>"  # a browser that shows frames does not show what is in the tag
+        frame = (
+            f'<iframe title="Block player" sandbox="allow-scripts" style="{style}" '
+            f'srcdoc="{inside}">'
+        )
+        # a browser that shows frames does not show what is in the tag
+        return f"{frame}{self.UNTRUSTED}</iframe>"
 
     def __repr__(self) -> str:
-        return f"BlockPlayer: a page of {len(self.encode()) / 1024:.0f} KiB; save(path) writes it. {self.UNTRUSTED}"
+        return (
+            f"BlockPlayer: a page of {len(self.encode()) / 1024:.0f} KiB; save(path) writes "
+            f"it. {self.UNTRUSTED}"
+        )
 
     def save(self, path: str | Path) -> Path:
         "Write the page into a file that any browser opens."
@@ -427,50 +566,77 @@ class BlockPlayer(str):
 # %% ../nbs/07_block_player.ipynb #3a673ab5
 def page_parts(frames: Frames) -> dict[str, str]:
     "What the page has beside its steps: title, style, symbols, legend, script."
-    trace, looks, grid = frames.trace, frames.looks, frames.grid
-    size, names = trace.block_size, looks.names
+    trace = frames.trace
+    looks = frames.looks
+    grid = frames.grid
+    size = trace.block_size
+    names = looks.names
     shown = {
         "held by one": looks.look("held", (names[0],), size - size // 2),
         f"shared by {len(names[:3])}": looks.look("held", tuple(names[:3]), size),
         "free, cached": looks.look("cached"),
         "free, empty": looks.look("empty"),
     }
-    sample = "<span><svg width='56' height='52' aria-hidden='true'><use href='#{}'/></svg>{}</span> "
-    marks = " What a step changed is framed." + " Arrows are copies." * any(step.copied_blocks for step in trace.steps)
+    sample = (
+        "<span><svg width='56' height='52' aria-hidden='true'><use href='#{}'/></svg>{}</span> "
+    )
+    marks = " What a step changed is framed." + " Arrows are copies." * any(
+        step.copied_blocks for step in trace.steps
+    )
     swaps = any(step.swapped_out_blocks or step.swapped_in_blocks for step in trace.steps)
     marks += " Dashed arrows go to the host's memory and back." * swaps
     num_events = sum(map(len, frames.events))
-    about = f"{len(trace.steps)} steps, {trace.num_blocks} blocks of {size} tokens, {num_events} events."
+    about = (
+        f"{len(trace.steps)} steps, {trace.num_blocks} blocks of {size} tokens, {num_events} "
+        "events."
+    )
     hidden = f" {grid.num_hidden} blocks are not drawn." if grid.num_hidden else ""
     return {
-        "title": "The blocks of a run", "about": about + hidden + marks, "style": STYLE,
-        "swatches": looks.swatches() + f"svg.pool {{ max-width: {min(700, 1.25 * grid.width):.0f}px; }}",
-        "legend": "".join(sample.format(symbol, text) for text, symbol in shown.items()), "script": SCRIPT,
+        "title": "The blocks of a run",
+        "about": about + hidden + marks,
+        "style": STYLE,
+        "swatches": looks.swatches()
+        + f"svg.pool {{ max-width: {min(700, 1.25 * grid.width):.0f}px; }}",
+        "legend": "".join(sample.format(symbol, text) for text, symbol in shown.items()),
+        "script": SCRIPT,
         "symbols": grid.symbol + "".join(looks.symbols),
-    }  # fmt: skip
+    }
 
 # %% ../nbs/07_block_player.ipynb #94812ac8
-def block_player(trace: Trace, path: str | Path | None = None, max_kib: int = 150, autoplay: bool = False) -> BlockPlayer:
-    """A page that plays a recording block by block, in one file, which also reads without scripts; saved to `path`.
+def block_player(
+    trace: Trace, path: str | Path | None = None, max_kib: int = 150, autoplay: bool = False
+) -> BlockPlayer:
+    """A page that plays a recording block by block, in one file, which also reads without scripts;
+    saved to `path`.
 
-    All steps are in it; if that would be more than `max_kib`, those with events; if that is still too much, the first
-    of those, and the page says how many it left out. With `autoplay` it starts by itself, unless the reader's system
-    asks for no motion.
+    All steps are in it; if that would be more than `max_kib`, those with events; if that is still
+    too much, the first of those, and the page says how many it left out. With `autoplay` it starts
+    by itself, unless the reader's system asks for no motion.
     """
     require(len(trace.steps) > 0, NO_STEPS)
     frames = Frames(trace)
     parts = page_parts(frames) | {"autoplay": " data-autoplay" if autoplay else ""}
-    chosen, note, sizes = list(range(len(trace.steps))), "", [len(section.encode()) for section in frames.sections]
-    room = 1024 * max_kib - len(PAGE.substitute(**parts, left_out=" " * 200, frames="").encode())  # the note takes less
+    chosen = list(range(len(trace.steps)))
+    note = ""
+    sizes = [len(section.encode()) for section in frames.sections]
+    # the note takes less
+    room = 1024 * max_kib - len(PAGE.substitute(**parts, left_out=" " * 200, frames="").encode())
     if sum(sizes) > room:
         chosen = [i for i in chosen if frames.events[i]]
         note = f"The {len(sizes) - len(chosen)} steps in which no block changed hands are left out."
         fit = max(1, sum(total <= room for total in accumulate(sizes[i] for i in chosen)))
         if fit < len(chosen):
-            note += f" So are the last {len(chosen) - fit} of the {len(chosen)} others, to keep the page under {max_kib} KiB."
+            note += (
+                f" So are the last {len(chosen) - fit} of the {len(chosen)} others, to keep "
+                f"the page under {max_kib} KiB."
+            )
         chosen = chosen[:fit]
-    page = BlockPlayer(PAGE.substitute(**parts, left_out=note, frames="".join(frames.sections[i] for i in chosen)))
-    page.height = min(900, 250 + frames.grid.height + 30 * max(5, *(len(events) for events in frames.events)))
+    page = BlockPlayer(
+        PAGE.substitute(**parts, left_out=note, frames="".join(frames.sections[i] for i in chosen))
+    )
+    page.height = min(
+        900, 250 + frames.grid.height + 30 * max(5, *(len(events) for events in frames.events))
+    )
     if path is not None:
         page.save(path)
     return page

@@ -34,7 +34,9 @@ class UnknownArgument(TypeError, ValueError):
 
 # %% ../nbs/01_config.ipynb #b42d5399
 def require(ok: bool, message: str) -> None:
-    "Raise `ValueError(message)` unless `ok`: for what a user can cause (`assert` is for our own invariants)."
+    """Raise `ValueError(message)` unless `ok`: for what a user can cause (`assert` is for our own
+    invariants).
+    """
     if not ok:
         raise ValueError(message)
 
@@ -45,9 +47,11 @@ def kinds_of(annotation: Any) -> tuple:
 
 
 def check_number(name: str, kind: Any, value: Any) -> Any:
-    """`value`, as one of Python's own numbers if the annotation `kind` promises one; `ValueError` if it is none.
+    """`value`, as one of Python's own numbers if the annotation `kind` promises one; `ValueError`
+    if it is none.
 
-    A numpy number becomes Python's, a whole number will do for a `float`, and a `bool` field takes True or False only.
+    A numpy number becomes Python's, a whole number will do for a `float`, and a `bool` field takes
+    True or False only.
     """
     kinds = kinds_of(kind)
     if value is None and type(None) in kinds:
@@ -64,25 +68,37 @@ def check_number(name: str, kind: Any, value: Any) -> Any:
 
 # %% ../nbs/01_config.ipynb #97dc6264
 def check_not_yet(cls: type, name: str, value: Any) -> None:
-    "Raise `NotSupportedYet` if `cls.NOT_YET` has the argument `name` and `value` asks for something by it."
+    """Raise `NotSupportedYet` if `cls.NOT_YET` has the argument `name` and `value` asks for
+    something by it.
+    """
     table = getattr(cls, "NOT_YET", {})
     if name not in table or value is None or value in ("", [], (), {}):
         return
     neutral, why = table[name]
     if value != neutral and not (isinstance(neutral, tuple) and value in neutral):
-        raise NotSupportedYet(f"{cls.__name__}: vLLM's `{name}={value!r}` is not in teachvllm yet: {why}")
+        raise NotSupportedYet(
+            f"{cls.__name__}: vLLM's `{name}={value!r}` is not in teachvllm yet: {why}"
+        )
 
 # %% ../nbs/01_config.ipynb #6ed1ed52
 def check_names(cls: Any) -> Any:
-    """Class decorator for dataclasses: `cls(...)` refuses unknown names and, where a number belongs, other types.
+    """Class decorator for dataclasses: `cls(...)` refuses unknown names and, where a number
+    belongs, other types.
 
-    `cls.NOT_YET` lists what vLLM has and teachvllm has not, fields or not: a name with the value (or a tuple of values)
-    that asks for nothing, and why others are refused (`NotSupportedYet`). None and empty values ask for nothing either. Another
-    name raises `UnknownArgument` with the nearest known one. None for a field that cannot be None is its default.
+    `cls.NOT_YET` lists what vLLM has and teachvllm has not, fields or not: a name with the value
+    (or a tuple of values) that asks for nothing, and why others are refused (`NotSupportedYet`).
+    None and empty values ask for nothing either. Another name raises `UnknownArgument` with the
+    nearest known one. None for a field that cannot be None is its default.
     """
-    init, fields, later = cls.__init__, dataclasses.fields(cls), getattr(cls, "NOT_YET", {})
+    init = cls.__init__
+    fields = dataclasses.fields(cls)
+    later = getattr(cls, "NOT_YET", {})
     known = {f.name: f.type for f in fields}
-    optional = {f.name for f in fields if f.default is not dataclasses.MISSING and type(None) not in kinds_of(f.type)}
+    optional = {
+        f.name
+        for f in fields
+        if f.default is not dataclasses.MISSING and type(None) not in kinds_of(f.type)
+    }
 
     def checked(name: str, value: Any) -> Any:
         check_not_yet(cls, name, value)
@@ -107,13 +123,21 @@ def check_names(cls: Any) -> Any:
 
 # %% ../nbs/01_config.ipynb #2e335ce4
 def html_table(title: str, rows: list[tuple[str, Any]]) -> str:
-    "A small two-column HTML table for Jupyter: names on the left, values on the right, everything escaped."
+    """A small two-column HTML table for Jupyter: names on the left, values on the right, everything
+    escaped.
+    """
     left = "style='text-align:left'"
     cells = "".join(
-        f"<tr><td {left}><code>{html.escape(name)}</code></td><td {left}>{html.escape(str(value))}</td></tr>"
+        (
+            f"<tr><td {left}><code>{html.escape(name)}</code></td><td "
+            f"{left}>{html.escape(str(value))}</td></tr>"
+        )
         for name, value in rows
     )
-    return f"<table><caption {left}><b>{html.escape(title)}</b></caption><tbody>{cells}</tbody></table>"
+    return (
+        "<table><caption "
+        f"{left}><b>{html.escape(title)}</b></caption><tbody>{cells}</tbody></table>"
+    )
 
 # %% ../nbs/01_config.ipynb #2d931aa7
 class ShowAsTable:
@@ -139,11 +163,17 @@ def defined_fields(hf_config: Any) -> frozenset[str]:
 
 
 class PlainConfig:
-    "A transformers configuration for a process that need not import transformers: its fields; all else makes the original."
+    """A transformers configuration for a process that need not import transformers: its fields; all
+    else makes the original.
+    """
 
     def __init__(self, hf_config: Any):
-        plain = {name: getattr(hf_config, name) for name in {*vars(hf_config), *type(hf_config).attribute_map}}
-        parts = {name: PlainConfig(x) for name, x in plain.items() if hasattr(x, "to_diff_dict")}  # as a text_config
+        plain = {
+            name: getattr(hf_config, name)
+            for name in {*vars(hf_config), *type(hf_config).attribute_map}
+        }
+        # as a text_config
+        parts = {name: PlainConfig(x) for name, x in plain.items() if hasattr(x, "to_diff_dict")}
         vars(self).update(plain | parts, defined_fields=defined_fields(hf_config))
         self._others = frozenset(dir(hf_config)) - frozenset(vars(self))
         self._pickled = pickle.dumps(hf_config)
@@ -163,19 +193,27 @@ class PlainConfig:
 @check_names
 @dataclass(frozen=True)
 class PoolerConfig(ShowAsTable):
-    "How a sequence's hidden states become one vector; None: as the model has it. vLLM: `PoolerConfig` in `config.py`."
+    """How a sequence's hidden states become one vector; None: as the model has it. vLLM:
+    `PoolerConfig` in `config.py`.
+    """
 
-    pooling_type: str | None = None  # "LAST" (the default): the last token's; "MEAN": the mean of all; "CLS": the first token's
+    # "LAST" (the default): the last token's; "MEAN": the mean of all; "CLS": the first token's
+    pooling_type: str | None = None
     normalize: bool | None = None  # an embedding to length 1
     softmax: bool | None = None  # the scores of labels to probabilities
     task: str = ""  # filled in: what the engine is for
     has_labels: bool = False  # filled in: the model has a head for labels
 
-    NOT_YET: typing.ClassVar = dict.fromkeys(("step_tag_id", "returned_token_ids"), (None, "there are no step rewards"))
+    NOT_YET: typing.ClassVar = dict.fromkeys(
+        ("step_tag_id", "returned_token_ids"), (None, "there are no step rewards")
+    )
 
     def __post_init__(self):
         if self.pooling_type in ("ALL", "STEP"):
-            raise NotSupportedYet(f"pooling_type={self.pooling_type!r} is not in teachvllm yet: a prompt gets one vector")
+            raise NotSupportedYet(
+                f"pooling_type={self.pooling_type!r} is not in teachvllm yet: a prompt "
+                "gets one vector"
+            )
         known = self.pooling_type in (None, "LAST", "MEAN", "CLS")
         require(known, f"pooling_type={self.pooling_type!r}: choose LAST, MEAN or CLS")
 
@@ -195,31 +233,56 @@ class ModelConfig(ShowAsTable):
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     tokenizer_mode: str = "auto"  # "slow" = not the tokenizers library's, but Python
-    generation_config: str = "auto"  # "auto" = the model's generation_config.json, "vllm" = ignore it, or a folder that has one
-    max_logprobs: int = 20  # the most log-probabilities that a request may ask for, for each token; -1: all
+    # "auto" = the model's generation_config.json, "vllm" = ignore it, or a folder that has one
+    generation_config: str = "auto"
+    # the most log-probabilities that a request may ask for, for each token; -1: all
+    max_logprobs: int = 20
     attention_backend: str | type | None = None
     enforce_eager: bool = False  # True: no CUDA graphs, and no recorded steps on a CPU
     max_seq_len_to_capture: int = 8192  # longest text, in tokens, that a CUDA graph decodes
-    pooler_config: PoolerConfig | None = None  # how the engine makes vectors, nothing left open; None: it writes text
+    # how the engine makes vectors, nothing left open; None: it writes text
+    pooler_config: PoolerConfig | None = None
 
     def __post_init__(self):
-        require(self.max_seq_len_to_capture > 0, f"max_seq_len_to_capture={self.max_seq_len_to_capture} must be positive")
-        asked, longest = self.max_model_len, self.hf_config.max_position_embeddings
-        require(asked > 1, f"max_model_len={asked} must be positive, and 2 at least: one token in, one out")
+        require(
+            self.max_seq_len_to_capture > 0,
+            f"max_seq_len_to_capture={self.max_seq_len_to_capture} must be positive",
+        )
+        asked = self.max_model_len
+        longest = self.hf_config.max_position_embeddings
+        require(
+            asked > 1,
+            f"max_model_len={asked} must be positive, and 2 at least: one token in, one out",
+        )
         require(
             asked <= longest,
-            f"max_model_len={asked} is greater than the derived max_model_len={longest}: the positions that this model "
+            f"max_model_len={asked} is greater than the derived max_model_len={longest}: "
+            "the positions that this model "
             "was trained for",
         )
         source = self.generation_config
         known = source in ("auto", "vllm") or (Path(source) / "generation_config.json").is_file()
-        require(known, f"generation_config={source!r}: choose auto, vllm, or a folder with a generation_config.json")
-        require(self.max_logprobs >= -1, f"max_logprobs={self.max_logprobs} must not be negative (-1: all)")
-        require(self.tokenizer_mode in ("auto", "slow"), f"tokenizer_mode={self.tokenizer_mode!r}: choose auto or slow")
+        require(
+            known,
+            (
+                f"generation_config={source!r}: choose auto, vllm, or a folder with a "
+                "generation_config.json"
+            ),
+        )
+        require(
+            self.max_logprobs >= -1,
+            f"max_logprobs={self.max_logprobs} must not be negative (-1: all)",
+        )
+        require(
+            self.tokenizer_mode in ("auto", "slow"),
+            f"tokenizer_mode={self.tokenizer_mode!r}: choose auto or slow",
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         "What crosses to another process."
-        plain = isinstance(self.hf_config, PlainConfig) or not hasattr(self.hf_config, "to_diff_dict")
+        plain = isinstance(self.hf_config, PlainConfig) or not hasattr(
+            self.hf_config, "to_diff_dict"
+        )
         return {**vars(self), "hf_config": self.hf_config if plain else PlainConfig(self.hf_config)}
 
     num_layers = property(lambda self: self.hf_config.num_hidden_layers)
@@ -227,10 +290,15 @@ class ModelConfig(ShowAsTable):
     hidden_size = property(lambda self: self.hf_config.hidden_size)
     num_attention_heads = property(lambda self: self.hf_config.num_attention_heads)
     num_kv_heads = property(
-        lambda self: getattr(self.hf_config, "num_key_value_heads", None) or self.num_attention_heads
+        lambda self: (
+            getattr(self.hf_config, "num_key_value_heads", None) or self.num_attention_heads
+        )
     )
     head_size = property(
-        lambda self: getattr(self.hf_config, "head_dim", None) or self.hidden_size // self.num_attention_heads
+        lambda self: (
+            getattr(self.hf_config, "head_dim", None)
+            or self.hidden_size // self.num_attention_heads
+        )
     )
 
     @property
@@ -240,7 +308,8 @@ class ModelConfig(ShowAsTable):
         return getattr(self.hf_config, "sliding_window", None) if used else None
 
 # %% ../nbs/01_config.ipynb #c5445e51
-KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}  # torch's names
+# torch's names
+KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 # %% ../nbs/01_config.ipynb #ccf8bdc4
 @check_names
@@ -252,23 +321,36 @@ class CacheConfig(ShowAsTable):
     gpu_memory_utilization: float = 0.9  # fraction of the device's memory that this engine may use
     kv_cache_memory_bytes: int | None = None  # overrides the fraction
     num_gpu_blocks_override: int | None = None  # overrides both: for tests and experiments
-    swap_space: float | None = None  # GiB of host memory for swapped-out blocks; None: 4, or less where memory is short
+    # GiB of host memory for swapped-out blocks; None: 4, or less where memory is short
+    swap_space: float | None = None
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"  # "auto" = the model's; fp8 takes a byte for each number
 
     def __post_init__(self):
         known = ("auto", *KV_CACHE_DTYPES)
-        require(self.kv_cache_dtype in known, f"kv_cache_dtype={self.kv_cache_dtype!r}: choose {', '.join(known)}")
-        require(1 <= self.block_size <= 256, f"block_size={self.block_size} must be between 1 and 256 tokens")
+        require(
+            self.kv_cache_dtype in known,
+            f"kv_cache_dtype={self.kv_cache_dtype!r}: choose {', '.join(known)}",
+        )
+        require(
+            1 <= self.block_size <= 256,
+            f"block_size={self.block_size} must be between 1 and 256 tokens",
+        )
         require(
             0 < self.gpu_memory_utilization <= 1,
-            f"gpu_memory_utilization={self.gpu_memory_utilization} is a fraction: above 0, at most 1",
+            (
+                f"gpu_memory_utilization={self.gpu_memory_utilization} is a fraction: above 0, "
+                "at most 1"
+            ),
         )
         for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value} must be positive")
         swap = self.swap_space
-        require(swap is None or 0 <= swap < math.inf, f"swap_space={swap} GiB must be finite and not negative (0 is none)")
+        require(
+            swap is None or 0 <= swap < math.inf,
+            f"swap_space={swap} GiB must be finite and not negative (0 is none)",
+        )
 
     def torch_dtype(self, model_dtype: str) -> str:
         "torch's name of the cache's dtype, for a model that computes in `model_dtype`."
@@ -284,22 +366,29 @@ class SchedulerConfig(ShowAsTable):
     max_num_seqs: int = 256  # sequences running at once
     max_num_batched_tokens: int = 2048  # tokens computed in one step
     enable_chunked_prefill: bool = True
-    policy: str | type = "fcfs"  # or "priority", or a class: which request comes first, and which is preempted
-    preemption_mode: str | None = None  # "recompute", "swap"; None: swap requests of several sequences
+    # or "priority", or a class: which request comes first, and which is preempted
+    policy: str | type = "fcfs"
+    # "recompute", "swap"; None: swap requests of several sequences
+    preemption_mode: str | None = None
     async_scheduling: bool = False  # decide a step while the one before it still runs
     scheduler_cls: str | type = "teachvllm.core.scheduler.Scheduler"
 
     def __post_init__(self):
-        policy, mode = self.policy, self.preemption_mode
+        policy = self.policy
+        mode = self.preemption_mode
         ok = not isinstance(policy, str) or policy in ("fcfs", "priority") or "." in policy
         require(ok, f"scheduling_policy={policy!r}: choose fcfs or priority, or give a class")
-        require(mode in (None, "recompute", "swap"), f"preemption_mode={mode!r}: choose recompute or swap, or None")
+        require(
+            mode in (None, "recompute", "swap"),
+            f"preemption_mode={mode!r}: choose recompute or swap, or None",
+        )
         tokens = self.max_num_batched_tokens
         require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs} must be positive")
         require(tokens > 0, f"max_num_batched_tokens={tokens} must be positive")
         require(
             self.enable_chunked_prefill or tokens >= self.max_model_len,
-            f"max_num_batched_tokens={tokens} cannot hold a prompt of max_model_len={self.max_model_len} tokens in one "
+            f"max_num_batched_tokens={tokens} cannot hold a prompt of "
+            f"max_model_len={self.max_model_len} tokens in one "
             "step: raise it, lower max_model_len, or leave enable_chunked_prefill on",
         )
 
@@ -324,16 +413,21 @@ class ParallelConfig(ShowAsTable):
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    distributed_executor_backend: str | type | None = None  # None: "uni" for one worker, "mp" for several
+    # None: "uni" for one worker, "mp" for several
+    distributed_executor_backend: str | type | None = None
     worker_cls: str | type = "teachvllm.worker.worker.Worker"
     worker_extension_cls: str | type = ""  # a class whose methods each worker gets beside its own
 
     def __post_init__(self):
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        backend, known = self.distributed_executor_backend, ("uni", "mp", "ray", "external_launcher")
+        backend = self.distributed_executor_backend
+        known = ("uni", "mp", "ray", "external_launcher")
         ok = not isinstance(backend, str) or backend in known or "." in backend
-        require(ok, f"distributed_executor_backend={backend!r}: choose {', '.join(known)}, or give a class")
+        require(
+            ok,
+            f"distributed_executor_backend={backend!r}: choose {', '.join(known)}, or give a class",
+        )
 
     world_size = property(lambda self: self.tensor_parallel_size * self.pipeline_parallel_size)
 
@@ -343,7 +437,8 @@ class ParallelConfig(ShowAsTable):
 class DeviceConfig(ShowAsTable):
     """Where the model runs: `auto` is the GPU if there is one, else the CPU. vLLM: `DeviceConfig`.
 
-    Looking for a GPU starts no CUDA in this process (torch asks NVML): workers can still be forked from it.
+    Looking for a GPU starts no CUDA in this process (torch asks NVML): workers can still be forked
+    from it.
     """
 
     device: str = "auto"
@@ -351,9 +446,14 @@ class DeviceConfig(ShowAsTable):
     def __post_init__(self):
         import torch
 
-        require(self.device in ("auto", "cpu", "cuda"), f"device={self.device!r}: choose auto, cpu or cuda")
+        require(
+            self.device in ("auto", "cpu", "cuda"),
+            f"device={self.device!r}: choose auto, cpu or cuda",
+        )
         found = "cuda" if torch.cuda.device_count() else "cpu"
-        require(self.device != "cuda" or found == "cuda", 'device="cuda", but torch sees no CUDA device')
+        require(
+            self.device != "cuda" or found == "cuda", 'device="cuda", but torch sees no CUDA device'
+        )
         object.__setattr__(self, "device", found if self.device == "auto" else self.device)
 
 # %% ../nbs/01_config.ipynb #5f728c1b
@@ -368,7 +468,10 @@ class LoadConfig(ShowAsTable):
     load_format: str = "auto"
 
     def __post_init__(self):
-        require(self.load_format in LOAD_FORMATS, f"load_format={self.load_format!r}: choose {', '.join(LOAD_FORMATS)}")
+        require(
+            self.load_format in LOAD_FORMATS,
+            f"load_format={self.load_format!r}: choose {', '.join(LOAD_FORMATS)}",
+        )
 
 # %% ../nbs/01_config.ipynb #91e47aea
 @check_names
@@ -387,16 +490,29 @@ class VllmConfig:
     load_config: LoadConfig
 
     def __post_init__(self):
-        pipeline, ahead = self.parallel_config.pipeline_parallel_size, self.scheduler_config.async_scheduling
-        require(not ahead or pipeline == 1, f"async_scheduling=True cannot go with pipeline_parallel_size={pipeline}")
+        pipeline = self.parallel_config.pipeline_parallel_size
+        ahead = self.scheduler_config.async_scheduling
+        require(
+            not ahead or pipeline == 1,
+            f"async_scheduling=True cannot go with pipeline_parallel_size={pipeline}",
+        )
         if pipeline > 1:
             layers = self.model_config.num_layers
-            require(pipeline <= layers, f"pipeline_parallel_size={pipeline}: the model has only {layers} layers")
+            require(
+                pipeline <= layers,
+                f"pipeline_parallel_size={pipeline}: the model has only {layers} layers",
+            )
         size = self.parallel_config.tensor_parallel_size
         if size > 1:
-            heads, kv = self.model_config.num_attention_heads, self.model_config.num_kv_heads
-            fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-            what = f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv} KV heads"
+            heads = self.model_config.num_attention_heads
+            kv = self.model_config.num_kv_heads
+            fits = [
+                n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)
+            ]
+            what = (
+                f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv} "
+                "KV heads"
+            )
             require(size in fits, f"{what}: choose one of {fits}")
 
     def _repr_html_(self) -> str:

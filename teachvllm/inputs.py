@@ -22,17 +22,23 @@ from .sampling_params import SamplingParams
 # %% ../nbs/04_inputs.ipynb #08adfb00
 @functools.lru_cache(maxsize=8)
 def get_tokenizer(path: Path, trust_remote_code: bool = False, mode: str = "auto") -> Any:
-    "The `transformers` tokenizer of a model folder or `.gguf` file; engines on the same model share one."
+    """The `transformers` tokenizer of a model folder or `.gguf` file; engines on the same model
+    share one.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         if path.is_file():
-            # not AutoTokenizer: that would build the model's configuration, too, which takes it seconds
+            # not AutoTokenizer: that would build the model's configuration, too, which takes it
+            # seconds
             return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, use_fast=mode != "slow")
+        return AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code, use_fast=mode != "slow"
+        )
     except Exception as error:
         raise ValueError(
-            f"cannot read a tokenizer in {path} ({error}): pass tokenizer=, or skip_tokenizer_init=True and token ids"
+            f"cannot read a tokenizer in {path} ({error}): pass tokenizer=, or "
+            "skip_tokenizer_init=True and token ids"
         ) from error
 
 # %% ../nbs/04_inputs.ipynb #457cd415
@@ -55,15 +61,19 @@ CHARS_PER_TOKEN = 16  # more than that is rare
 
 
 def encode(tokenizer: Any, text: str, max_len: int | None = None, **options: Any) -> list[int]:
-    """The token ids of `text`; `ValueError` where there is no tokenizer, or the text is not valid Unicode.
+    """The token ids of `text`; `ValueError` where there is no tokenizer, or the text is not valid
+    Unicode.
 
-    A text that is far too long for `max_len` tokens is refused by its beginning: all of it could take many seconds.
+    A text that is far too long for `max_len` tokens is refused by its beginning: all of it could
+    take many seconds.
     """
     require(tokenizer is not None, "skip_tokenizer_init=True: pass token ids, not text")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half of a UTF-16 pair, as careless JSON has it
-        raise ValueError(f"the text is not valid Unicode: character {error.start} is {text[error.start]!a}") from error
+        raise ValueError(
+            f"the text is not valid Unicode: character {error.start} is {text[error.start]!a}"
+        ) from error
     if max_len is not None and len(text) > (num_chars := CHARS_PER_TOKEN * (max_len + 64)):
         num_tokens = len(encode(tokenizer, text[:num_chars], **options))
         found = f"{num_tokens} tokens in the first {num_chars} of its {len(text)} characters"
@@ -83,8 +93,8 @@ def too_long(num_tokens: str, max_model_len: int, room: int = 0) -> str:
 class InputProcessor:
     """Turns a prompt into checked token ids.
 
-    A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. Errors are `ValueError`s.
-    vLLM: `inputs/preprocess.py`.
+    A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. Errors
+    are `ValueError`s. vLLM: `inputs/preprocess.py`.
     """
 
     def __init__(self, model_config: ModelConfig, tokenizer: Any = None):
@@ -92,8 +102,11 @@ class InputProcessor:
         self.tokenizer = tokenizer
 
     def __call__(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
-        "`(text or None, token ids)` of `prompt`; raises `ValueError` for one the model cannot take."
-        limit, vocab_size = self.model_config.max_model_len, self.model_config.vocab_size
+        """`(text or None, token ids)` of `prompt`; raises `ValueError` for one the model cannot
+        take.
+        """
+        limit = self.model_config.max_model_len
+        vocab_size = self.model_config.vocab_size
         text, ids = self._read(prompt, limit if params.truncate_prompt_tokens is None else None)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
@@ -101,32 +114,59 @@ class InputProcessor:
         room = 0 if self.model_config.pooler_config else 1  # tokens of output that must fit, too
         require(len(ids) + room <= limit, too_long(f"{len(ids)} tokens", limit, room))
         for token_id in (min(ids), max(ids), *params.stop_token_ids):
-            require(0 <= token_id < vocab_size, f"token id {token_id} is out of vocabulary: there are {vocab_size}")
+            require(
+                0 <= token_id < vocab_size,
+                f"token id {token_id} is out of vocabulary: there are {vocab_size}",
+            )
         return text, ids
 
     def prepare(self, params: SamplingParams, eos_token_ids: frozenset[int] = frozenset()) -> None:
-        """Check what of `params`, the engine's own copy, depends on the model, and fill in what the tokenizer must say.
+        """Check what of `params`, the engine's own copy, depends on the model, and fill in what the
+        tokenizer must say.
 
-        Raises `ValueError`, naming the field. vLLM: `SamplingParams.update_from_tokenizer` and `v1/engine/processor.py`.
+        Raises `ValueError`, naming the field. vLLM: `SamplingParams.update_from_tokenizer` and
+        `v1/engine/processor.py`.
         """
-        vocab_size, most = self.model_config.vocab_size, self.model_config.max_logprobs
+        vocab_size = self.model_config.vocab_size
+        most = self.model_config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             few = asked is None or most < 0 or (vocab_size if asked < 0 else asked) <= most
-            require(few, f"{name}={asked} is more than max_logprobs={most}: ask for less, or raise max_logprobs")
-        params.bad_words_token_ids = [ids for word in params.bad_words for ids in self._word_token_ids(word)] or None
+            require(
+                few,
+                (
+                    f"{name}={asked} is more than max_logprobs={most}: ask for less, or raise "
+                    "max_logprobs"
+                ),
+            )
+        params.bad_words_token_ids = [
+            ids for word in params.bad_words for ids in self._word_token_ids(word)
+        ] or None
         used = {"allowed_token_ids": params.allowed_token_ids, "logit_bias": params.logit_bias}
         used["bad_words"] = [i for ids in params.bad_words_token_ids or () for i in ids]
         for name, ids in used.items():
             wrong = [i for i in ids or () if not 0 <= i < vocab_size]
-            require(not wrong, f"{name}: token id {wrong[:1]} is out of vocabulary: there are {vocab_size}")
+            require(
+                not wrong,
+                f"{name}: token id {wrong[:1]} is out of vocabulary: there are {vocab_size}",
+            )
         if params.min_tokens:
-            params.all_stop_token_ids = sorted(i for i in eos_token_ids.union(params.stop_token_ids) if i < vocab_size)
+            params.all_stop_token_ids = sorted(
+                i for i in eos_token_ids.union(params.stop_token_ids) if i < vocab_size
+            )
 
     def _word_token_ids(self, word: str) -> list[list[int]]:
-        "The tokens of a bad word at the beginning of a text, and in its middle, where it has other ones there."
-        require(self.tokenizer is not None, f"skip_tokenizer_init=True: bad_words=[{word!r}] cannot be tokenized")
-        first, later = (encode(self.tokenizer, space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+        """The tokens of a bad word at the beginning of a text, and in its middle, where it has
+        other ones there.
+        """
+        require(
+            self.tokenizer is not None,
+            f"skip_tokenizer_init=True: bad_words=[{word!r}] cannot be tokenized",
+        )
+        first, later = (
+            encode(self.tokenizer, space + word.lstrip(), add_special_tokens=False)
+            for space in ("", " ")
+        )
         require(len(first) > 0, f"bad_words: {word!r} has no tokens")
         return [first, later] if later[0] != first[0] and len(later) == len(first) else [first]
 
@@ -138,47 +178,70 @@ class InputProcessor:
             known = ids is not None or "prompt" in prompt
             known = known and set(prompt) <= {"prompt", "prompt_token_ids"}
             require(known, f"a prompt dict has `prompt` or `prompt_token_ids`, not {list(prompt)}")
-            return self._read(prompt["prompt"], max_len) if ids is None else (prompt.get("prompt"), self._read_ids(ids))
+            return (
+                self._read(prompt["prompt"], max_len)
+                if ids is None
+                else (prompt.get("prompt"), self._read_ids(ids))
+            )
         return None, self._read_ids(prompt)
 
     def _read_ids(self, ids: Any) -> list[int]:
-        expected, kind = "a prompt is a string, a list of token ids (whole numbers) or a dict, not", type(ids).__name__
+        expected = "a prompt is a string, a list of token ids (whole numbers) or a dict, not"
+        kind = type(ids).__name__
         require(isinstance(ids, list | tuple), f"{expected} {kind}")
         for token_id in ids:
-            require(isinstance(token_id, numbers.Integral), f"{expected} {kind} of {type(token_id).__name__}")
+            require(
+                isinstance(token_id, numbers.Integral),
+                f"{expected} {kind} of {type(token_id).__name__}",
+            )
         return [int(i) for i in ids]
 
 # %% ../nbs/04_inputs.ipynb #40e89da3
 def plain_message(message: Any) -> Any:
-    "A chat message whose content, if it comes in OpenAI's parts, is one text: nearly all templates expect a string."
+    """A chat message whose content, if it comes in OpenAI's parts, is one text: nearly all
+    templates expect a string.
+    """
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
-    kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
+    kinds = [
+        part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content
+    ]
     for kind in kinds:
         if kind != "text":
-            raise NotSupportedYet(f"a part of type {kind!r} in a message is not in teachvllm yet: only text is")
+            raise NotSupportedYet(
+                f"a part of type {kind!r} in a message is not in teachvllm yet: only text is"
+            )
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
 # %% ../nbs/04_inputs.ipynb #d0d7d20d
 def apply_chat_template(
     tokenizer: Any, messages: list[dict], chat_template: str | None = None, **options: Any
 ) -> list[int]:
-    """The token ids that `messages` become in the model's chat format, ready for the assistant's answer.
+    """The token ids that `messages` become in the model's chat format, ready for the assistant's
+    answer.
 
-    `options` go to the template, such as `tools` or `add_generation_prompt=False`. Raises `ValueError` if there is no
-    template, it refuses the messages, or has no place for `tools`. vLLM: `entrypoints/chat_utils.py`.
+    `options` go to the template, such as `tools` or `add_generation_prompt=False`. Raises
+    `ValueError` if there is no template, it refuses the messages, or has no place for `tools`.
+    vLLM: `entrypoints/chat_utils.py`.
     """
     require(tokenizer is not None, "skip_tokenizer_init=True: chat needs a tokenizer")
     template = chat_template or tokenizer.chat_template
-    require(template is not None, "this model's tokenizer has no chat template: pass chat_template=, or use generate")
+    require(
+        template is not None,
+        "this model's tokenizer has no chat template: pass chat_template=, or use generate",
+    )
     plain = [plain_message(message) for message in messages]
 
     def render(**options: Any) -> str:
         try:
-            return tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, **options)
+            return tokenizer.apply_chat_template(
+                plain, chat_template=template, tokenize=False, **options
+            )
         except Exception as error:  # a template is a program: it may fail in any way
-            raise ValueError(f"the chat template cannot take these messages ({error}): {messages!r:.200}") from error
+            raise ValueError(
+                f"the chat template cannot take these messages ({error}): {messages!r:.200}"
+            ) from error
 
     options = {"add_generation_prompt": True} | options
     text = render(**options)
@@ -187,7 +250,13 @@ def apply_chat_template(
             ignored = text == render(**options | {"tools": None})
         except ValueError:  # it fails without them, so it uses them
             ignored = False
-        require(not ignored, "tools= has no effect: the model's chat template leaves them out; pass a chat_template= with them")
+        require(
+            not ignored,
+            (
+                "tools= has no effect: the model's chat template leaves them out; pass a "
+                "chat_template= with them"
+            ),
+        )
     # the template writes the special tokens itself, so the tokenizer must not add a second BOS
     return encode(tokenizer, text, add_special_tokens=False)
 
@@ -199,7 +268,9 @@ def load_json(config: ModelConfig, name: str) -> dict[str, Any]:
 
 # %% ../nbs/04_inputs.ipynb #f629e7c6
 def load_generation_config(config: ModelConfig) -> dict[str, Any]:
-    "What the `generation_config.json` says: the model's own (`auto`), that of another folder, or nothing (`vllm`)."
+    """What the `generation_config.json` says: the model's own (`auto`), that of another folder, or
+    nothing (`vllm`).
+    """
     where = config.generation_config
     if where in ("auto", "vllm"):
         return load_json(config, "generation_config.json") if where == "auto" else {}
@@ -211,7 +282,10 @@ def get_eos_token_ids(config: ModelConfig, tokenizer: Any = None) -> frozenset[i
 
     `hf_overrides` may change the first, what `config.json` says. The other two count beside it.
     """
-    sources = [getattr(config.hf_config, "eos_token_id", None), load_generation_config(config).get("eos_token_id")]
+    sources = [
+        getattr(config.hf_config, "eos_token_id", None),
+        load_generation_config(config).get("eos_token_id"),
+    ]
     sources.append(getattr(tokenizer, "eos_token_id", None))
     lists = [source if isinstance(source, list) else [source] for source in sources]
     return frozenset(i for ids in lists for i in ids if i is not None)
@@ -228,8 +302,12 @@ def get_default_sampling_params(config: ModelConfig) -> SamplingParams:
 
 # %% ../nbs/04_inputs.ipynb #41f6883e
 def decode_without_spaces(tokenizer: Any, token_ids: list[int]) -> str:
-    "The text of `token_ids`, special ones included, with no space between two special tokens that stand side by side."
-    text = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    """The text of `token_ids`, special ones included, with no space between two special tokens that
+    stand side by side.
+    """
+    text = tokenizer.decode(
+        token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     added = tokenizer.added_tokens_decoder
     for special, run in itertools.groupby(token_ids, key=added.__contains__):
         names = [str(added[i]) for i in run] if special else []
@@ -238,30 +316,39 @@ def decode_without_spaces(tokenizer: Any, token_ids: list[int]) -> str:
 
 # %% ../nbs/04_inputs.ipynb #8e2d680e
 class IncrementalDetokenizer:
-    """The text of an output that grows token by token; it is decoded when it is asked for, not before.
+    """The text of an output that grows token by token; it is decoded when it is asked for, not
+    before.
 
-    A token may end in the middle of a character, and what it means may depend on its left neighbour. So new text is the
-    difference of two decodings of a window: some tokens that are shown already, alone and with the new ones. A window
-    that ends in half a character (U+FFFD) is held back until more tokens come; one that begins in half a character
-    would decode to nonsense, so it begins where text was shown before. vLLM: `transformers_utils/detokenizer_utils.py`.
+    A token may end in the middle of a character, and what it means may depend on its left
+    neighbour. So new text is the difference of two decodings of a window: some tokens that are
+    shown already, alone and with the new ones. A window that ends in half a character (U+FFFD) is
+    held back until more tokens come; one that begins in half a character would decode to nonsense,
+    so it begins where text was shown before. vLLM: `transformers_utils/detokenizer_utils.py`.
     """
 
-    CONTEXT = 6  # tokens of the prompt to begin with: more if these are no text, or begin inside a character
+    # tokens of the prompt to begin with: more if these are no text, or begin inside a character
+    CONTEXT = 6
 
     def __init__(
         self,
         tokenizer: Any,
         prompt_token_ids: list[int],
         skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,  # False: none, where special tokens are shown and the tokenizer puts some
+        # False: none, where special tokens are shown and the tokenizer puts some
+        spaces_between_special_tokens: bool = True,
     ):
         self.decode = functools.partial(
-            tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            tokenizer.decode,
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
         if not (skip_special_tokens or spaces_between_special_tokens):
             self.decode = functools.partial(decode_without_spaces, tokenizer)
         size = self.CONTEXT
-        while size < len(prompt_token_ids) and self.decode(prompt_token_ids[-size:])[:1] in ("", "\ufffd"):
+        while size < len(prompt_token_ids) and self.decode(prompt_token_ids[-size:])[:1] in (
+            "",
+            "\ufffd",
+        ):
             size *= 2
         self.window = prompt_token_ids[-size:]  # tokens already shown, then those not yet
         self.num_shown = len(self.window)
@@ -272,17 +359,21 @@ class IncrementalDetokenizer:
         self.window += token_ids
 
     def update(self, last: bool = False) -> str:
-        """Decode what was appended, and return the new text; half a character is kept back until the `last` call.
+        """Decode what was appended, and return the new text; half a character is kept back until
+        the `last` call.
 
-        Where a prompt ends inside a character, the character belongs to the output that completes it.
+        Where a prompt ends inside a character, the character belongs to the output that completes
+        it.
         """
         if self.num_shown == len(self.window):
             return ""
-        before, after = self.decode(self.window[: self.num_shown]), self.decode(self.window)
+        before = self.decode(self.window[: self.num_shown])
+        after = self.decode(self.window)
         new = after[len(os.path.commonprefix([before, after])) :]
         if not new or (after.endswith("\ufffd") and not last):
             return ""
-        if not before.endswith("\ufffd"):  # else the window still needs the first half of that character
+        # else the window still needs the first half of that character
+        if not before.endswith("\ufffd"):
             self.window = self.window[self.num_shown :]
         self.num_shown = len(self.window)
         self.text += new

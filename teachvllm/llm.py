@@ -33,26 +33,46 @@ from teachvllm.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from .sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from teachvllm.sampling_params import (
+    BeamSearchParams,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from .trace import Trace
 from .transformers_utils import DEFAULT_MODEL
 
 # %% ../nbs/61_llm.ipynb #e74f9911
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     "A list of prompts, from one or many: a string, a dict and a list of ints are one."
-    single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+    single = isinstance(prompts, str | dict) or (
+        len(prompts) > 0 and isinstance(prompts[0], Integral)
+    )
     return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
 
 # %% ../nbs/61_llm.ipynb #46af28b3
-def as_params(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
-    "One `SamplingParams` a prompt, from one for all or one for each; only final outputs are asked for."
+def as_params(
+    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
+) -> list[SamplingParams]:
+    """One `SamplingParams` a prompt, from one for all or one for each; only final outputs are asked
+    for.
+    """
     if isinstance(params, SamplingParams):
         return [replace(params, output_kind=RequestOutputKind.FINAL_ONLY)] * num_prompts
     ok = isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)
-    require(ok, f"sampling_params={params!r:.80} must be a SamplingParams, or a list with one for each prompt")
+    require(
+        ok,
+        (
+            f"sampling_params={params!r:.80} must be a SamplingParams, or a list with one for "
+            "each prompt"
+        ),
+    )
     require(
         len(params) == num_prompts,
-        f"{len(params)} sampling_params for {num_prompts} prompts: give one for all, or one for each",
+        (
+            f"{len(params)} sampling_params for {num_prompts} prompts: give one for all, or "
+            "one for each"
+        ),
     )
     return [replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
 
@@ -60,18 +80,28 @@ def as_params(params: SamplingParams | Sequence[SamplingParams], num_prompts: in
 class ProgressBar:
     "The bar over finished prompts, with tokens a second in and out, as vLLM shows it."
 
-    def __init__(self, total: int, show: bool | Callable[..., tqdm]):  # a callable makes another bar than tqdm's
+    # a callable makes another bar than tqdm's
+    def __init__(self, total: int, show: bool | Callable[..., tqdm]):
         make_bar = show if callable(show) else tqdm
-        self.bar = make_bar(total=total, desc="Processed prompts", disable=not show, dynamic_ncols=True)
+        self.bar = make_bar(
+            total=total, desc="Processed prompts", disable=not show, dynamic_ncols=True
+        )
         self.num_in = self.num_out = 0
 
     def update(self, output: RequestOutput | PoolingRequestOutput) -> None:
         "A prompt is done."
         self.num_in += len(output.prompt_token_ids)
-        self.num_out += sum(len(o.token_ids) for o in output.outputs) if isinstance(output, RequestOutput) else 0
+        self.num_out += (
+            sum(len(o.token_ids) for o in output.outputs)
+            if isinstance(output, RequestOutput)
+            else 0
+        )
         seconds = self.bar.format_dict["elapsed"] or 1e-9
         self.bar.set_postfix_str(
-            f"est. speed input: {self.num_in / seconds:.2f} toks/s, output: {self.num_out / seconds:.2f} toks/s",
+            (
+                f"est. speed input: {self.num_in / seconds:.2f} toks/s, output: "
+                f"{self.num_out / seconds:.2f} toks/s"
+            ),
             refresh=False,
         )
         self.bar.update(1)
@@ -89,7 +119,10 @@ def run_requests(
     """
     if engine.closed:
         raise EngineClosedError
-    require(not engine.has_unfinished_requests(), "the engine has other requests: finish or abort them first")
+    require(
+        not engine.has_unfinished_requests(),
+        "the engine has other requests: finish or abort them first",
+    )
     outputs: dict[str, Any] = {}
     try:
         for i, (request_id, (prompt, params)) in enumerate(requests.items()):
@@ -98,7 +131,9 @@ def run_requests(
             except EngineClosedError:
                 raise
             except ValueError as error:
-                raise ValueError(f"prompt {i}: {error}" if len(requests) > 1 else str(error)) from error
+                raise ValueError(
+                    f"prompt {i}: {error}" if len(requests) > 1 else str(error)
+                ) from error
         bar = ProgressBar(len(requests), use_tqdm)
         with bar.bar:
             while engine.has_unfinished_requests():
@@ -108,25 +143,44 @@ def run_requests(
     except BaseException:
         engine.abort_request(requests)
         raise
-    return [outputs[request_id] for request_id in requests if request_id in outputs]  # not there: aborted meanwhile
+    # not there: aborted meanwhile
+    return [outputs[request_id] for request_id in requests if request_id in outputs]
 
 # %% ../nbs/61_llm.ipynb #95201385
-NOT_YET: dict[str, tuple[Any, str]] = {  # argument: the value, or values, that ask for nothing, and why no other is served
+# argument: the value, or values, that ask for nothing, and why no other is served
+NOT_YET: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("lora_request", "prompt_adapter_request"), (None, "LoRA is not there")),
     "guided_options_request": (None, "structured output is not there"),
-    **dict.fromkeys(("mm_processor_kwargs", "tokenization_kwargs"), (None, "a prompt is text, as its tokenizer reads it")),
-    "chat_template_content_format": (("auto", "string"), "the parts of a message are joined to one text"),
+    **dict.fromkeys(
+        ("mm_processor_kwargs", "tokenization_kwargs"),
+        (None, "a prompt is text, as its tokenizer reads it"),
+    ),
+    "chat_template_content_format": (
+        ("auto", "string"),
+        "the parts of a message are joined to one text",
+    ),
     "pooling_task": (None, "the engine's task says what is made"),
     "concurrency_limit": (None, "max_num_seqs limits what runs at once"),
     "device": (None, "there is one prefix cache"),
-    **dict.fromkeys(("reset_running_requests", "reset_connector"), (False, "a prefix cache is reset while nothing runs")),
+    **dict.fromkeys(
+        ("reset_running_requests", "reset_connector"),
+        (False, "a prefix cache is reset while nothing runs"),
+    ),
 }
 
 
 def check_options(others: dict[str, Any], use_tqdm: Any = True) -> None:
-    "Refuse what is asked for by other arguments of vLLM's methods, names that it has not, and token ids in place of `use_tqdm`."
+    """Refuse what is asked for by other arguments of vLLM's methods, names that it has not, and
+    token ids in place of `use_tqdm`.
+    """
     ok = isinstance(use_tqdm, int) or callable(use_tqdm)
-    require(ok, f"use_tqdm={use_tqdm!r:.80} must be True, False, or what makes a bar; token ids go by name: prompt_token_ids=")
+    require(
+        ok,
+        (
+            f"use_tqdm={use_tqdm!r:.80} must be True, False, or what makes a bar; token ids go "
+            "by name: prompt_token_ids="
+        ),
+    )
     for name, value in others.items():
         if name not in NOT_YET:
             raise UnknownArgument(f"neither this method nor vLLM's has an argument `{name}`")
@@ -134,36 +188,51 @@ def check_options(others: dict[str, Any], use_tqdm: Any = True) -> None:
 
 # %% ../nbs/61_llm.ipynb #9a0daea2
 def cosines(outputs: list[PoolingRequestOutput], num_first: int) -> list[PoolingRequestOutput]:
-    "The cosine of each of the first `num_first` vectors with one of the others, or of one with all of them."
-    first, second = outputs[:num_first], outputs[num_first:]
+    """The cosine of each of the first `num_first` vectors with one of the others, or of one with
+    all of them.
+    """
+    first = outputs[:num_first]
+    second = outputs[num_first:]
     pairs = zip(first * len(second) if num_first == 1 else first, second)
     return [
         PoolingRequestOutput(
-            f"{a.request_id}_{b.request_id}", PoolingOutput(cosine_similarity(a.outputs.data, b.outputs.data, dim=0)[None]),
-            [*a.prompt_token_ids, *b.prompt_token_ids], finished=True,
+            f"{a.request_id}_{b.request_id}",
+            PoolingOutput(cosine_similarity(a.outputs.data, b.outputs.data, dim=0)[None]),
+            [*a.prompt_token_ids, *b.prompt_token_ids],
+            finished=True,
         )
         for a, b in pairs
-    ]  # fmt: skip
+    ]
 
 # %% ../nbs/61_llm.ipynb #a7cbef41
 class LLM:
-    """A model, ready to answer: `LLM()` loads SmolLM2-135M-Instruct, `LLM("folder, .gguf or Hugging Face id")` another.
+    """A model, ready to answer: `LLM()` loads SmolLM2-135M-Instruct, `LLM("folder, .gguf or Hugging
+    Face id")` another.
 
-    Every further argument is a field of `EngineArgs`, under vLLM's names. It is a context manager: leaving it, or
-    `close()`, frees its memory. `tokenizer` is a folder, a Hugging Face id, or an object. vLLM: `entrypoints/llm.py`.
+    Every further argument is a field of `EngineArgs`, under vLLM's names. It is a context manager:
+    leaving it, or `close()`, frees its memory. `tokenizer` is a folder, a Hugging Face id, or an
+    object. vLLM: `entrypoints/llm.py`.
 
-    A method's `others` are arguments of vLLM's method that are accepted if they ask for nothing: see `NOT_YET`.
+    A method's `others` are arguments of vLLM's method that are accepted if they ask for nothing:
+    see `NOT_YET`.
     """
 
     NOT_YET = NOT_YET
 
     def __init__(self, model: str = DEFAULT_MODEL, *, tokenizer: Any = None, **kwargs: Any):
         given = None if isinstance(tokenizer, str | PathLike) else tokenizer  # an object
-        named = {"skip_tokenizer_init": True} if given else {"tokenizer": str(tokenizer)} if tokenizer else {}
+        named = (
+            {"skip_tokenizer_init": True}
+            if given
+            else {"tokenizer": str(tokenizer)}
+            if tokenizer
+            else {}
+        )
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **kwargs | named))
         if given:
             self.set_tokenizer(given)
-        self._request_counter, self._running = count(), Lock()
+        self._request_counter = count()
+        self._running = Lock()
         self._asleep: set[str] = set()  # "weights", "kv_cache": what `sleep` gave back
 
     def generate(
@@ -178,34 +247,52 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs come in the order of the prompts.
 
-        A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`; `sampling_params` one
-        for all or one for each, by default the model's own. `priority`, one for each, counts with
-        `scheduling_policy="priority"`: the smallest first. `prompt_token_ids` is vLLM's older way to give token ids
-        in place of `prompts`. If one prompt is refused (`ValueError`), none is run.
+        A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`;
+        `sampling_params` one for all or one for each, by default the model's own. `priority`, one
+        for each, counts with `scheduling_policy="priority"`: the smallest first. `prompt_token_ids`
+        is vLLM's older way to give token ids in place of `prompts`. If one prompt is refused
+        (`ValueError`), none is run.
         """
         check_options(others, use_tqdm)
-        require((prompts is None) != (prompt_token_ids is None), "give prompts, or else prompt_token_ids")
+        require(
+            (prompts is None) != (prompt_token_ids is None),
+            "give prompts, or else prompt_token_ids",
+        )
         many = as_prompts(prompts if prompts is not None else prompt_token_ids)  # type: ignore[arg-type]
         params = as_params(
-            self.get_default_sampling_params() if sampling_params is None else sampling_params, len(many)
+            self.get_default_sampling_params() if sampling_params is None else sampling_params,
+            len(many),
         )
         ids = [str(next(self._request_counter)) for _ in many]
         return self._run(dict(zip(ids, zip(many, params))), use_tqdm, priority)
 
-    def _run(self, requests: dict[str, Any], use_tqdm: Any, priority: Sequence[int] | None = None) -> list[Any]:
+    def _run(
+        self, requests: dict[str, Any], use_tqdm: Any, priority: Sequence[int] | None = None
+    ) -> list[Any]:
         ok = priority is None or (isinstance(priority, Sequence) and len(priority) == len(requests))
         require(ok, f"priority={priority!r:.80} must be a list with one number for each prompt")
-        require(not self._asleep, f"the engine sleeps ({', '.join(sorted(self._asleep))}): call wake_up() first")
-        require(self._running.acquire(blocking=False), "another thread is in generate: one call at a time")
+        require(
+            not self._asleep,
+            f"the engine sleeps ({', '.join(sorted(self._asleep))}): call wake_up() first",
+        )
+        require(
+            self._running.acquire(blocking=False),
+            "another thread is in generate: one call at a time",
+        )
         try:
             return run_requests(self.llm_engine, requests, use_tqdm, priority)
         finally:
             self._running.release()
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool | Callable = False, **others: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable = False,
+        **others: Any,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of every prompt, found together: `beam_width` outputs each, the best first.
+        """The likeliest continuations of every prompt, found together: `beam_width` outputs each,
+        the best first.
 
         A prompt is computed once and its blocks are shared by the beams. vLLM: `LLM.beam_search`.
         """
@@ -236,13 +323,18 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list: messages are dicts with `role` and `content`.
 
-        What comes after the `*` goes to the chat template, which may ignore it; `None` is the model's own template. `others`
-        go to `generate`.
+        What comes after the `*` goes to the chat template, which may ignore it; `None` is the
+        model's own template. `others` go to `generate`.
         """
         check_options(others, use_tqdm)
-        require(isinstance(messages, list) and len(messages) > 0, f"messages={messages!r:.80} must be a list of dicts")
+        require(
+            isinstance(messages, list) and len(messages) > 0,
+            f"messages={messages!r:.80} must be a list of dicts",
+        )
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        options = {"add_generation_prompt": add_generation_prompt, "tools": tools} | (chat_template_kwargs or {})
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools} | (
+            chat_template_kwargs or {}
+        )
         if continue_final_message:
             options |= {"continue_final_message": True, "add_generation_prompt": False}
         prompts: list[Prompt] = [
@@ -260,17 +352,24 @@ class LLM:
         use_tqdm: bool | Callable[..., tqdm] = True,
         **others: Any,
     ) -> list[PoolingRequestOutput]:
-        """A vector for every prompt, as a tensor: what the engine's `task` makes of its hidden states (see `PoolerConfig`).
+        """A vector for every prompt, as a tensor: what the engine's `task` makes of its hidden
+        states (see `PoolerConfig`).
 
         `ValueError` if the engine generates text; `RuntimeError` if a vector holds NaNs.
         """
         check_options(others, use_tqdm)
         self.llm_engine.processor.check_task(PoolingParams())
-        require((prompts is None) != (prompt_token_ids is None), "give prompts, or else prompt_token_ids")
+        require(
+            (prompts is None) != (prompt_token_ids is None),
+            "give prompts, or else prompt_token_ids",
+        )
         many = as_prompts(prompts if prompts is not None else prompt_token_ids)  # type: ignore[arg-type]
         one = pooling_params is None or isinstance(pooling_params, PoolingParams)
         params: Any = [pooling_params or PoolingParams()] * len(many) if one else pooling_params
-        require(len(params) == len(many), f"{len(params)} pooling_params for {len(many)} prompts: give one, or one for each")
+        require(
+            len(params) == len(many),
+            f"{len(params)} pooling_params for {len(many)} prompts: give one, or one for each",
+        )
         ids = [str(next(self._request_counter)) for _ in many]
         outputs = self._run(dict(zip(ids, zip(many, params))), use_tqdm)
         for i, output in enumerate(outputs):
@@ -283,15 +382,23 @@ class LLM:
         self.llm_engine.processor.check_task(PoolingParams())
         pooler = self.llm_engine.model_config.pooler_config
         assert pooler is not None, "else it generates"
-        task, has = pooler.task, "labels" if pooler.has_labels else "embeddings"
+        task = pooler.task
+        has = "labels" if pooler.has_labels else "embeddings"
         fits = task != "reward" and labels in (None, pooler.has_labels)
         require(fits, f'LLM.{method}: task="{task}", and the model gives {has}')
         return pooler
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable = True, pooling_params: Any = None, **others: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable = True,
+        pooling_params: Any = None,
+        **others: Any,
     ) -> list[EmbeddingRequestOutput]:
-        "An embedding of every prompt. `ValueError` if the engine is for something else. `others` go to `encode`."
+        """An embedding of every prompt. `ValueError` if the engine is for something else. `others`
+        go to `encode`.
+        """
         self._pooler("embed", labels=False)
         outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, **others)
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
@@ -299,7 +406,9 @@ class LLM:
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable = True, **others: Any
     ) -> list[ClassificationRequestOutput]:
-        "How probable each label is, for every prompt. `ValueError` if the model has no head for labels. `others` go to `encode`."
+        """How probable each label is, for every prompt. `ValueError` if the model has no head for
+        labels. `others` go to `encode`.
+        """
         self._pooler("classify", labels=True)
         outputs = self.encode(prompts, use_tqdm=use_tqdm, **others)
         return [ClassificationRequestOutput.from_base(output) for output in outputs]
@@ -313,30 +422,50 @@ class LLM:
         use_tqdm: bool | Callable[..., tqdm] = True,
         **others: Any,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together: one with each of several, or pairs. `truncate_prompt_tokens` keeps the last so many.
+        """How well texts go together: one with each of several, or pairs. `truncate_prompt_tokens`
+        keeps the last so many.
 
-        With an embedding model it is the cosine of two embeddings; a model with a head for one label reads the pair as the
-        tokenizer joins it. `ValueError` for other models. `others` go to `encode`.
+        With an embedding model it is the cosine of two embeddings; a model with a head for one
+        label reads the pair as the tokenizer joins it. `ValueError` for other models. `others` go
+        to `encode`.
         """
-        pooler, first, second = self._pooler("score"), as_prompts(text_1), as_prompts(text_2)
-        require(len(first) in (1, len(second)) and len(second) > 0, f"text_1 has {len(first)} texts, text_2 {len(second)}: "
-                "give one and several, or as many of each")  # fmt: skip
-        keep, options = truncate_prompt_tokens, {"use_tqdm": use_tqdm, **others}
+        pooler = self._pooler("score")
+        first = as_prompts(text_1)
+        second = as_prompts(text_2)
+        require(
+            len(first) in (1, len(second)) and len(second) > 0,
+            f"text_1 has {len(first)} texts, text_2 {len(second)}: "
+            "give one and several, or as many of each",
+        )
+        keep = truncate_prompt_tokens
+        options = {"use_tqdm": use_tqdm, **others}
         if pooler.has_labels:
-            num_labels, tokenizer = self.llm_engine.model_config.hf_config.num_labels, self.get_tokenizer()
-            require(num_labels == 1, f"LLM.score: the model has {num_labels} labels, and it takes one: use classify")
+            num_labels = self.llm_engine.model_config.hf_config.num_labels
+            tokenizer = self.get_tokenizer()
+            require(
+                num_labels == 1,
+                f"LLM.score: the model has {num_labels} labels, and it takes one: use classify",
+            )
             texts = tokenizer is not None and all(isinstance(x, str) for x in [*first, *second])
-            require(texts, "LLM.score: this model reads pairs, which the tokenizer joins: give texts")
+            require(
+                texts, "LLM.score: this model reads pairs, which the tokenizer joins: give texts"
+            )
             pairs = zip(first * len(second) if len(first) == 1 else first, second)
             joined = [tokenizer(text=a, text_pair=b).input_ids for a, b in pairs]
             outputs = self.encode([ids[-keep:] if keep else ids for ids in joined], **options)  # type: ignore[arg-type]
         else:
-            many = [self._last_tokens(prompt, keep) for prompt in [*first, *second]] if keep else [*first, *second]
+            many = (
+                [self._last_tokens(prompt, keep) for prompt in [*first, *second]]
+                if keep
+                else [*first, *second]
+            )
             outputs = cosines(self.encode(many, **options), len(first))  # type: ignore[arg-type]
         return [ScoringRequestOutput.from_base(output) for output in outputs]
 
     def _last_tokens(self, prompt: Prompt, keep: int) -> list[int]:
-        return self.llm_engine.processor.input_processor(prompt, SamplingParams(truncate_prompt_tokens=keep))[1]
+        return self.llm_engine.processor.input_processor(
+            prompt, SamplingParams(truncate_prompt_tokens=keep)
+        )[1]
 
     def get_tokenizer(self, lora_request: Any = None) -> Any:
         "The `transformers` tokenizer, or None with `skip_tokenizer_init`."
@@ -344,13 +473,21 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        "Use another tokenizer from now on, an object of transformers' or like one; `ValueError` while requests run."
+        """Use another tokenizer from now on, an object of transformers' or like one; `ValueError`
+        while requests run.
+        """
         self.llm_engine.set_tokenizer(tokenizer)
 
     def collective_rpc(
-        self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
+        self,
+        method: str | Callable,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> list[Any]:
-        "Call `method`, a name or a function that takes the worker, on every worker; one result each."
+        """Call `method`, a name or a function that takes the worker, on every worker; one result
+        each.
+        """
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
@@ -358,9 +495,11 @@ class LLM:
         return self.collective_rpc("apply_model", args=(func,))
 
     def sleep(self, level: int = 1) -> None:
-        """Give back the KV cache, and the weights: a GPU's to the host's memory (level 1; a CPU keeps them), or all (level 2).
+        """Give back the KV cache, and the weights: a GPU's to the host's memory (level 1; a CPU
+        keeps them), or all (level 2).
 
-        `ValueError` while requests run. vLLM has it with `enable_sleep_mode`; here that changes nothing.
+        `ValueError` while requests run. vLLM has it with `enable_sleep_mode`; here that changes
+        nothing.
         """
         require(level in (1, 2), f"level={level!r} must be 1 or 2")
         require(not self._asleep, "the engine sleeps already")
@@ -370,16 +509,26 @@ class LLM:
         self.collective_rpc("sleep", args=(level,))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        'Restore all, or only `tags`: first ["weights"], which a trainer may then change, later ["kv_cache"].'
+        """Restore all, or only `tags`: first ["weights"], which a trainer may then change, later
+        ["kv_cache"].
+        """
         known = {"weights", "kv_cache"}
         wanted = self._asleep & (known if tags is None else set(tags))
-        require(tags is None or known >= set(tags), f'tags={tags!r}: choose from "weights" and "kv_cache"')
-        require("weights" not in self._asleep - wanted or not wanted, "the weights must wake up before the KV cache")
+        require(
+            tags is None or known >= set(tags),
+            f'tags={tags!r}: choose from "weights" and "kv_cache"',
+        )
+        require(
+            "weights" not in self._asleep - wanted or not wanted,
+            "the weights must wake up before the KV cache",
+        )
         self.collective_rpc("wake_up", args=(sorted(wanted),))
         self._asleep -= wanted
 
     def start_profile(self) -> None:
-        "Record what torch does in every worker from now on, into the folder that `VLLM_TORCH_PROFILER_DIR` names."
+        """Record what torch does in every worker from now on, into the folder that
+        `VLLM_TORCH_PROFILER_DIR` names.
+        """
         self.collective_rpc("start_profile")
 
     def stop_profile(self) -> list[str]:
@@ -387,11 +536,15 @@ class LLM:
         return self.collective_rpc("stop_profile")
 
     def get_metrics(self) -> dict[str, int]:
-        "What the engine has counted since it began: blocks used, preemptions, swaps, copies, hits of the prefix cache."
+        """What the engine has counted since it began: blocks used, preemptions, swaps, copies, hits
+        of the prefix cache.
+        """
         return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self, **others: Any) -> bool:
-        "Forget what is cached of earlier prompts: before a measurement that must not profit from it, say."
+        """Forget what is cached of earlier prompts: before a measurement that must not profit from
+        it, say.
+        """
         check_options(others)
         return self.llm_engine.reset_prefix_cache()
 
@@ -404,7 +557,8 @@ class LLM:
             self.llm_engine.stop_trace()
 
     def watch(self, port: int = 0) -> Any:
-        """A page on this machine that shows the engine while it works; in a notebook it is shown at once.
+        """A page on this machine that shows the engine while it works; in a notebook it is shown at
+        once.
 
         `close()` ends it. See `teachvllm.entrypoints.watch.WatchedLLM`; it needs the extra `serve`.
         """

@@ -13,7 +13,9 @@ from .trace import StepTrace
 
 # %% ../nbs/08_messages.ipynb #60a33877
 class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
-    "A request, checked and tokenized: all that the core must know of it. vLLM V1: `v1/engine/__init__.py`."
+    """A request, checked and tokenized: all that the core must know of it. vLLM V1:
+    `v1/engine/__init__.py`.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -25,11 +27,14 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     pooling_params: PoolingParams | None = None  # it asks for a vector, and samples nothing
 
 # %% ../nbs/08_messages.ipynb #86f7058c
-TokenLogprobs = tuple[float, int, list[tuple[int, float]]]  # a token's log-probability, its rank, the likeliest with theirs
+# a token's log-probability, its rank, the likeliest with theirs
+TokenLogprobs = tuple[float, int, list[tuple[int, float]]]
 
 # %% ../nbs/08_messages.ipynb #fa341263
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
-    "The queues and the pool after a step, and what was counted since the engine began. vLLM V1: `v1/metrics/stats.py`."
+    """The queues and the pool after a step, and what was counted since the engine began. vLLM V1:
+    `v1/metrics/stats.py`.
+    """
 
     num_waiting: int
     num_running: int
@@ -50,10 +55,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """News of one sequence of a request: its new tokens, or that it ended.
 
-    `index` tells the sequences of a request apart. The fields from `num_cached_tokens` to `num_preemptions` are about the
-    request: they come with its first tokens and with its end. Log-probabilities come where they are asked for: one entry
-    for each new token, and with the request's first token one for each token of the prompt but its first. A beam search
-    reports once: each hypothesis as a sequence, the best first.
+    `index` tells the sequences of a request apart. The fields from `num_cached_tokens` to
+    `num_preemptions` are about the request: they come with its first tokens and with its end.
+    Log-probabilities come where they are asked for: one entry for each new token, and with the
+    request's first token one for each token of the prompt but its first. A beam search reports
+    once: each hypothesis as a sequence, the best first.
     """
 
     request_id: str
@@ -68,7 +74,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     new_logprobs: list[TokenLogprobs] | None = None
     new_prompt_logprobs: list[TokenLogprobs] | None = None
-    pooling_output: list[float] | None = None  # with the end of a request that has `pooling_params`; empty: it failed
+    # with the end of a request that has `pooling_params`; empty: it failed
+    pooling_output: list[float] | None = None
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
@@ -77,4 +84,5 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
     outputs: list[EngineCoreOutput] = []
     trace: StepTrace | None = None  # while a recording runs
     stats: SchedulerStats | None = None  # from a core in a process of its own
-    refused: list[tuple[str, str]] = []  # requests that can never run, and why: from a core that was not waited for
+    # requests that can never run, and why: from a core that was not waited for
+    refused: list[tuple[str, str]] = []

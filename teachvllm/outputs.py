@@ -16,10 +16,13 @@ from .config import ShowAsTable
 # %% ../nbs/02a_outputs.ipynb #bb3b62f4
 @dataclass
 class Logprob:
-    "How likely a token was: under the model itself, before penalties and temperature. vLLM: `Logprob` in `sequence.py`."
+    """How likely a token was: under the model itself, before penalties and temperature. vLLM:
+    `Logprob` in `sequence.py`.
+    """
 
     logprob: float
-    rank: int | None = None  # how many tokens were at least as likely, itself included: 1 is the best
+    # how many tokens were at least as likely, itself included: 1 is the best
+    rank: int | None = None
     decoded_token: str | None = None  # its text; None without a tokenizer, or with detokenize=False
 
 # %% ../nbs/02a_outputs.ipynb #7c313eeb
@@ -30,10 +33,13 @@ class CompletionOutput(ShowAsTable):
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None = None  # the sum over its tokens, where the request asks for log-probabilities
-    logprobs: list[dict[int, Logprob]] | None = None  # for each of its tokens: token id -> `Logprob`
+    # the sum over its tokens, where the request asks for log-probabilities
+    cumulative_logprob: float | None = None
+    # for each of its tokens: token id -> `Logprob`
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None while it runs
-    stop_reason: int | str | None = None  # the stop string or token id; None for EOS; what went wrong for "error"
+    # the stop string or token id; None for EOS; what went wrong for "error"
+    stop_reason: int | str | None = None
     lora_request: Any = None
 
     def finished(self) -> bool:
@@ -43,7 +49,9 @@ class CompletionOutput(ShowAsTable):
 # %% ../nbs/02a_outputs.ipynb #77f41af1
 @dataclass
 class RequestMetrics(ShowAsTable):
-    "When things happened to a request, in seconds of `time.monotonic`; None: not yet. vLLM: `RequestMetrics`."
+    """When things happened to a request, in seconds of `time.monotonic`; None: not yet. vLLM:
+    `RequestMetrics`.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -61,7 +69,8 @@ class RequestOutput(ShowAsTable):
     prompt_token_ids: list[int] = field(repr=False)
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # for each token of the prompt; the first has None
+    # for each token of the prompt; the first has None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = field(default=None, repr=False)
     lora_request: Any = None
     encoder_prompt: str | None = None
@@ -71,7 +80,9 @@ class RequestOutput(ShowAsTable):
 # %% ../nbs/02a_outputs.ipynb #32d9e6f2
 @dataclass
 class BeamSearchSequence(ShowAsTable):
-    "One answer of a beam search, prompt and continuation together. vLLM: `BeamSearchSequence` in `beam_search.py`."
+    """One answer of a beam search, prompt and continuation together. vLLM: `BeamSearchSequence` in
+    `beam_search.py`.
+    """
 
     tokens: list[int]
     cum_logprob: float
@@ -84,8 +95,12 @@ class BeamSearchOutput(RequestOutput):
     @property
     def sequences(self) -> list[BeamSearchSequence]:
         "The answers, the best first."
-        prompt, ids = self.prompt or "", self.prompt_token_ids
-        return [BeamSearchSequence([*ids, *o.token_ids], o.cumulative_logprob or 0.0, prompt + o.text) for o in self.outputs]
+        prompt = self.prompt or ""
+        ids = self.prompt_token_ids
+        return [
+            BeamSearchSequence([*ids, *o.token_ids], o.cumulative_logprob or 0.0, prompt + o.text)
+            for o in self.outputs
+        ]
 
 # %% ../nbs/02a_outputs.ipynb #17c55859
 @dataclass
@@ -132,7 +147,10 @@ class PoolingRequestOutput(ShowAsTable):
     def from_base(cls, base: "PoolingRequestOutput") -> Any:
         "The same prompt's vector, under the name that this class has for it."
         values = base.outputs.data.tolist()
-        kinds = {"EmbeddingRequestOutput": EmbeddingOutput, "ClassificationRequestOutput": ClassificationOutput}
+        kinds = {
+            "EmbeddingRequestOutput": EmbeddingOutput,
+            "ClassificationRequestOutput": ClassificationOutput,
+        }
         outputs = kinds[cls.__name__](values) if cls.__name__ in kinds else ScoringOutput(*values)
         return cls(**vars(base) | {"outputs": outputs})
 

@@ -19,10 +19,11 @@ logger = logging.getLogger("teachvllm")
 def load_general_plugins() -> tuple[str, ...]:
     """Call every plugin, once in this process; the names of those that did not fail.
 
-    A plugin is an entry point of the group `teachvllm.general_plugins`: a function without arguments. vLLM:
-    `plugins/__init__.py`.
+    A plugin is an entry point of the group `teachvllm.general_plugins`: a function without
+    arguments. vLLM: `plugins/__init__.py`.
     """
-    allowed, loaded = os.environ.get("TEACHVLLM_PLUGINS"), []
+    allowed = os.environ.get("TEACHVLLM_PLUGINS")
+    loaded = []
     for plugin in entry_points(group="teachvllm.general_plugins"):
         if allowed is not None and plugin.name not in allowed.split(","):
             continue
@@ -30,5 +31,7 @@ def load_general_plugins() -> tuple[str, ...]:
             plugin.load()()
             loaded.append(plugin.name)
         except (Exception, SystemExit):  # Ctrl-C goes through
-            logger.exception("the plugin %r (%s) failed; the engine starts without it", plugin.name, plugin.value)
+            logger.exception(
+                "the plugin %r (%s) failed; the engine starts without it", plugin.name, plugin.value
+            )
     return tuple(loaded)

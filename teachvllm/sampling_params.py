@@ -17,7 +17,9 @@ from .config import NotSupportedYet, ShowAsTable, check_names, require
 
 # %% ../nbs/02_sampling_params.ipynb #e38794a9
 class RequestOutputKind(Enum):
-    "What `LLMEngine.step` returns of a request: all text so far, only the new part, or nothing before the end."
+    """What `LLMEngine.step` returns of a request: all text so far, only the new part, or nothing
+    before the end.
+    """
 
     CUMULATIVE = 0
     DELTA = 1
@@ -27,7 +29,9 @@ class RequestOutputKind(Enum):
 def as_list(name: str, value: Any, kind: type) -> list:
     "None, one `kind` or several of them, as a list; `ValueError` for anything else."
     values = [] if value is None else [value] if isinstance(value, kind) else value
-    ok = isinstance(values, list | tuple | set | frozenset) and all(isinstance(v, kind) for v in values)
+    ok = isinstance(values, list | tuple | set | frozenset) and all(
+        isinstance(v, kind) for v in values
+    )
     require(ok, f"{name}={value!r} must be one {kind.__name__} or a list of them")
     return list(values)
 
@@ -35,44 +39,53 @@ def as_list(name: str, value: Any, kind: type) -> list:
 @check_names
 @dataclass
 class SamplingParams(ShowAsTable):
-    """One request's sampling: every field of vLLM 0.8.5, with its default. vLLM: `sampling_params.py`.
+    """One request's sampling: every field of vLLM 0.8.5, with its default. vLLM:
+    `sampling_params.py`.
 
-    Values of the wrong type or out of range raise `ValueError` at construction; a field whose feature is not there yet
-    raises `NotSupportedYet`. Plain data: msgspec can encode and decode it, `logits_processors` apart.
+    Values of the wrong type or out of range raise `ValueError` at construction; a field whose
+    feature is not there yet raises `NotSupportedYet`. Plain data: msgspec can encode and decode it,
+    `logits_processors` apart.
     """
 
     n: int = 1
     best_of: int | None = None
-    presence_penalty: float = 0.0  # subtracted from the logit of each token that is in the output: -2 to 2
+    # subtracted from the logit of each token that is in the output: -2 to 2
+    presence_penalty: float = 0.0
     frequency_penalty: float = 0.0  # the same, once for each time that it is there: -2 to 2
-    repetition_penalty: float = 1.0  # divides the logit (multiplies a negative one) of each token in prompt or output
+    # divides the logit (multiplies a negative one) of each token in prompt or output
+    repetition_penalty: float = 1.0
     temperature: float = 1.0  # 0 = greedy: always the likeliest token
     top_p: float = 1.0  # keep the likeliest tokens that hold this much probability
     top_k: int = -1  # keep this many tokens; -1 or 0 = all
     min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
-    seed: int | None = None  # None or -1: the engine draws one. In bfloat16 rounding depends on the batch, and so may a draw
+    # None or -1: the engine draws one. In bfloat16 rounding depends on the batch, and so may a draw
+    seed: int | None = None
     stop: Any = None  # a string, a list of them or None; a list once constructed
     stop_token_ids: Any = None  # an int, a list of them or None; a list once constructed
     bad_words: Any = None  # words that must not be written; a list once constructed
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None = until max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None  # give each token's log-probability, and those of so many likeliest; -1 = of all tokens
+    # give each token's log-probability, and those of so many likeliest; -1 = of all tokens
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    logits_processors: list | None = None  # functions (output ids, logits) or (prompt ids, output ids, logits) -> logits
+    # functions (output ids, logits) or (prompt ids, output ids, logits) -> logits
+    logits_processors: list | None = None
     truncate_prompt_tokens: int | None = None  # keep only the last so many tokens of the prompt
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     guided_decoding: Any = None
     logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
     allowed_token_ids: list[int] | None = None  # no other token is written
-    extra_args: dict[str, Any] | None = None  # for a plugin's own parts: nothing here reads it, as in vLLM
+    # for a plugin's own parts: nothing here reads it, as in vLLM
+    extra_args: dict[str, Any] | None = None
     # What the engine fills in (`InputProcessor.prepare`):
     bad_words_token_ids: list[list[int]] | None = field(default=None, repr=False)
-    all_stop_token_ids: list[int] | None = field(default=None, repr=False)  # EOS and `stop_token_ids`, also with `ignore_eos`
+    # EOS and `stop_token_ids`, also with `ignore_eos`
+    all_stop_token_ids: list[int] | None = field(default=None, repr=False)
 
     def __post_init__(self):
         self.stop = as_list("stop", self.stop, str)
@@ -87,21 +100,30 @@ class SamplingParams(ShowAsTable):
 
     @classmethod
     def from_optional(cls, *, logit_bias: dict | None = None, **values: Any) -> "SamplingParams":
-        """The same from a client's JSON: None is a field's default, the ids of `logit_bias` may be texts, and its numbers are
-        kept between -100 and 100, as in OpenAI's interface."""
+        """The same from a client's JSON: None is a field's default, the ids of `logit_bias` may be
+        texts, and its numbers are kept between -100 and 100, as in OpenAI's interface.
+        """
         try:
-            bias = logit_bias and {int(token_id): min(max(value, -100.0), 100.0) for token_id, value in logit_bias.items()}
+            bias = logit_bias and {
+                int(token_id): min(max(value, -100.0), 100.0)
+                for token_id, value in logit_bias.items()
+            }
         except (AttributeError, TypeError, ValueError):
             bias = logit_bias  # refused by name
         return cls(logit_bias=bias, **values)
 
     def clone(self) -> "SamplingParams":
-        "A copy that shares nothing but the `logits_processors`, and of these, none that has a `clone` of its own."
-        functions = {id(f): f.clone() if hasattr(f, "clone") else f for f in self.logits_processors or ()}
+        """A copy that shares nothing but the `logits_processors`, and of these, none that has a
+        `clone` of its own.
+        """
+        functions = {
+            id(f): f.clone() if hasattr(f, "clone") else f for f in self.logits_processors or ()
+        }
         return copy.deepcopy(self, functions)
 
     greedy = property(lambda self: self.temperature == 0)
-    num_seqs = property(lambda self: self.best_of or self.n)  # how many answers are written, of which n are given
+    # how many answers are written, of which n are given
+    num_seqs = property(lambda self: self.best_of or self.n)
 
     NOT_YET: typing.ClassVar = {  # see `check_names`
         "guided_decoding": (None, "structured output is not there"),
@@ -113,47 +135,84 @@ def check_ranges(p: SamplingParams) -> None:
     "Raise `ValueError`, naming the field, for the first value of `p` that makes no sense."
     require(p.n >= 1, f"n={p.n} must be at least 1")
     enough = p.best_of is None or p.best_of >= p.n
-    require(enough, f"best_of must be greater than or equal to n, got n={p.n} and best_of={p.best_of}")
+    require(
+        enough, f"best_of must be greater than or equal to n, got n={p.n} and best_of={p.best_of}"
+    )
     several = p.num_seqs > 1 and p.temperature == 0
-    require(not several, f"n must be 1 when using greedy sampling, got {p.num_seqs}: all answers would be the same one")
+    require(
+        not several,
+        (
+            f"n must be 1 when using greedy sampling, got {p.num_seqs}: all answers would be "
+            "the same one"
+        ),
+    )
     early = p.output_kind is RequestOutputKind.DELTA and p.num_seqs > p.n
-    require(not early, f"best_of={p.best_of} with output_kind DELTA: which n={p.n} are best shows at the end only")
-    most, least = p.max_tokens, p.min_tokens
+    require(
+        not early,
+        f"best_of={p.best_of} with output_kind DELTA: which n={p.n} are best shows at the end only",
+    )
+    most = p.max_tokens
+    least = p.min_tokens
     require(0 <= p.min_p <= 1, f"min_p={p.min_p} must be between 0 and 1")
-    require(0 <= p.temperature < math.inf, f"temperature={p.temperature} must be finite and not negative (0 is greedy)")
+    require(
+        0 <= p.temperature < math.inf,
+        f"temperature={p.temperature} must be finite and not negative (0 is greedy)",
+    )
     require(0 < p.top_p <= 1, f"top_p={p.top_p} must be above 0 and at most 1")
     require(p.top_k >= -1, f"top_k={p.top_k} must be positive, or -1 for all tokens")
     require(most is None or most >= 1, f"max_tokens={most} must be at least 1, or None")
     require(least >= 0, f"min_tokens={least} must be greater than or equal to 0")
     require(most is None or least <= most, f"min_tokens={least} must not exceed max_tokens={most}")
     require(all(p.stop), f"stop={p.stop}: an empty string would stop everything at once")
-    require(not p.stop or p.detokenize, "stop strings need text to look at: detokenize must not be False")
-    kind, keep = p.output_kind, p.truncate_prompt_tokens
-    require(isinstance(kind, RequestOutputKind), f"output_kind={kind!r} must be a RequestOutputKind")
+    require(
+        not p.stop or p.detokenize,
+        "stop strings need text to look at: detokenize must not be False",
+    )
+    kind = p.output_kind
+    keep = p.truncate_prompt_tokens
+    require(
+        isinstance(kind, RequestOutputKind), f"output_kind={kind!r} must be a RequestOutputKind"
+    )
     require(keep is None or keep >= 1, f"truncate_prompt_tokens={keep} must be at least 1")
 
 # %% ../nbs/02_sampling_params.ipynb #b9fa1fc4
 def is_bias(item: tuple) -> bool:
-    "Whether `item` is a token id with a number that stays finite when it is divided by a small temperature."
+    """Whether `item` is a token id with a number that stays finite when it is divided by a small
+    temperature.
+    """
     token_id, value = item
     return isinstance(token_id, int) and isinstance(value, int | float) and abs(value) < 1e30
 
 # %% ../nbs/02_sampling_params.ipynb #98dd4945
 def check_logits_fields(p: SamplingParams) -> None:
-    "Raise `ValueError`, naming the field, for a penalty, bias, ban or number of log-probabilities that makes no sense."
+    """Raise `ValueError`, naming the field, for a penalty, bias, ban or number of log-probabilities
+    that makes no sense.
+    """
     for name in ("presence_penalty", "frequency_penalty"):
         require(-2 <= (value := getattr(p, name)) <= 2, f"{name}={value} must be in [-2, 2]")
     ok = 0 < p.repetition_penalty < math.inf
     require(ok, f"repetition_penalty={p.repetition_penalty} must be greater than zero, and finite")
     for name in ("logprobs", "prompt_logprobs"):
-        require((value := getattr(p, name)) is None or value >= -1, f"{name}={value} must not be negative, or -1 for all tokens")
-    require(all(word.strip() for word in p.bad_words), f"bad_words={p.bad_words}: an empty word would forbid every token")
-    allowed, bias, functions = p.allowed_token_ids, p.logit_bias, p.logits_processors
+        require(
+            (value := getattr(p, name)) is None or value >= -1,
+            f"{name}={value} must not be negative, or -1 for all tokens",
+        )
+    require(
+        all(word.strip() for word in p.bad_words),
+        f"bad_words={p.bad_words}: an empty word would forbid every token",
+    )
+    allowed = p.allowed_token_ids
+    bias = p.logit_bias
+    functions = p.logits_processors
     p.allowed_token_ids = None if allowed is None else as_list("allowed_token_ids", allowed, int)
-    require(p.allowed_token_ids != [], "allowed_token_ids=[]: no token would be left; None allows all")
+    require(
+        p.allowed_token_ids != [], "allowed_token_ids=[]: no token would be left; None allows all"
+    )
     ok = bias is None or (isinstance(bias, dict) and all(map(is_bias, bias.items())))
     require(ok, f"logit_bias={bias!r:.80} must be a dict from token ids to finite numbers")
-    ok = functions is None or (isinstance(functions, list | tuple) and all(map(callable, functions)))
+    ok = functions is None or (
+        isinstance(functions, list | tuple) and all(map(callable, functions))
+    )
     require(ok, f"logits_processors={functions!r:.80} must be a list of functions")
 
 # %% ../nbs/02_sampling_params.ipynb #55d33533
@@ -167,7 +226,8 @@ def __getattr__(name: str) -> Any:
 @check_names
 @dataclass
 class BeamSearchParams(ShowAsTable):
-    """How to search for the likeliest continuations. vLLM: `BeamSearchParams` in `sampling_params.py`.
+    """How to search for the likeliest continuations. vLLM: `BeamSearchParams` in
+    `sampling_params.py`.
 
     Values of the wrong type or out of range raise `ValueError` at construction.
     """
@@ -176,23 +236,33 @@ class BeamSearchParams(ShowAsTable):
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0  # only 0 is supported: the model's own probabilities
-    length_penalty: float = 1.0  # a score is the log-probability over the number of new tokens to this power
+    # a score is the log-probability over the number of new tokens to this power
+    length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # keep the text of the token that ended it
 
     def __post_init__(self):
-        width, most, penalty = self.beam_width, self.max_tokens, self.length_penalty
+        width = self.beam_width
+        most = self.max_tokens
+        penalty = self.length_penalty
         require(width >= 1, f"beam_width={width} must be at least 1")
         require(most >= 1, f"max_tokens={most} must be at least 1")
         require(math.isfinite(penalty), f"length_penalty={penalty} must be finite")
         if self.temperature != 0:
-            raise NotSupportedYet(f"BeamSearchParams: temperature={self.temperature} is not in teachvllm yet (only 0 is)")
+            raise NotSupportedYet(
+                f"BeamSearchParams: temperature={self.temperature} is not in teachvllm yet "
+                "(only 0 is)"
+            )
 
     def sampling_params(self) -> SamplingParams:
         "What the engine's other parts must know of it."
         return SamplingParams(
-            temperature=0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos, output_kind=RequestOutputKind.FINAL_ONLY,
-            include_stop_str_in_output=self.include_stop_str_in_output, skip_special_tokens=not self.include_stop_str_in_output,
-        )  # fmt: skip
+            temperature=0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=not self.include_stop_str_in_output,
+        )
 
 # %% ../nbs/02_sampling_params.ipynb #5e2d9e94
 @check_names

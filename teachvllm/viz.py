@@ -26,7 +26,8 @@ HATCHES = ["", "///", "...", "xxx"]  # beside the colour, from the eighth reques
 GONE = {"facecolor": "#DDDDDD", "edgecolor": "gray"}  # a block that has left the sliding window
 
 
-CACHED = {"facecolor": "white", "edgecolor": "lightgray", "hatch": "////"}  # a free block that can still be found
+# a free block that can still be found
+CACHED = {"facecolor": "white", "edgecolor": "lightgray", "hatch": "////"}
 
 
 NO_STEPS = "the trace has no steps: run the engine inside `with llm.record() as trace`"
@@ -35,7 +36,8 @@ NO_STEPS = "the trace has no steps: run the engine inside `with llm.record() as 
 def new_axes(width: float = 7.0, height: float = 3.5, ax: Any = None) -> Any:
     """The axes to draw on: `ax`, or those of a new figure of `width` × `height` inches.
 
-    The new figure is closed in pyplot at once, so Jupyter shows it exactly once: when it is a cell's last expression.
+    The new figure is closed in pyplot at once, so Jupyter shows it exactly once: when it is a
+    cell's last expression.
     """
     if ax is None:
         import matplotlib.pyplot as plt
@@ -46,10 +48,17 @@ def new_axes(width: float = 7.0, height: float = 3.5, ax: Any = None) -> Any:
 
 # %% ../nbs/06_viz.ipynb #3d73d290
 def request_style(trace: Trace, request_id: str) -> dict[str, Any]:
-    "Colour and hatch of a request, as options of a matplotlib patch: the same in every figure of a trace."
+    """Colour and hatch of a request, as options of a matplotlib patch: the same in every figure of
+    a trace.
+    """
     index = list(trace.num_prompt_tokens).index(request_id)
     hatch = HATCHES[index // 7 % len(HATCHES)]
-    return {"facecolor": PALETTE[index % 7], "hatch": hatch, "alpha": 0.6, "edgecolor": "white" if hatch else "black"}
+    return {
+        "facecolor": PALETTE[index % 7],
+        "hatch": hatch,
+        "alpha": 0.6,
+        "edgecolor": "white" if hatch else "black",
+    }
 
 
 def byte_unit(num_bytes: float) -> tuple[int, str]:
@@ -65,35 +74,50 @@ def format_bytes(num_bytes: float) -> str:
 
 # %% ../nbs/06_viz.ipynb #113644b7
 def token_label(text: str, num_chars: int) -> str:
-    "What to write into a slot for a token: no outer spaces, control characters escaped, cut to `num_chars`."
+    """What to write into a slot for a token: no outer spaces, control characters escaped, cut to
+    `num_chars`.
+    """
     from matplotlib.font_manager import findfont, get_font
 
     font = get_font(findfont("DejaVu Sans"))
     shown = text.strip() or text.replace(" ", "␣")
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
     shown = "".join(c if font.get_char_index(ord(c)) else "□" for c in shown)
-    return shown if len(shown) <= num_chars else shown[: num_chars - 1] + "…" if num_chars > 2 else ""
+    return (
+        shown if len(shown) <= num_chars else shown[: num_chars - 1] + "…" if num_chars > 2 else ""
+    )
 
 # %% ../nbs/06_viz.ipynb #a19c8ca3
 class BlockTableLayout:
     "Where everything stands in a block-table figure, in inches from its upper left corner."
 
-    WIDTH, HEADER, CELL, GAP = 7.0, 0.19, 0.36, 0.1
-    MAX_BLOCKS, MAX_REQUESTS = 96, 24  # more than that is not legible
+    WIDTH = 7.0
+    HEADER = 0.19
+    CELL = 0.36
+    GAP = 0.1
+    # more than that is not legible
+    MAX_BLOCKS = 96
+    MAX_REQUESTS = 24
 
     def __init__(self, trace: Trace, step: int):
         require(len(trace.steps) > 0, NO_STEPS)
-        self.trace, self.step = trace, trace.steps[step]
-        self.owners: dict[int, list[tuple[str, int]]] = {}  # block id -> (sequence, logical block) of its holders
+        self.trace = trace
+        self.step = trace.steps[step]
+        # block id -> (sequence, logical block) of its holders
+        self.owners: dict[int, list[tuple[str, int]]] = {}
         for name, table in self.step.block_tables.items():
             for logical, block in enumerate(table):
                 if block >= 0:  # else it has left the sliding window
                     self.owners.setdefault(block, []).append((name, logical))
         small = trace.num_blocks <= min(self.MAX_BLOCKS, max(24, 1.5 * len(self.owners)))
-        self.blocks = list(range(trace.num_blocks)) if small else sorted(self.owners)[: self.MAX_BLOCKS]
+        self.blocks = (
+            list(range(trace.num_blocks)) if small else sorted(self.owners)[: self.MAX_BLOCKS]
+        )
         self._place_slots(trace.block_size, dense=trace.block_size * len(self.blocks) > 512)
         self._place_tables()
-        self.height = self.pool_top + math.ceil(len(self.blocks) / self.columns) * (self.block_height + self.GAP)
+        self.height = self.pool_top + math.ceil(len(self.blocks) / self.columns) * (
+            self.block_height + self.GAP
+        )
 
     def _place_slots(self, block_size: int, dense: bool) -> None:
         "A block is a few rows of slots; `dense` ones are too small for text."
@@ -109,8 +133,12 @@ class BlockTableLayout:
     def _place_tables(self) -> None:
         "Rows of the requests' tables: a long table goes on in the next line."
         self.per_line = int((self.WIDTH - 1.55) / self.CELL)
-        self.table_tops, top, tables = {}, 0.3, self.step.block_tables
-        for name in [name for name in sequence_names(self.trace) if name in tables][: self.MAX_REQUESTS]:
+        self.table_tops = {}
+        top = 0.3
+        tables = self.step.block_tables
+        for name in [name for name in sequence_names(self.trace) if name in tables][
+            : self.MAX_REQUESTS
+        ]:
             self.table_tops[name] = top
             top += 0.24 * max(1, math.ceil(len(tables[name]) / self.per_line)) + 0.06
         self.pool_top = top + 0.35
@@ -118,12 +146,20 @@ class BlockTableLayout:
     def block_at(self, index: int) -> tuple[float, float]:
         "Upper left corner of the block that is drawn `index`-th."
         row, column = divmod(index, self.columns)
-        return column * (self.block_width + self.GAP), self.pool_top + row * (self.block_height + self.GAP)
+        return column * (self.block_width + self.GAP), self.pool_top + row * (
+            self.block_height + self.GAP
+        )
 
     def heading(self, block: int) -> str:
-        "What stands above a block: its id, how many sequences hold it if several do, and their names where there is room."
+        """What stands above a block: its id, how many sequences hold it if several do, and their
+        names where there is room.
+        """
         owners = self.owners.get(block, [])
-        text = "block " * (self.block_width > 0.8) + str(block) + f" ×{len(owners)}" * (len(owners) > 1)
+        text = (
+            "block " * (self.block_width > 0.8)
+            + str(block)
+            + f" ×{len(owners)}" * (len(owners) > 1)
+        )
         if self.block_width > 1.1 and (owners or block in self.step.cached_blocks):
             names = ", ".join(f"{name}[{logical}]" for name, logical in owners)
             text += f": {'request ' * (len(owners) == 1)}{names or 'cached'}"
@@ -132,31 +168,63 @@ class BlockTableLayout:
 
     def holders(self, block: int, slot: int) -> list[str]:
         "The sequences whose token lies in a slot: none, one, or several that share it."
-        size, computed = self.trace.block_size, self.step.num_computed_tokens
-        return [name for name, logical in self.owners.get(block, []) if logical * size + slot < computed[name]]
+        size = self.trace.block_size
+        computed = self.step.num_computed_tokens
+        return [
+            name
+            for name, logical in self.owners.get(block, [])
+            if logical * size + slot < computed[name]
+        ]
 
 # %% ../nbs/06_viz.ipynb #db506712
 def draw_box(
-    ax: Any, x: float, y: float, width: float, height: float, styles: list[dict], text: str = "", size: float = 6
+    ax: Any,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    styles: list[dict],
+    text: str = "",
+    size: float = 6,
 ) -> None:
-    "A rectangle with its corner at `x`, `y`, in one band for each of `styles`, and a text in its middle."
+    """A rectangle with its corner at `x`, `y`, in one band for each of `styles`, and a text in its
+    middle.
+    """
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
-    band, shared = height / len(styles), len(styles) > 1
+    band = height / len(styles)
+    shared = len(styles) > 1
     for i, style in enumerate(styles):
-        ax.add_patch(Rectangle((x, y + i * band), width, band, **{"linewidth": 0.2 if shared else 0.6, **style}))
+        ax.add_patch(
+            Rectangle(
+                (x, y + i * band), width, band, **{"linewidth": 0.2 if shared else 0.6, **style}
+            )
+        )
     if text:
-        halo = [withStroke(linewidth=2.5, foreground="white")] if shared else None  # legible on all bands
+        # legible on all bands
+        halo = [withStroke(linewidth=2.5, foreground="white")] if shared else None
         middle = (x + width / 2, y + height / 2)
-        ax.text(*middle, text, size=size, ha="center", va="center_baseline", parse_math=False, path_effects=halo)
+        ax.text(
+            *middle,
+            text,
+            size=size,
+            ha="center",
+            va="center_baseline",
+            parse_math=False,
+            path_effects=halo,
+        )
 
 
 def draw_tables(ax: Any, layout: BlockTableLayout) -> None:
-    "One row a sequence: its physical block ids, in logical order; a dash for a block that has left the window."
+    """One row a sequence: its physical block ids, in logical order; a dash for a block that has
+    left the window.
+    """
     hidden = len(layout.step.block_tables) - len(layout.table_tops)
     note = f" ({hidden} more not shown)" if hidden else ""
-    heading = f"Block tables: the physical blocks of logical blocks 0, 1, 2, … of each sequence{note}"
+    heading = (
+        f"Block tables: the physical blocks of logical blocks 0, 1, 2, … of each sequence{note}"
+    )
     ax.text(0, 0.2, heading, size=8, weight="bold")
     for name, top in layout.table_tops.items():
         num_tokens = layout.step.num_computed_tokens[name]
@@ -170,12 +238,24 @@ def draw_tables(ax: Any, layout: BlockTableLayout) -> None:
 
 # %% ../nbs/06_viz.ipynb #3a9479a6
 def draw_block(ax: Any, layout: BlockTableLayout, index: int) -> None:
-    "A physical block: the sequences that hold it, and its slots; one with a token has the colours of its sequences."
-    trace, block = layout.trace, layout.blocks[index]
+    """A physical block: the sequences that hold it, and its slots; one with a token has the colours
+    of its sequences.
+    """
+    trace = layout.trace
+    block = layout.blocks[index]
     x, y = layout.block_at(index)
-    held, cached = block in layout.owners, block in layout.step.cached_blocks
-    ax.text(x, y + layout.HEADER - 0.04, layout.heading(block), size=6.5, color="black" if held else "gray")
-    empty: dict[str, Any] = CACHED if cached else {"facecolor": "white", "edgecolor": "black" if held else "lightgray"}
+    held = block in layout.owners
+    cached = block in layout.step.cached_blocks
+    ax.text(
+        x,
+        y + layout.HEADER - 0.04,
+        layout.heading(block),
+        size=6.5,
+        color="black" if held else "gray",
+    )
+    empty: dict[str, Any] = (
+        CACHED if cached else {"facecolor": "white", "edgecolor": "black" if held else "lightgray"}
+    )
     for slot in range(trace.block_size):
         row, column = divmod(slot, layout.slot_columns)
         holders = layout.holders(block, slot)
@@ -185,15 +265,24 @@ def draw_block(ax: Any, layout: BlockTableLayout, index: int) -> None:
             text = "".join(trace.texts.get(holders[0], [])[position : position + 1])
         styles = [request_style(trace, name) for name in holders] or [empty]
         corner = (x + column * layout.slot_width, y + layout.HEADER + row * layout.slot_height)
-        draw_box(ax, *corner, layout.slot_width, layout.slot_height, styles, token_label(text, layout.num_chars))
+        draw_box(
+            ax,
+            *corner,
+            layout.slot_width,
+            layout.slot_height,
+            styles,
+            token_label(text, layout.num_chars),
+        )
 
 # %% ../nbs/06_viz.ipynb #4c251414
 def plot_block_table(trace: Trace, step: int = -1, ax: Any = None) -> Any:
-    """The picture of paging after a step: each sequence's block table, and the physical blocks with the tokens in them.
+    """The picture of paging after a step: each sequence's block table, and the physical blocks with
+    the tokens in them.
 
-    A slot that holds a token has the colour of its sequence, or a band for each that shares it; `request 2[1]` is logical
-    block 1 of request 2, and `×3` says that three hold a block. Cached free blocks are hatched. Free blocks are drawn only
-    where they are few. (PagedAttention, Kwon et al. 2023, figures 5 to 8.)
+    A slot that holds a token has the colour of its sequence, or a band for each that shares it;
+    `request 2[1]` is logical block 1 of request 2, and `×3` says that three hold a block. Cached
+    free blocks are hatched. Free blocks are drawn only where they are few. (PagedAttention, Kwon et
+    al. 2023, figures 5 to 8.)
     """
     layout = BlockTableLayout(trace, step)
     ax = new_axes(layout.WIDTH, layout.height + 0.6, ax)
@@ -201,23 +290,39 @@ def plot_block_table(trace: Trace, step: int = -1, ax: Any = None) -> Any:
     hidden = len(layout.owners.keys() - set(layout.blocks))
     note = f", {hidden} used ones not shown" if hidden else ""
     cached = f" ({n} cached)" if (n := len(layout.step.cached_blocks)) else ""
-    count = f"{len(layout.owners)} in use, {layout.step.num_free_blocks} free{cached} of {trace.num_blocks}{note}"
-    ax.text(0, layout.pool_top - 0.08, f"Pool: blocks of {trace.block_size} slots, {count}", size=8, weight="bold")
+    count = (
+        f"{len(layout.owners)} in use, {layout.step.num_free_blocks} free{cached} of "
+        f"{trace.num_blocks}{note}"
+    )
+    ax.text(
+        0,
+        layout.pool_top - 0.08,
+        f"Pool: blocks of {trace.block_size} slots, {count}",
+        size=8,
+        weight="bold",
+    )
     for index in range(len(layout.blocks)):
         draw_block(ax, layout, index)
     ax.set(xlim=(-0.02, layout.WIDTH + 0.02), ylim=(layout.height, 0), xticks=[], yticks=[])
     ax.set_title(f"Block tables and KV blocks after step {layout.step.step}", size=10)
-    ax.set_xlabel("slots in order of position; a slot keeps the keys and values of one token, in every layer", size=8)
+    ax.set_xlabel(
+        "slots in order of position; a slot keeps the keys and values of one token, in every layer",
+        size=8,
+    )
     ax.set_ylabel("physical blocks, by id", size=8, loc="bottom")
     for side in ax.spines.values():
         side.set_visible(False)
     return ax.figure
 
 # %% ../nbs/06_viz.ipynb #8557329a
-def prefix_tree(tables: dict[str, list[int]], begin: int = 0) -> list[tuple[list[int], list[str], list]]:
-    """The tree of the blocks that sequences share: nodes `(blocks, names of the sequences that go through, children)`.
+def prefix_tree(
+    tables: dict[str, list[int]], begin: int = 0
+) -> list[tuple[list[int], list[str], list]]:
+    """The tree of the blocks that sequences share: nodes `(blocks, names of the sequences that go
+    through, children)`.
 
-    A node is a run of blocks, from logical block `begin` on, that the same sequences hold at the same place.
+    A node is a run of blocks, from logical block `begin` on, that the same sequences hold at the
+    same place.
     """
     groups: dict[int, list[str]] = {}
     for name, table in tables.items():
@@ -225,7 +330,8 @@ def prefix_tree(tables: dict[str, list[int]], begin: int = 0) -> list[tuple[list
             groups.setdefault(table[begin], []).append(name)
     nodes = []
     for names in groups.values():
-        end, mine = begin + 1, [tables[name] for name in names]
+        end = begin + 1
+        mine = [tables[name] for name in names]
         while all(len(table) > end and table[end] == mine[0][end] for table in mine):
             end += 1
         children = prefix_tree({name: tables[name] for name in names}, end)
@@ -245,8 +351,12 @@ def id_ranges(ids: list[int], num_chars: int) -> str:
     return text if len(text) <= num_chars else f"{text[: max(1, num_chars - 1)]}…"
 
 
-def place_nodes(nodes: list, level: int, row: list[float]) -> list[tuple[int, float, list[int], list[str], int]]:
-    "Each node as `(level, row, blocks, names, index of its parent)`: a leaf takes the next row, a parent its middle."
+def place_nodes(
+    nodes: list, level: int, row: list[float]
+) -> list[tuple[int, float, list[int], list[str], int]]:
+    """Each node as `(level, row, blocks, names, index of its parent)`: a leaf takes the next row, a
+    parent its middle.
+    """
     placed: list = []
     for blocks, names, children in nodes:
         below = place_nodes(children, level + 1, row)
@@ -259,36 +369,59 @@ def place_nodes(nodes: list, level: int, row: list[float]) -> list[tuple[int, fl
             y = (top[0] + top[-1]) / 2
         shift = len(placed) + 1
         placed.append((level, y, blocks, names, -1))
-        placed += [(lv, r, b, n, shift - 1 if parent < 0 else parent + shift) for lv, r, b, n, parent in below]
+        placed += [
+            (lv, r, b, n, shift - 1 if parent < 0 else parent + shift)
+            for lv, r, b, n, parent in below
+        ]
     return placed
 
 # %% ../nbs/06_viz.ipynb #9a18a8c0
 def plot_prefix_tree(trace: Trace, step: int = -1, ax: Any = None) -> Any:
-    """Which sequences share which blocks after a step: the tree of all sequences' blocks, each node with its reference count.
+    """Which sequences share which blocks after a step: the tree of all sequences' blocks, each node
+    with its reference count.
 
-    Blocks behind a sliding window are left out. (RadixAttention draws the same tree: Zheng et al. 2024, figure 3.)
+    Blocks behind a sliding window are left out. (RadixAttention draws the same tree: Zheng et al.
+    2024, figure 3.)
     """
     require(len(trace.steps) > 0, NO_STEPS)
     now = trace.steps[step]
     names = [name for name in sequence_names(trace) if name in now.block_tables]
     shown = names[: BlockTableLayout.MAX_REQUESTS]
     row = [0.0]
-    nodes = place_nodes(prefix_tree({n: [b for b in now.block_tables[n] if b >= 0] for n in shown}), 0, row)
+    nodes = place_nodes(
+        prefix_tree({n: [b for b in now.block_tables[n] if b >= 0] for n in shown}), 0, row
+    )
     ax = new_axes(7, 1.1 + 0.4 * row[0], ax)
     num_levels = 1 + max((node[0] for node in nodes), default=0)
     width = min(2.0, 5.6 / num_levels)
     for level, y, blocks, holders, parent in nodes:
         x = level * (width + 0.4)
         if parent >= 0:
-            ax.plot([x - 0.4, x - 0.2, x - 0.2, x], [nodes[parent][1]] * 2 + [y] * 2, color="black", lw=0.8, zorder=0)
-        ids = ("block " if len(blocks) == 1 else "blocks ") + id_ranges(blocks, int(width / 0.075) - 12)
+            ax.plot(
+                [x - 0.4, x - 0.2, x - 0.2, x],
+                [nodes[parent][1]] * 2 + [y] * 2,
+                color="black",
+                lw=0.8,
+                zorder=0,
+            )
+        ids = ("block " if len(blocks) == 1 else "blocks ") + id_ranges(
+            blocks, int(width / 0.075) - 12
+        )
         text = f"{ids}  ×{len(holders)}" if len(holders) > 1 else f"{holders[0]}: {ids}"
-        draw_box(ax, x, y - 0.35, width, 0.7, [request_style(trace, name) for name in holders], text, 8)
+        draw_box(
+            ax, x, y - 0.35, width, 0.7, [request_style(trace, name) for name in holders], text, 8
+        )
     ax.set(xlim=(-0.1, num_levels * (width + 0.4)), ylim=(row[0], 0), yticks=[])
-    ax.set_xticks([level * (width + 0.4) + width / 2 for level in range(num_levels)], range(num_levels))
-    held, entries = len({b for _, _, blocks, *_ in nodes for b in blocks}), sum(len(b) * len(n) for _, _, b, n, _ in nodes)
+    ax.set_xticks(
+        [level * (width + 0.4) + width / 2 for level in range(num_levels)], range(num_levels)
+    )
+    held = len({b for _, _, blocks, *_ in nodes for b in blocks})
+    entries = sum(len(b) * len(n) for _, _, b, n, _ in nodes)
     note = f"; {len(names) - len(shown)} sequences not shown" if len(names) > len(shown) else ""
-    ax.set_title(f"After step {now.step}: {entries} entries in the block tables share {held} blocks{note}", size=10)
+    ax.set_title(
+        f"After step {now.step}: {entries} entries in the block tables share {held} blocks{note}",
+        size=10,
+    )
     ax.set(xlabel="branchings on the way from the first token", ylabel="sequences")
     ax.spines[["top", "left", "right"]].set_visible(False)
     return ax.figure
@@ -304,7 +437,9 @@ PHASES = {  # phase -> colour, hatch
 
 
 def phase_spans(trace: Trace, by: str = "seconds") -> list[tuple[str, str, float, float]]:
-    "`(sequence, phase, begin, end)`: neighbouring steps of one phase joined. In seconds, or `by='steps'`."
+    """`(sequence, phase, begin, end)`: neighbouring steps of one phase joined. In seconds, or
+    `by='steps'`.
+    """
     require(by in ("seconds", "steps"), f"by={by!r}: choose seconds or steps")
     spans: list[tuple[str, str, float, float]] = []
     last: dict[str, tuple[int, int]] = {}  # request_id -> (step, index into spans) of its last span
@@ -326,11 +461,20 @@ def legend_below(ax: Any, **options: Any) -> None:
     from matplotlib.transforms import ScaledTranslation
 
     below = ax.transAxes + ScaledTranslation(0, -0.5, ax.figure.dpi_scale_trans)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below, ncols=6, fontsize=8, **options)
+    ax.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        bbox_transform=below,
+        ncols=6,
+        fontsize=8,
+        **options,
+    )
 
 # %% ../nbs/06_viz.ipynb #12fbf63e
 def plot_timeline(trace: Trace, ax: Any = None, by: str = "seconds") -> Any:
-    "A Gantt chart, one row a sequence, over seconds or `by='steps'`: waiting, prefill, decode, preempted, swapped, ended."
+    """A Gantt chart, one row a sequence, over seconds or `by='steps'`: waiting, prefill, decode,
+    preempted, swapped, ended.
+    """
     from matplotlib.patches import Patch
 
     require(len(trace.steps) > 0, NO_STEPS)
@@ -338,20 +482,32 @@ def plot_timeline(trace: Trace, ax: Any = None, by: str = "seconds") -> Any:
     ax = new_axes(7, 1.5 + min(8, 0.3 * len(rows)), ax)
     for request_id, phase, begin, end in phase_spans(trace, by):
         color, hatch = PHASES[phase]
-        style: dict[str, Any] = {"facecolor": color, "hatch": hatch, "edgecolor": "black", "lw": 0.6}
+        style: dict[str, Any] = {
+            "facecolor": color,
+            "hatch": hatch,
+            "edgecolor": "black",
+            "lw": 0.6,
+        }
         ax.barh(rows[request_id], end - begin, left=begin, height=0.6, **style)
     for i, step in enumerate(trace.steps):
         for request_id in step.finished:
             end = step.start + step.seconds if by == "seconds" else i + 1
-            ax.plot(end, rows[request_id], marker="D", color=PALETTE[7], ms=6, clip_on=False, zorder=3)
-    ax.set_yticks(range(len(rows)), [name if name != request_of(trace, name) else f"request {name}" for name in rows])
+            ax.plot(
+                end, rows[request_id], marker="D", color=PALETTE[7], ms=6, clip_on=False, zorder=3
+            )
+    ax.set_yticks(
+        range(len(rows)),
+        [name if name != request_of(trace, name) else f"request {name}" for name in rows],
+    )
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.set_xlim(left=0)
     ax.locator_params(axis="x", integer=by == "steps")
     ax.set_xlabel("seconds since the recording began" if by == "seconds" else "steps of the engine")
     ax.set_ylabel("order of arrival")
     ax.set_title(f"What each request did, over {len(trace.steps)} steps")
-    handles: list[Any] = [Patch(facecolor=c, hatch=h, edgecolor="black", label=p) for p, (c, h) in PHASES.items()]
+    handles: list[Any] = [
+        Patch(facecolor=c, hatch=h, edgecolor="black", label=p) for p, (c, h) in PHASES.items()
+    ]
     handles += ax.plot([], [], "D", color=PALETTE[7], ms=6, label="finished")
     legend_below(ax, handles=handles)
     return ax.figure
@@ -361,17 +517,29 @@ def plot_free_blocks(trace: Trace, ax: Any = None) -> Any:
     "Blocks in use and free after each step, with the steps that preempted a request marked."
     require(len(trace.steps) > 0, NO_STEPS)
     ax = new_axes(7, 3, ax)
-    used, num_steps = trace.used_blocks(), len(trace.steps)
+    used = trace.used_blocks()
+    num_steps = len(trace.steps)
     edges = range(num_steps + 1)
     top = trace.num_blocks if max(used) > 0.2 * trace.num_blocks else 1.5 * max(1, *used)
     free = "free" if top == trace.num_blocks else f"free (the axis goes on to {trace.num_blocks})"
     ax.stairs(used, edges, fill=True, color=PALETTE[0], label="in use")
-    ax.stairs([top] * num_steps, edges, baseline=used, fill=True, color="#DDDDDD", hatch="..", label=free, ec="white")
+    ax.stairs(
+        [top] * num_steps,
+        edges,
+        baseline=used,
+        fill=True,
+        color="#DDDDDD",
+        hatch="..",
+        label=free,
+        ec="white",
+    )
     at = [i + 0.5 for i, step in enumerate(trace.steps) if step.preempted]
     if at:
         ax.plot(at, [top] * len(at), "v", color=PALETTE[3], ms=8, clip_on=False, label="preemption")
     ax.set(xlim=(0, num_steps), ylim=(0, top), xlabel="step", ylabel="KV blocks")
-    ax.set_title(f"At most {max(used)} of {trace.num_blocks} blocks of {trace.block_size} tokens in use")
+    ax.set_title(
+        f"At most {max(used)} of {trace.num_blocks} blocks of {trace.block_size} tokens in use"
+    )
     legend_below(ax)
     return ax.figure
 
@@ -380,33 +548,57 @@ def plot_kv_waste(trace: Trace, ax: Any = None) -> Any:
     "After each step, the share of the slots in use that hold no token; dashed, its mean."
     require(len(trace.steps) > 0, NO_STEPS)
     ax = new_axes(7, 2.6, ax)
-    waste, num_steps = trace.kv_waste(), len(trace.steps)
+    waste = trace.kv_waste()
+    num_steps = len(trace.steps)
     mean = sum(waste) / num_steps
-    ax.stairs(waste, range(num_steps + 1), fill=True, color=PALETTE[1], label="empty slots of the blocks in use")
+    ax.stairs(
+        waste,
+        range(num_steps + 1),
+        fill=True,
+        color=PALETTE[1],
+        label="empty slots of the blocks in use",
+    )
     ax.axhline(mean, color="black", ls="--", lw=1, label=f"mean {mean:.1%}")
-    ax.set(xlim=(0, num_steps), ylim=(0, min(1, 1.3 * max(*waste, 0.01))), xlabel="step", ylabel="share of the slots")
+    ax.set(
+        xlim=(0, num_steps),
+        ylim=(0, min(1, 1.3 * max(*waste, 0.01))),
+        xlabel="step",
+        ylabel="share of the slots",
+    )
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     ax.set_title(f"KV waste: at most {max(waste):.0%}, with blocks of {trace.block_size} tokens")
     legend_below(ax)
     return ax.figure
 
 # %% ../nbs/06_viz.ipynb #ab6b74ce
-MEMORY_COLORS = {  # kind -> colour: the same in every figure; what this engine did not take is gray or white
-    "other processes": "#999999", "weights": PALETTE[0], "activations": PALETTE[1], "non-torch": PALETTE[4],
-    "graphs": PALETTE[6], "KV cache": PALETTE[2], "free": "white",
-}  # fmt: skip
+# kind -> colour: the same in every figure; what this engine did not take is gray or white
+MEMORY_COLORS = {
+    "other processes": "#999999",
+    "weights": PALETTE[0],
+    "activations": PALETTE[1],
+    "non-torch": PALETTE[4],
+    "graphs": PALETTE[6],
+    "KV cache": PALETTE[2],
+    "free": "white",
+}
 
 # %% ../nbs/06_viz.ipynb #b4a53c40
 def plot_memory(
-    memory: dict[str, Any], measured: dict[str, int] | None = None, budgets: list[int] | None = None, ax: Any = None
+    memory: dict[str, Any],
+    measured: dict[str, int] | None = None,
+    budgets: list[int] | None = None,
+    ax: Any = None,
 ) -> Any:
-    """Where memory goes, as stacked bars: one for the bytes by kind of a `MemoryProfile.waterfall`, or, of several by
-    label, one for each. `measured` bytes by kind are a bar below. `budgets`, what the engine may use, are marked, one a bar.
+    """Where memory goes, as stacked bars: one for the bytes by kind of a `MemoryProfile.waterfall`,
+    or, of several by label, one for each. `measured` bytes by kind are a bar below. `budgets`, what
+    the engine may use, are marked, one a bar.
     """
     from matplotlib.patches import Patch
 
     several = all(isinstance(kinds, dict) for kinds in memory.values())
-    bars: dict[str, dict[str, int]] = {**memory} if several else {"predicted" if measured else "": memory}
+    bars: dict[str, dict[str, int]] = (
+        {**memory} if several else {"predicted" if measured else "": memory}
+    )
     if measured:
         bars["measured"] = measured
     ax = new_axes(7, 1.4 + 0.6 * len(bars), ax)
@@ -416,7 +608,9 @@ def plot_memory(
         begin = 0.0
         for kind, size in kinds.items():
             color = MEMORY_COLORS[kind]
-            ax.barh(row, size / scale, left=begin, height=0.45, color=color, edgecolor="black", lw=0.6)
+            ax.barh(
+                row, size / scale, left=begin, height=0.45, color=color, edgecolor="black", lw=0.6
+            )
             begin += size / scale
         sizes = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items() if size)
         ax.text(0.004 * longest / scale, row + 0.25, sizes, size=7, va="top")
@@ -425,7 +619,12 @@ def plot_memory(
         ax.plot([end] * 2, [row - 0.32, row + 0.23], color="black", lw=2.5)
         ax.text(end, row - 0.35, f"budget {format_bytes(budget)}", size=7, ha="center", va="bottom")
     shown = [kind for kind in MEMORY_COLORS if any(kinds.get(kind) for kinds in bars.values())]
-    legend_below(ax, handles=[Patch(facecolor=MEMORY_COLORS[kind], edgecolor="black", label=kind) for kind in shown])
+    legend_below(
+        ax,
+        handles=[
+            Patch(facecolor=MEMORY_COLORS[kind], edgecolor="black", label=kind) for kind in shown
+        ],
+    )
     ax.set_yticks(range(len(bars)) if any(bars) else [], list(bars) if any(bars) else [])
     ax.set(xlim=(0, 1.04 * longest / scale), ylim=(len(bars) - 0.4, -0.7 if budgets else -0.4))
     ax.set(xlabel=f"memory ({unit})", title=f"Where {format_bytes(longest)} of memory go")
@@ -433,20 +632,39 @@ def plot_memory(
 
 # %% ../nbs/06_viz.ipynb #9525e20d
 PARTS = {  # part -> the part that has it
-    "LLM": "", "LLMEngine": "LLM", "InputProcessor": "LLMEngine", "OutputProcessor": "LLMEngine",
-    "InprocClient": "LLMEngine", "EngineCore": "InprocClient", "Scheduler": "EngineCore", "Executor": "EngineCore",
-    "RequestQueue × 3": "Scheduler", "BlockSpaceManager": "Scheduler", "BlockAllocator × 2": "BlockSpaceManager",
-    "Worker": "Executor", "MemoryProfiler": "Worker", "CacheEngine": "Worker", "ModelRunner": "Worker",
-    "InputBatch": "ModelRunner", "CudaGraphRunner": "ModelRunner", "model": "ModelRunner", "Attention": "model",
-    "LinearMethod": "model", "Sampler": "ModelRunner",
-}  # fmt: skip
+    "LLM": "",
+    "LLMEngine": "LLM",
+    "InputProcessor": "LLMEngine",
+    "OutputProcessor": "LLMEngine",
+    "InprocClient": "LLMEngine",
+    "EngineCore": "InprocClient",
+    "Scheduler": "EngineCore",
+    "Executor": "EngineCore",
+    "RequestQueue × 3": "Scheduler",
+    "BlockSpaceManager": "Scheduler",
+    "BlockAllocator × 2": "BlockSpaceManager",
+    "Worker": "Executor",
+    "MemoryProfiler": "Worker",
+    "CacheEngine": "Worker",
+    "ModelRunner": "Worker",
+    "InputBatch": "ModelRunner",
+    "CudaGraphRunner": "ModelRunner",
+    "model": "ModelRunner",
+    "Attention": "model",
+    "LinearMethod": "model",
+    "Sampler": "ModelRunner",
+}
 
 # %% ../nbs/06_viz.ipynb #303d834d
 def plot_map(here: str = "") -> Any:
-    "The parts of the engine, each to the right of the part that has it; those named in `here` (commas between) stand out."
+    """The parts of the engine, each to the right of the part that has it; those named in `here`
+    (commas between) stand out.
+    """
     shown = [name.strip() for name in here.split(",") if name.strip()]
     known = {part: part.partition(" ×")[0] for part in PARTS}
-    require(set(shown) <= set(known.values()), f"here={here!r}: choose of {', '.join(known.values())}")
+    require(
+        set(shown) <= set(known.values()), f"here={here!r}: choose of {', '.join(known.values())}"
+    )
     ax = new_axes(9.6, 2.9)
     columns: dict[str, int] = {}
     for part, owner in PARTS.items():
@@ -454,16 +672,42 @@ def plot_map(here: str = "") -> Any:
     leaves = [part for part in PARTS if part not in PARTS.values()]
     rows = {part: row for row, part in enumerate(leaves)}
     for part in reversed(PARTS):  # an owner stands in the row of the first part that it has
-        rows.setdefault(part, min((rows[p] for p, owner in PARTS.items() if owner == part), default=0))
+        rows.setdefault(
+            part, min((rows[p] for p, owner in PARTS.items() if owner == part), default=0)
+        )
     for part, owner in PARTS.items():
-        x, y, stands_out = columns[part], rows[part], known[part] in shown
+        x = columns[part]
+        y = rows[part]
+        stands_out = known[part] in shown
         if owner:
             bend = x - 0.55
-            ax.plot([x - 1, bend, bend, x], [rows[owner], rows[owner], y, y], color="gray", linewidth=0.8, zorder=0)
-        box = {"boxstyle": "round,pad=0.25", "facecolor": PALETTE[1] if stands_out else "white", "edgecolor": "gray"}
-        ax.text(x, y, part, ha="center", va="center", fontsize=6.5, weight="bold" if stands_out else "normal", bbox=box)
+            ax.plot(
+                [x - 1, bend, bend, x],
+                [rows[owner], rows[owner], y, y],
+                color="gray",
+                linewidth=0.8,
+                zorder=0,
+            )
+        box = {
+            "boxstyle": "round,pad=0.25",
+            "facecolor": PALETTE[1] if stands_out else "white",
+            "edgecolor": "gray",
+        }
+        ax.text(
+            x,
+            y,
+            part,
+            ha="center",
+            va="center",
+            fontsize=6.5,
+            weight="bold" if stands_out else "normal",
+            bbox=box,
+        )
     ax.axvline(2.53, color=PALETTE[0], linestyle=":", ymax=0.92)
-    for at, side, label in ((2.47, "right", "the front: text"), (2.59, "left", "the core: token ids and blocks")):
+    for at, side, label in (
+        (2.47, "right", "the front: text"),
+        (2.59, "left", "the core: token ids and blocks"),
+    ):
         ax.text(at, -1.0, label, ha=side, fontsize=7, color=PALETTE[0])
     ax.set(xlim=(-0.4, max(columns.values()) + 0.5), ylim=(len(leaves) - 0.4, -1.4))
     ax.axis("off")

@@ -30,24 +30,43 @@ HERE = "teachvllm.vllm_alias"
 
 NAMES: dict[str, dict[str, str]] = {  # vLLM's module -> its name -> where that is here
     "vllm.entrypoints.llm": {"LLM": "teachvllm.llm"},
-    "vllm.engine.arg_utils": {"EngineArgs": "teachvllm.arg_utils", "AsyncEngineArgs": "teachvllm.engine.async_llm"},
+    "vllm.engine.arg_utils": {
+        "EngineArgs": "teachvllm.arg_utils",
+        "AsyncEngineArgs": "teachvllm.engine.async_llm",
+    },
     "vllm.engine.llm_engine": {"LLMEngine": "teachvllm.engine.llm_engine"},
     "vllm.engine.async_llm_engine": {"AsyncLLMEngine": "teachvllm.engine.async_llm"},
     "vllm.sampling_params": dict.fromkeys(
         ("SamplingParams", "BeamSearchParams", "RequestOutputKind"), "teachvllm.sampling_params"
     ),
     "vllm.outputs": dict.fromkeys(
-        ("RequestOutput", "CompletionOutput", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput",
-         "EmbeddingRequestOutput", "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput",
-         "ScoringRequestOutput"), "teachvllm.outputs",
+        (
+            "RequestOutput",
+            "CompletionOutput",
+            "PoolingOutput",
+            "PoolingRequestOutput",
+            "EmbeddingOutput",
+            "EmbeddingRequestOutput",
+            "ClassificationOutput",
+            "ClassificationRequestOutput",
+            "ScoringOutput",
+            "ScoringRequestOutput",
+        ),
+        "teachvllm.outputs",
     ),
     "vllm.inputs": {
-        "TextPrompt": "teachvllm.inputs", "TokensPrompt": "teachvllm.inputs", "PromptType": "teachvllm.inputs:Prompt",
+        "TextPrompt": "teachvllm.inputs",
+        "TokensPrompt": "teachvllm.inputs",
+        "PromptType": "teachvllm.inputs:Prompt",
     },
     "vllm.sequence": dict.fromkeys(("Logprob", "RequestMetrics"), "teachvllm.outputs"),
-    "vllm.beam_search": dict.fromkeys(("BeamSearchOutput", "BeamSearchSequence"), "teachvllm.outputs"),
+    "vllm.beam_search": dict.fromkeys(
+        ("BeamSearchOutput", "BeamSearchSequence"), "teachvllm.outputs"
+    ),
     "vllm.config": {
-        "VllmConfig": "teachvllm.config", "ModelConfig": "teachvllm.config", "PoolerConfig": "teachvllm.config",
+        "VllmConfig": "teachvllm.config",
+        "ModelConfig": "teachvllm.config",
+        "PoolerConfig": "teachvllm.config",
     },
     "vllm.v1.engine.async_llm": {"AsyncLLM": "teachvllm.engine.async_llm"},
     "vllm.pooling_params": {"PoolingParams": "teachvllm.sampling_params"},
@@ -55,14 +74,19 @@ NAMES: dict[str, dict[str, str]] = {  # vLLM's module -> its name -> where that 
     "vllm.transformers_utils.tokenizer": {"get_tokenizer": HERE},
     "vllm.entrypoints.chat_utils": {"resolve_hf_chat_template": HERE},
     "vllm.utils": {"FlexibleArgumentParser": HERE},
-    "vllm.distributed": {"cleanup_dist_env_and_memory": "teachvllm.worker.memory_profiling:release_memory"},
+    "vllm.distributed": {
+        "cleanup_dist_env_and_memory": "teachvllm.worker.memory_profiling:release_memory"
+    },
     "vllm.distributed.parallel_state": dict.fromkeys(
-        ("destroy_model_parallel", "destroy_distributed_environment"), "teachvllm.worker.memory_profiling:release_memory"
+        ("destroy_model_parallel", "destroy_distributed_environment"),
+        "teachvllm.worker.memory_profiling:release_memory",
     ),
 }
 NAMES["vllm"] = {name: home for module in list(NAMES)[:7] for name, home in NAMES[module].items()}
 NAMES["vllm"] |= NAMES["vllm.pooling_params"]
-MODULES = {".".join(name.split(".")[:depth]) for name in NAMES for depth in range(1, name.count(".") + 2)}
+MODULES = {
+    ".".join(name.split(".")[:depth]) for name in NAMES for depth in range(1, name.count(".") + 2)
+}
 
 # %% ../nbs/97_as_vllm.ipynb #4876d102
 class LoRARequest:
@@ -80,20 +104,38 @@ def get_tokenizer(
     revision: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    "A new `transformers` tokenizer of a folder or Hugging Face id; `kwargs` go to it. vLLM: `transformers_utils/tokenizer.py`."
+    """A new `transformers` tokenizer of a folder or Hugging Face id; `kwargs` go to it. vLLM:
+    `transformers_utils/tokenizer.py`.
+    """
     from transformers import AutoTokenizer
 
-    require(tokenizer_mode in ("auto", "slow"), f"tokenizer_mode={tokenizer_mode!r}: choose auto or slow")
+    require(
+        tokenizer_mode in ("auto", "slow"),
+        f"tokenizer_mode={tokenizer_mode!r}: choose auto or slow",
+    )
     path = find_model(str(tokenizer_name), revision, weights=False)
-    require(path.is_dir(), f"tokenizer={tokenizer_name!r} is a GGUF file: make an LLM of it first, which converts it to a folder")
+    require(
+        path.is_dir(),
+        (
+            f"tokenizer={tokenizer_name!r} is a GGUF file: make an LLM of it first, which "
+            "converts it to a folder"
+        ),
+    )
     fast = tokenizer_mode == "auto"
-    return AutoTokenizer.from_pretrained(path, *args, trust_remote_code=trust_remote_code, use_fast=fast, **kwargs)
+    return AutoTokenizer.from_pretrained(
+        path, *args, trust_remote_code=trust_remote_code, use_fast=fast, **kwargs
+    )
 
 
 def resolve_hf_chat_template(
-    tokenizer: Any, chat_template: str | None = None, tools: list[dict] | None = None, **options: Any
+    tokenizer: Any,
+    chat_template: str | None = None,
+    tools: list[dict] | None = None,
+    **options: Any,
 ) -> str | None:
-    "The chat template that is given, else the tokenizer's own for these tools; None if it has none. vLLM: `chat_utils.py`."
+    """The chat template that is given, else the tokenizer's own for these tools; None if it has
+    none. vLLM: `chat_utils.py`.
+    """
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:
@@ -108,15 +150,22 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         dashed = []
         for arg in sys.argv[1:] if args is None else args:
             name, equals, value = arg.partition("=")
-            dashed.append((name.replace("_", "-") if name.startswith("--") else name) + equals + value)
+            dashed.append(
+                (name.replace("_", "-") if name.startswith("--") else name) + equals + value
+            )
         return super().parse_known_args(dashed, namespace)
 
 # %% ../nbs/97_as_vllm.ipynb #0367134b
 def missing(name: str) -> str:
     "What is said of a name of vLLM's that is not in the table."
     module = name.rpartition(".")[0]
-    has = ", ".join(sorted(NAMES.get(module, {}))) or ", ".join(sorted(m for m in MODULES if m.startswith(f"{module}.")))
-    return f"`{name}` is not in teachvllm, which stands in for vLLM {VERSION} here; `{module}` has: {has}"
+    has = ", ".join(sorted(NAMES.get(module, {}))) or ", ".join(
+        sorted(m for m in MODULES if m.startswith(f"{module}."))
+    )
+    return (
+        f"`{name}` is not in teachvllm, which stands in for vLLM {VERSION} here; `{module}` "
+        f"has: {has}"
+    )
 
 
 def find_name(module: str, name: str) -> Any:
@@ -135,7 +184,10 @@ class AliasDistribution(Distribution):
 
     def read_text(self, filename: str) -> str | None:
         "The file METADATA; there are no others."
-        about = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\nSummary: teachvllm under vLLM's name\n"
+        about = (
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\nSummary: teachvllm under "
+            "vLLM's name\n"
+        )
         return about if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Path:
@@ -144,7 +196,8 @@ class AliasDistribution(Distribution):
 
 # %% ../nbs/97_as_vllm.ipynb #1e49551d
 class VllmAlias:
-    """Finds and fills the modules of `NAMES` (see `sys.meta_path`), and the package `vllm` for `importlib.metadata`.
+    """Finds and fills the modules of `NAMES` (see `sys.meta_path`), and the package `vllm` for
+    `importlib.metadata`.
 
     As a context manager it gives the module `vllm`, and is removed at the end.
     """
@@ -167,7 +220,11 @@ class VllmAlias:
 
     @staticmethod
     def _take() -> dict[str, ModuleType]:
-        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "vllm"}
+        return {
+            name: sys.modules.pop(name)
+            for name in list(sys.modules)
+            if name.partition(".")[0] == "vllm"
+        }
 
     def __enter__(self) -> ModuleType:
         return import_module("vllm")
@@ -183,7 +240,9 @@ class VllmAlias:
             raise ModuleNotFoundError(missing(fullname))
         return ModuleSpec(fullname, self, origin="teachvllm", is_package=True)  # type: ignore[arg-type]
 
-    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterator[Distribution]:
         "Python asks for installed packages: all of them, or those of a name."
         if context is None or context.name in (None, "vllm"):
             yield AliasDistribution()
@@ -195,29 +254,43 @@ class VllmAlias:
         "Fill a new module: each of its names is looked up when it is first used."
         name = module.__name__
         names = sorted(NAMES.get(name, {}))
-        vars(module).update(__all__=names, __getattr__=partial(find_name, name), __dir__=lambda: [*vars(module), *names])
+        vars(module).update(
+            __all__=names,
+            __getattr__=partial(find_name, name),
+            __dir__=lambda: [*vars(module), *names],
+        )
         if name == "vllm":
-            vars(module).update(__version__=VERSION, __teachvllm__=import_module("teachvllm").__version__)
+            vars(module).update(
+                __version__=VERSION, __teachvllm__=import_module("teachvllm").__version__
+            )
 
 # %% ../nbs/97_as_vllm.ipynb #52c80930
 def as_vllm(force: bool = False) -> VllmAlias:
-    """From now on `import vllm` finds teachvllm: call it before the program's own imports, or use it in a `with` statement.
+    """From now on `import vllm` finds teachvllm: call it before the program's own imports, or use
+    it in a `with` statement.
 
-    A second call changes nothing. Raises `ValueError` where the real vLLM is imported or installed, unless `force`.
+    A second call changes nothing. Raises `ValueError` where the real vLLM is imported or installed,
+    unless `force`.
     """
     alias = next((finder for finder in sys.meta_path if isinstance(finder, VllmAlias)), None)
     if alias is None:
         imported = "vllm" in sys.modules
         spec = None if imported else importlib.util.find_spec("vllm")
-        real = "imported" if imported else "installed" if spec and spec.origin else None  # no origin: a folder of that name
-        require(force or real is None, f"vllm is {real} here: as_vllm(force=True) hides it behind teachvllm, until remove()")
+        # no origin: a folder of that name
+        real = "imported" if imported else "installed" if spec and spec.origin else None
+        require(
+            force or real is None,
+            f"vllm is {real} here: as_vllm(force=True) hides it behind teachvllm, until remove()",
+        )
         alias = VllmAlias()
         alias.install()
     return alias
 
 # %% ../nbs/97_as_vllm.ipynb #782e9ce1
 def main(argv: Sequence[str] | None = None) -> None:
-    "`python -m teachvllm.vllm_alias [-m] PROGRAM ARG …`: as `python [-m] PROGRAM ARG …`, with teachvllm as `vllm`."
+    """`python -m teachvllm.vllm_alias [-m] PROGRAM ARG …`: as `python [-m] PROGRAM ARG …`, with
+    teachvllm as `vllm`.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     is_module = args[:1] == ["-m"]
     args = args[is_module:]

@@ -11,21 +11,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 class Browser:
     "Headless Chromium, spoken to through a pipe by its DevTools protocol."
 
-    FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-             "--disable-component-update --disable-sync --remote-debugging-pipe --hide-scrollbars").split()  # fmt: skip
+    FLAGS = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+        "--disable-background-networking "
+        "--disable-component-update --disable-sync --remote-debugging-pipe --hide-scrollbars"
+    ).split()
 
     def __init__(self, folder: Path):
         theirs_in, self.out = os.pipe()
         self.into, theirs_out = os.pipe()
 
         def files() -> None:  # it reads from 3 and writes to 4
-            a, b = os.dup(theirs_in), os.dup(theirs_out)
+            a = os.dup(theirs_in)
+            b = os.dup(theirs_out)
             os.dup2(a, 3)
             os.dup2(b, 4)
             for fd in (3, 4):
@@ -33,15 +39,27 @@ class Browser:
 
         self.process = subprocess.Popen(
             [str(CHROMIUM), *self.FLAGS, f"--user-data-dir={folder}", "about:blank"],
-            close_fds=False, preexec_fn=files, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            close_fds=False,
+            preexec_fn=files,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         os.close(theirs_in)
         os.close(theirs_out)
-        self.number, self.rest, self.events = 0, b"", list[dict[str, Any]]()
+        self.number = 0
+        self.rest = b""
+        self.events = list[dict[str, Any]]()
         self.session = ""
-        while not (pages := [t for t in self.send("Target.getTargets")["targetInfos"] if t["type"] == "page"]):
+        while not (
+            pages := [
+                t for t in self.send("Target.getTargets")["targetInfos"] if t["type"] == "page"
+            ]
+        ):
             time.sleep(0.05)  # the window is not there yet
-        self.session = self.send("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)["sessionId"]
+        self.session = self.send(
+            "Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
@@ -49,7 +67,9 @@ class Browser:
         self.number += 1
         session = {"sessionId": self.session} if self.session else {}
         os.write(
-            self.out, json.dumps({"id": self.number, "method": method, "params": params} | session).encode() + b"\0"
+            self.out,
+            json.dumps({"id": self.number, "method": method, "params": params} | session).encode()
+            + b"\0",
         )
         while True:
             message = self._receive()
@@ -71,7 +91,11 @@ class Browser:
 
     def size(self, width: int, height: int, dark: bool = False) -> None:
         self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 500,
         )
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.send("Emulation.setEmulatedMedia", media="", features=scheme)
@@ -81,7 +105,9 @@ class Browser:
         self.until(f"location.href === {url!r} && document.readyState === 'complete'")
 
     def js(self, code: str) -> Any:
-        result = self.send("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        result = self.send(
+            "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
@@ -96,7 +122,8 @@ class Browser:
         "A real click, in the middle of an element."
         self.js(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
         x, y = self.js(
-            f"(r => [r.x + r.width / 2, r.y + r.height / 2])(document.querySelector({selector!r}).getBoundingClientRect())"
+            "(r => [r.x + r.width / 2, r.y + r.height / "
+            f"2])(document.querySelector({selector!r}).getBoundingClientRect())"
         )
         self.click_at(x, y)
 
@@ -121,9 +148,16 @@ class Browser:
             params = event["params"]
             if event["method"] == "Runtime.exceptionThrown":
                 bad.append(params["exceptionDetails"])
-            elif event["method"] == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            elif event["method"] == "Runtime.consoleAPICalled" and params["type"] in (
+                "error",
+                "warning",
+                "assert",
+            ):
                 bad.append(params)
-            elif event["method"] == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            elif event["method"] == "Log.entryAdded" and params["entry"]["level"] in (
+                "error",
+                "warning",
+            ):
                 bad.append(params["entry"])
         return bad
 

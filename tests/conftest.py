@@ -10,7 +10,8 @@ from browser import CHROMIUM, Browser
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in Python; it counts when Triton is imported
+    # kernels run in Python; it counts when Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

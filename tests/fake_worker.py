@@ -13,12 +13,21 @@ SOON = 60.0  # seconds: much more than anything here needs, and much less than f
 
 
 def make_worker_cls() -> type:
-    "A worker that computes nothing and does what it is told to. Made in a function, so it travels by value."
+    """A worker that computes nothing and does what it is told to. Made in a function, so it travels
+    by value.
+    """
 
     class FakeWorker:
-        def __init__(self, vllm_config, rank, local_rank, is_driver_worker, distributed_init_method=None):
-            self.config, self.rank, self.init_method = vllm_config, rank, distributed_init_method
-            self.is_driver_worker, self.local_rank, self.launched, self.steps = is_driver_worker, local_rank, [], []
+        def __init__(
+            self, vllm_config, rank, local_rank, is_driver_worker, distributed_init_method=None
+        ):
+            self.config = vllm_config
+            self.rank = rank
+            self.init_method = distributed_init_method
+            self.is_driver_worker = is_driver_worker
+            self.local_rank = local_rank
+            self.launched = []
+            self.steps = []
             self.calls = []
 
         def _act(self, name, what=None):
@@ -27,7 +36,8 @@ def make_worker_cls() -> type:
             if what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "exit":
-                os._exit(7)  # at once: Python's own end may take longer than one waits for the exit code
+                # at once: Python's own end may take longer than one waits for the exit code
+                os._exit(7)
             if what == "hang":
                 time.sleep(3600)
             if what.startswith("sleep"):
@@ -67,8 +77,14 @@ def make_worker_cls() -> type:
     return FakeWorker
 
 
-def make_config(size: int = 2, tp_size: int | None = None, faults: dict | None = None, **options: Any) -> Any:
-    parallel = {"world_size": size, "tensor_parallel_size": tp_size or size, "worker_cls": make_worker_cls()}
+def make_config(
+    size: int = 2, tp_size: int | None = None, faults: dict | None = None, **options: Any
+) -> Any:
+    parallel = {
+        "world_size": size,
+        "tensor_parallel_size": tp_size or size,
+        "worker_cls": make_worker_cls(),
+    }
     parallel |= {"worker_extension_cls": "", **options}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
@@ -79,7 +95,9 @@ def make_config(size: int = 2, tp_size: int | None = None, faults: dict | None =
 
 
 def slow_down(worker: Any, seconds: float) -> None:
-    "For `collective_rpc`: each step takes so much longer, until 0 ends it. What a test finds running then still runs."
+    """For `collective_rpc`: each step takes so much longer, until 0 ends it. What a test finds
+    running then still runs.
+    """
     submit = type(worker).submit
     worker.submit = lambda out: (time.sleep(seconds), submit(worker, out))[1]
 
@@ -90,12 +108,19 @@ def wait_for(path: str) -> None:
 
 
 def named_memory(pids: Iterable[int]) -> set[str]:
-    "Shared memory that these processes hold under a name, which could outlive them. Ours has none (`os.memfd_create`)."
+    """Shared memory that these processes hold under a name, which could outlive them. Ours has none
+    (`os.memfd_create`).
+    """
     found = set()
     for pid in pids:
         with suppress(OSError):
-            found |= {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
-    return {name for name in found if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
+            found |= {
+                line.split(maxsplit=5)[-1]
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+            }
+    return {
+        name for name in found if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")
+    }
 
 
 def is_alive(pid: int) -> bool:

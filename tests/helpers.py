@@ -1,4 +1,6 @@
-"""What several test files need: tiny models with random weights, and transformers' answers to compare with."""
+"""What several test files need: tiny models with random weights, and transformers' answers to
+compare with.
+"""
 
 import random
 from pathlib import Path
@@ -11,33 +13,71 @@ VOCAB = 128
 
 TINY = {
     "llama": lambda: LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
     ),
     "llama-tied-biased": lambda: LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True, attention_bias=True,
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        attention_bias=True,
         mlp_bias=True,
     ),
     "llama3-rope": lambda: LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=256,
-        rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                      "original_max_position_embeddings": 64, "rope_theta": 10000.0},
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+        },
     ),
     "opt": lambda: OPTConfig(
-        vocab_size=VOCAB, hidden_size=64, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4,
-        max_position_embeddings=256, word_embed_proj_dim=64,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        word_embed_proj_dim=64,
     ),
     "opt-350m-like": lambda: OPTConfig(
-        vocab_size=VOCAB, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, word_embed_proj_dim=32, do_layer_norm_before=False,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        word_embed_proj_dim=32,
+        do_layer_norm_before=False,
     ),
-}  # fmt: skip
+}
 
 
 def make_tiny(name: str, folder: Path, **save: Any) -> Any:
-    "Write the tiny model `name` into `folder` with weights large enough that no two tokens tie; returns transformers' model."
+    """Write the tiny model `name` into `folder` with weights large enough that no two tokens tie;
+    returns transformers' model.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(TINY[name]()).eval().float()
     for parameter in model.parameters():

@@ -1,4 +1,6 @@
-"""The package's shape: few classes, each one thing; who knows whom; and the way of a request through all of them."""
+"""The package's shape: few classes, each one thing; who knows whom; and the way of a request
+through all of them.
+"""
 
 import ast
 import subprocess
@@ -41,7 +43,9 @@ EXTENDED_ONCE = {  # base -> why there is one subclass, and the base is not made
 def sources() -> dict[str, ast.Module]:
     "The package's modules by name, parsed."
     paths = [path for path in PACKAGE.rglob("*.py") if path.name != "_modidx.py"]
-    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in paths}
+    names = {
+        path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in paths
+    }
     return {names[path].removesuffix(".__init__"): ast.parse(path.read_text()) for path in paths}
 
 
@@ -64,10 +68,16 @@ def package_bases() -> dict[str, list[str]]:
 
 
 def names_used_as_values(node: ast.AST) -> Iterator[str]:
-    "Names that are called, or handed on to be called: not those in annotations, in lists of bases and in `isinstance`."
+    """Names that are called, or handed on to be called: not those in annotations, in lists of bases
+    and in `isinstance`.
+    """
     if isinstance(node, ast.Name):
         yield node.id
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("teachvllm."):
+    elif (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.startswith("teachvllm.")
+    ):
         yield node.value.rpartition(".")[2]  # a qualified name
     skipped = {"annotation", "returns", "bases"}
     if isinstance(node, ast.Call) and name_of(node.func) in ("isinstance", "issubclass"):
@@ -87,12 +97,15 @@ def test_no_class_is_never_made_and_extended_once() -> None:
             children.setdefault(base, []).append(name)
     once = {base for base, names in children.items() if len(names) == 1 and base not in made}
     assert once <= set(EXTENDED_ONCE), {base: children[base] for base in once - set(EXTENDED_ONCE)}
-    assert set(EXTENDED_ONCE) <= once and len(EXTENDED_ONCE) <= 2, "an exception that is none any more"
+    assert set(EXTENDED_ONCE) <= once and len(EXTENDED_ONCE) <= 2, (
+        "an exception that is none any more"
+    )
 
 
 def test_no_line_of_inheritance_is_deeper_than_3() -> None:
     "A base, and two levels below it. Also, a class's name says which it is: no two have the same."
-    names, bases = [node.name for node in class_defs()], package_bases()
+    names = [node.name for node in class_defs()]
+    bases = package_bases()
 
     def depth(name: str) -> int:
         return 1 + max(map(depth, bases[name]), default=0)
@@ -103,18 +116,34 @@ def test_no_line_of_inheritance_is_deeper_than_3() -> None:
 
 # Modules
 
-FRONT = ("llm", "engine.llm_engine", "engine.output_processor", "inputs", "outputs", "trace", "viz", "block_player")
+FRONT = (
+    "llm",
+    "engine.llm_engine",
+    "engine.output_processor",
+    "inputs",
+    "outputs",
+    "trace",
+    "viz",
+    "block_player",
+)
 BEHIND = ("core", "worker", "attention", "model_executor")  # folders
 
 
 def imports(module: str) -> set[str]:
-    "All modules of the package that `module` imports, at its top or in a function, as `teachvllm.a.b`."
-    found, package = set(), module.rpartition(".")[0]
+    """All modules of the package that `module` imports, at its top or in a function, as
+    `teachvllm.a.b`.
+    """
+    found = set()
+    package = module.rpartition(".")[0]
     for node in ast.walk(sources()[module]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            home = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            home = (
+                ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+                if node.level
+                else ""
+            )
             where = ".".join(filter(None, (home, node.module)))
             found |= {where} | {f"{where}.{alias.name}" for alias in node.names}
     return {name for name in found if name.split(".")[0] == "teachvllm"}
@@ -132,13 +161,26 @@ def test_the_front_does_not_read_the_core(module: str) -> None:
 
 def test_imports_are_found() -> None:
     assert {"teachvllm.engine.core", "teachvllm.messages"} <= imports("teachvllm.engine.llm_engine")
-    assert {"teachvllm.core.scheduler", "teachvllm.worker.worker"} <= imports("teachvllm.executor.executor_base")
+    assert {"teachvllm.core.scheduler", "teachvllm.worker.worker"} <= imports(
+        "teachvllm.executor.executor_base"
+    )
 
 
 def test_the_core_and_the_front_import_no_torch(tmp_path: Path) -> None:
-    "Not one module of `core/` does, nor the messages, nor what turns them into text; and a scheduler runs without it."
+    """Not one module of `core/` does, nor the messages, nor what turns them into text; and a
+    scheduler runs without it.
+    """
     core = sorted(name for name in sources() if name.startswith("teachvllm.core."))
-    front = ["messages", "sequence", "outputs", "inputs", "engine.output_processor", "trace", "viz", "block_player"]
+    front = [
+        "messages",
+        "sequence",
+        "outputs",
+        "inputs",
+        "engine.output_processor",
+        "trace",
+        "viz",
+        "block_player",
+    ]
     code = f"""
 import importlib, sys
 for name in {core + [f"teachvllm.{name}" for name in front]}:
@@ -163,7 +205,13 @@ assert (seq.token_ids, news[0].finish_reason) == ([1, 2, 3] + [7] * 7, "length")
 assert "torch" not in sys.modules
 """
     assert len(core) >= 5
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=PACKAGE.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=PACKAGE.parent,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -195,10 +243,17 @@ def core_of(engine: LLMEngine) -> EngineCore:
 def test_a_readers_scheduler_runs_in_the_engine(folder: str, asynchronous: bool) -> None:
     "It decides what runs together, and the answers are the same. A class, or its qualified name."
     options = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 64}
-    prompts, answers, running = random_prompts(5), [], []
+    prompts = random_prompts(5)
+    answers = []
+    running = []
     for cls in (Scheduler, OneAtATime, f"{__name__}.SmallSteps"):
-        with LLM(folder, scheduler_cls=cls, async_scheduling=asynchronous, **options) as llm, llm.record() as trace:
-            answers.append([o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)])
+        with (
+            LLM(folder, scheduler_cls=cls, async_scheduling=asynchronous, **options) as llm,
+            llm.record() as trace,
+        ):
+            answers.append(
+                [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+            )
             running.append(max(len(step.running) for step in trace.steps))
             last = core_of(llm.llm_engine).scheduler
     assert answers[0] == answers[1] == answers[2] and running == [5, 1, 5]
@@ -207,12 +262,19 @@ def test_a_readers_scheduler_runs_in_the_engine(folder: str, asynchronous: bool)
 
 def test_the_same_class_runs_in_the_simulator(folder: str) -> None:
     "Over a `DummyExecutor`: hundreds of requests, by a virtual clock."
-    requests, running, tokens = make_requests(60, rate=2.0, max_len=128, vocab_size=100), [], []
+    requests = make_requests(60, rate=2.0, max_len=128, vocab_size=100)
+    running = []
+    tokens = []
     for cls in (Scheduler, OneAtATime, SmallSteps):
         args = EngineArgs(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, num_gpu_blocks_override=200, scheduler_cls=cls,
-            distributed_executor_backend=DummyExecutor, disable_log_stats=True,
-        )  # fmt: skip
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            num_gpu_blocks_override=200,
+            scheduler_cls=cls,
+            distributed_executor_backend=DummyExecutor,
+            disable_log_stats=True,
+        )
         engine = LLMEngine.from_engine_args(args)
         simulation = simulate(engine, requests)
         running.append(int(simulation.steps["running"].max()))
@@ -224,8 +286,21 @@ def test_the_same_class_runs_in_the_simulator(folder: str) -> None:
 
 # The way of a request
 
-PARTS = (LLM, LLMEngine, InputProcessor, OutputProcessor, InprocClient, EngineCore, Scheduler, ExecutorBase, Worker,
-         ModelRunner, LlamaForCausalLM, AttentionBackend, Sampler)  # fmt: skip
+PARTS = (
+    LLM,
+    LLMEngine,
+    InputProcessor,
+    OutputProcessor,
+    InprocClient,
+    EngineCore,
+    Scheduler,
+    ExecutorBase,
+    Worker,
+    ModelRunner,
+    LlamaForCausalLM,
+    AttentionBackend,
+    Sampler,
+)
 
 THE_WAY = """
  LLM.generate
@@ -258,7 +333,9 @@ ASIDE = {"has_unfinished_requests", "make_seq"}  # looks at a part, or gets an i
 
 
 class Walk:
-    "While it is profiled, the calls from one part into another, indented by how deep they are: `lines`."
+    """While it is profiled, the calls from one part into another, indented by how deep they are:
+    `lines`.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -267,12 +344,14 @@ class Walk:
 
     def __call__(self, frame: Any, event: str, arg: Any) -> None:
         if event == "call":
-            code, caller = frame.f_code, self.stack[-1]
+            code = frame.f_code
+            caller = self.stack[-1]
             is_method = code.co_argcount and code.co_varnames[0] == "self"
             me = frame.f_locals.get("self") if is_method else None
             part = next((part for part in PARTS if isinstance(me, part)), caller)
             self.depth += part is not caller
-            method = {"_wrapped_call_impl": "forward"}.get(code.co_name, code.co_name)  # torch's `Module.__call__`
+            # torch's `Module.__call__`
+            method = {"_wrapped_call_impl": "forward"}.get(code.co_name, code.co_name)
             if part is not None and part is not caller and method not in ASIDE:
                 self.lines.append(" " * self.depth + f"{part.__name__}.{method}")
             self.stack.append(part)
@@ -282,9 +361,9 @@ class Walk:
 
 
 def test_the_way_of_a_request(folder: str) -> None:
-    """From `LLM.generate` to the attention kernel, and back to a `RequestOutput`: each part is entered where it should be,
-    by the part that has it, and by no other; with one request and one step each call happens once; in the model, once a
-    layer, but layers of a kind share a plan.
+    """From `LLM.generate` to the attention kernel, and back to a `RequestOutput`: each part is
+    entered where it should be, by the part that has it, and by no other; with one request and one
+    step each call happens once; in the model, once a layer, but layers of a kind share a plan.
     """
     options = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 64}
     with LLM(folder, async_scheduling=False, **options) as llm:
@@ -292,7 +371,9 @@ def test_the_way_of_a_request(folder: str) -> None:
         walk = Walk()
         sys.setprofile(walk)
         try:
-            output = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0]
+            output = llm.generate(
+                [5, 6, 7], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False
+            )[0]
         finally:
             sys.setprofile(None)
     layer = [line for line in walk.lines if "AttentionBackend" in line]

@@ -1,4 +1,6 @@
-"""`AsyncLLM`: outputs as they come, requests that are given up, readers that are slow, and the ways in which it ends."""
+"""`AsyncLLM`: outputs as they come, requests that are given up, readers that are slow, and the ways
+in which it ends.
+"""
 
 import asyncio
 import os
@@ -18,7 +20,12 @@ from teachvllm.executor.executor_base import EngineClosedError, EngineDeadError
 from teachvllm.outputs import CompletionOutput, RequestOutput
 from teachvllm.sampling_params import PoolingParams, RequestOutputKind
 
-OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 64}
+OPTIONS = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "num_gpu_blocks_override": 24,
+    "max_num_batched_tokens": 64,
+}
 PROMPTS = random_prompts(6, longest=40)
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
@@ -43,14 +50,19 @@ def engine(folder: str) -> Iterator[AsyncLLM]:
 def expected(folder: str) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     with LLM(folder, **OPTIONS) as llm:
-        return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+        return [
+            list(output.outputs[0].token_ids)
+            for output in llm.generate(PROMPTS, params, use_tqdm=False)
+        ]
 
 
 def greedy(kind: RequestOutputKind = DELTA, max_tokens: int = 32) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=kind)
 
 
-async def read(engine: AsyncLLM, prompt: Any, params: SamplingParams, request_id: str, pause: float = 0.0) -> list[Any]:
+async def read(
+    engine: AsyncLLM, prompt: Any, params: SamplingParams, request_id: str, pause: float = 0.0
+) -> list[Any]:
     "All outputs of a request."
     outputs = []
     async for output in engine.generate(prompt, params, request_id):
@@ -60,7 +72,9 @@ async def read(engine: AsyncLLM, prompt: Any, params: SamplingParams, request_id
 
 
 def in_slow_steps(engine: AsyncLLM, what: Callable[[], Awaitable]) -> Callable[[], Awaitable]:
-    "A request of 200 tokens then takes four seconds at least, however long this process waits for its turn."
+    """A request of 200 tokens then takes four seconds at least, however long this process waits for
+    its turn.
+    """
 
     async def main() -> None:
         await engine.collective_rpc(slow_down, args=(0.02,))
@@ -88,18 +102,25 @@ async def all_blocks_are_free(engine: AsyncLLM) -> bool:
 
 
 def test_kinds_of_outputs(engine: AsyncLLM, expected: list[list[int]]) -> None:
-    "`CUMULATIVE` grows, `DELTA` adds up, `FINAL_ONLY` comes once; together they give what `LLM` gives."
+    """`CUMULATIVE` grows, `DELTA` adds up, `FINAL_ONLY` comes once; together they give what `LLM`
+    gives.
+    """
 
     async def main() -> None:
         kinds = [CUMULATIVE, DELTA, FINAL_ONLY] * 2
-        reading = [read(engine, prompt, greedy(kind), f"r{i}") for i, (prompt, kind) in enumerate(zip(PROMPTS, kinds))]
+        reading = [
+            read(engine, prompt, greedy(kind), f"r{i}")
+            for i, (prompt, kind) in enumerate(zip(PROMPTS, kinds))
+        ]
         for kind, outputs, tokens in zip(kinds, await asyncio.gather(*reading), expected):
             pieces = [output.outputs[0].token_ids for output in outputs]
             assert outputs[-1].finished and not any(output.finished for output in outputs[:-1])
             if kind is DELTA:
                 assert sum(pieces, []) == tokens and len(pieces) > 1
             else:
-                assert pieces[-1] == tokens and all(tokens[: len(piece)] == piece for piece in pieces)
+                assert pieces[-1] == tokens and all(
+                    tokens[: len(piece)] == piece for piece in pieces
+                )
                 assert len(pieces) > 1 if kind is CUMULATIVE else len(pieces) == 1
         assert await all_blocks_are_free(engine)
 
@@ -111,7 +132,8 @@ def test_a_slow_reader_holds_nothing_up(engine: AsyncLLM, expected: list[list[in
     "Its outputs are merged: few come, none is lost; meanwhile a quick reader gets all of its own."
 
     async def main() -> None:
-        outputs, quick_is_done = [], asyncio.Event()
+        outputs = []
+        quick_is_done = asyncio.Event()
 
         async def read_slowly() -> None:
             async for output in engine.generate(PROMPTS[0], greedy(), "slow"):
@@ -127,13 +149,18 @@ def test_a_slow_reader_holds_nothing_up(engine: AsyncLLM, expected: list[list[in
             await asyncio.sleep(0.01)
         quick_is_done.set()
         await slow
-        assert len(outputs) <= 2 and sum((output.outputs[0].token_ids for output in outputs), []) == expected[0]
+        assert (
+            len(outputs) <= 2
+            and sum((output.outputs[0].token_ids for output in outputs), []) == expected[0]
+        )
 
     run(main)
 
 
 def test_requests_that_are_given_up(engine: AsyncLLM) -> None:
-    "A cancelled task, a reader that stops, a call of `abort`: the blocks are free, and the id may be used again."
+    """A cancelled task, a reader that stops, a call of `abort`: the blocks are free, and the id may
+    be used again.
+    """
     long = greedy(max_tokens=200)
 
     async def main() -> None:
@@ -166,7 +193,9 @@ def test_requests_that_are_given_up(engine: AsyncLLM) -> None:
 
 
 def test_many_come_and_go(engine: AsyncLLM, expected: list[list[int]]) -> None:
-    "A hundred requests, a third given up at random times: every complete answer is right, nothing is left."
+    """A hundred requests, a third given up at random times: every complete answer is right, nothing
+    is left.
+    """
     rng = random.Random(0)
 
     async def client(i: int) -> bool:
@@ -188,7 +217,11 @@ def test_many_come_and_go(engine: AsyncLLM, expected: list[list[int]]) -> None:
         finished = await asyncio.gather(*[client(i) for i in range(100)])
         assert 66 <= sum(finished) < 100
         assert await all_blocks_are_free(engine)
-        assert not engine.collectors and not engine.output_processor.request_states and not engine.engine_core.running
+        assert (
+            not engine.collectors
+            and not engine.output_processor.request_states
+            and not engine.engine_core.running
+        )
         assert len(asyncio.all_tasks() - {engine.output_handler}) == num_tasks
 
     files = len(os.listdir("/proc/self/fd"))
@@ -198,7 +231,9 @@ def test_many_come_and_go(engine: AsyncLLM, expected: list[list[int]]) -> None:
 
 
 def test_refused(engine: AsyncLLM) -> None:
-    "By the front or by the core: `ValueError` from the first step of the generator, and the engine goes on."
+    """By the front or by the core: `ValueError` from the first step of the generator, and the
+    engine goes on.
+    """
 
     async def refused(prompt: Any, params: Any, match: str, request_id: str = "x") -> None:
         with pytest.raises(ValueError, match=match):
@@ -246,8 +281,11 @@ class ToldOfFailures(Told):
 
 
 def test_the_core_dies(folder: str) -> None:
-    "While requests run: each ends with the reason, as does every later call; stat loggers hear of each request."
-    told, failed = Told(), ToldOfFailures()
+    """While requests run: each ends with the reason, as does every later call; stat loggers hear of
+    each request.
+    """
+    told = Told()
+    failed = ToldOfFailures()
     engine = AsyncLLM.from_engine_args(EngineArgs(folder, **OPTIONS), stat_loggers=[told, failed])
 
     async def main() -> None:
@@ -264,7 +302,11 @@ def test_the_core_dies(folder: str) -> None:
         assert len(set(map(id, errors))) == len(PROMPTS), "two tasks raise the same exception"
         ids = sorted(f"r{i}" for i in range(len(PROMPTS)))
         assert (sorted(told.aborted), failed.aborted, sorted(failed.failed)) == (ids, [], ids)
-        assert engine.errored and not engine.is_running and isinstance(engine.dead_error, EngineDeadError)
+        assert (
+            engine.errored
+            and not engine.is_running
+            and isinstance(engine.dead_error, EngineDeadError)
+        )
         for call in (
             engine.check_health,
             engine.reset_prefix_cache,
@@ -305,7 +347,9 @@ class Fails:
 
 
 def test_faults_of_our_own(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    "A stat logger that raises is passed over; where outputs cannot be processed, the requests end with that error."
+    """A stat logger that raises is passed over; where outputs cannot be processed, the requests end
+    with that error.
+    """
 
     async def main() -> None:
         engine.stat_loggers.append(Fails())
@@ -319,7 +363,9 @@ def test_faults_of_our_own(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) ->
             assert {str(error) for error in errors} == {
                 "outputs could not be processed: ZeroDivisionError: division by zero"
             }
-            assert {type(error) for error in errors} == {RuntimeError} and len(set(map(id, errors))) == 3
+            assert {type(error) for error in errors} == {RuntimeError} and len(
+                set(map(id, errors))
+            ) == 3
         assert await all_blocks_are_free(engine)
         assert len(await read(engine, PROMPTS[0], greedy(FINAL_ONLY, 5), "a")) == 1
 
@@ -343,11 +389,18 @@ def test_the_output_handler_is_gone(engine: AsyncLLM) -> None:
 
 
 def test_merged_outputs() -> None:
-    "Text, tokens and log-probabilities of each sequence are joined, whichever of the two pieces has it."
+    """Text, tokens and log-probabilities of each sequence are joined, whichever of the two pieces
+    has it.
+    """
 
     def piece(index: int, text: str, reason: str | None = None) -> CompletionOutput:
         return CompletionOutput(
-            index, text, [ord(c) for c in text], None, logprobs=[{} for _ in text], finish_reason=reason
+            index,
+            text,
+            [ord(c) for c in text],
+            None,
+            logprobs=[{} for _ in text],
+            finish_reason=reason,
         )
 
     first = RequestOutput("r", None, [1], [piece(0, "ab"), piece(1, "x", "stop")], False)

@@ -1,6 +1,8 @@
-"""With `async_scheduling` a step is decided while the one before it runs: every answer is the same, whatever comes between.
+"""With `async_scheduling` a step is decided while the one before it runs: every answer is the same,
+whatever comes between.
 
-First on a simulated worker, which is as late or as early as can be; then on tiny models whose worker has a thread.
+First on a simulated worker, which is as late or as early as can be; then on tiny models whose
+worker has a thread.
 """
 
 import gc
@@ -58,7 +60,9 @@ class LateWorker(SimulatedWorker):
     just_sent: SchedulerOutput | None = None
 
     def compare_with_scheduler(self, out: SchedulerOutput) -> None:
-        "At the moment at which the step was decided the worker knows what the scheduler knows, and tokens still on their way."
+        """At the moment at which the step was decided the worker knows what the scheduler knows,
+        and tokens still on their way.
+        """
         if out is not self.just_sent:
             return
         scheduler = self.scheduler
@@ -72,7 +76,9 @@ class LateWorker(SimulatedWorker):
 
 
 class LateExecutor(SimulatedExecutor):
-    "Carries out each step when it is sent, or not before its result is asked for; no orders may change meanwhile."
+    """Carries out each step when it is sent, or not before its result is asked for; no orders may
+    change meanwhile.
+    """
 
     def _init_executor(self) -> None:
         self.worker = LateWorker(self.config, self.num_cpu_blocks)
@@ -99,7 +105,9 @@ class LateExecutor(SimulatedExecutor):
                 one.set_exception(error)
         return result.result() if self.worker.just_sent is None else None
 
-    def collective_rpc(self, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None) -> list[Any]:
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None
+    ) -> list[Any]:
         assert not self.orders, "not all that was sent has been done"
         return super().collective_rpc(method, timeout, args, kwargs)
 
@@ -121,7 +129,9 @@ class AheadOfTime(Simulation):
         recover(message)
 
     def check_schedule(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
-        "A sequence that decodes gets a token if it can have one more; no request is preempted while tokens are on their way."
+        """A sequence that decodes gets a token if it can have one more; no request is preempted
+        while tokens are on their way.
+        """
         scheduler = self.scheduler
         ahead = bool(self.core.in_flight)
         decoding = [
@@ -136,9 +146,14 @@ class AheadOfTime(Simulation):
             gone = group.request_id in out.preempted_request_ids or seq.status.finished
             assert gone or out.num_scheduled_tokens.get(seq.seq_id, 0) == (seq.seq_id not in full)
         if ahead:  # with a window, the blocks for a prompt's next tokens may not be free yet
-            assert not out.preempted_request_ids and (out.num_scheduled_tokens or self.options["window"])
+            assert not out.preempted_request_ids and (
+                out.num_scheduled_tokens or self.options["window"]
+            )
         assert out.total_num_scheduled_tokens <= self.options["max_num_batched_tokens"]
-        assert sum(len(group.unfinished) for group in scheduler.running) <= self.options["max_num_seqs"]
+        assert (
+            sum(len(group.unfinished) for group in scheduler.running)
+            <= self.options["max_num_seqs"]
+        )
         assert set(out.num_scheduled_tokens) <= set(scheduler.block_manager.block_tables)
         self.check()
         return out
@@ -157,7 +172,8 @@ class AheadOfTime(Simulation):
             outputs = self.engine.step()
         except RuntimeError as error:
             assert str(error) == "boom" and self.num_failures > 0
-            self.num_failures, outputs = 0, []
+            self.num_failures = 0
+            outputs = []
         self.worker.before.clear()
         self.worker.after.clear()
         self.num_steps += 1
@@ -191,14 +207,20 @@ def test_any_order_of_calls() -> None:
     test_blocks.run(AheadMachine, 60)
 
 
-@pytest.mark.parametrize("num_steps, error", [(1, Torn), (3, None), (3, Torn), (5, Torn), (6, None), (6, Torn)])
+@pytest.mark.parametrize(
+    "num_steps, error", [(1, Torn), (3, None), (3, Torn), (5, Torn), (6, None), (6, Torn)]
+)
 def test_a_step_torn_at_any_line(num_steps: int, error: type | None) -> None:
-    "With a step in flight or without, in a pool that is full or not: what ran ends, with its answer or with an error."
+    """With a step in flight or without, in a pool that is full or not: what ran ends, with its
+    answer or with an error.
+    """
     torn = in_flight = 0
     for line in range(1, 4000, 17):
         simulation = AheadOfTime(num_gpu_blocks=12, max_num_seqs=8)
         for i, (length, n) in enumerate(((9, 3), (5, 1), (11, 1))):
-            params = SamplingParams(temperature=int(n > 1), seed=i, max_tokens=12, ignore_eos=True, n=n)
+            params = SamplingParams(
+                temperature=int(n > 1), seed=i, max_tokens=12, ignore_eos=True, n=n
+            )
             simulation.add([i] * length, params)
         for _ in range(num_steps):
             simulation.step()
@@ -216,7 +238,8 @@ def test_a_step_torn_at_any_line(num_steps: int, error: type | None) -> None:
 # On tiny models, whose worker has a thread
 
 Params = SamplingParams | BeamSearchParams
-Answers = dict[str, list[tuple[list[int], str | None, Any]]]  # of each: tokens, finish_reason and stop_reason
+# of each: tokens, finish_reason and stop_reason
+Answers = dict[str, list[tuple[list[int], str | None, Any]]]
 EOS = frozenset(range(0, VOCAB, 7))
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -224,10 +247,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 def make_requests() -> dict[str, tuple[list[int], Params]]:
     "One of each kind, some of which begin alike."
     p = random_prompts(6, longest=24, seed=3)
-    hot, stops = replace(GREEDY, temperature=1), list(range(0, VOCAB, 5))
-    delta, final = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+    hot = replace(GREEDY, temperature=1)
+    stops = list(range(0, VOCAB, 5))
+    delta = RequestOutputKind.DELTA
+    final = RequestOutputKind.FINAL_ONLY
     return {
-        "greedy": (p[0], GREEDY), "seeded": (p[1], replace(hot, seed=1)),
+        "greedy": (p[0], GREEDY),
+        "seeded": (p[1], replace(hot, seed=1)),
         "top_p": (p[2], replace(hot, seed=2, top_p=0.8, output_kind=final)),
         "filtered": ([*p[0], 7], replace(hot, seed=3, top_k=5, min_p=0.05)),
         "stops": (p[3], replace(hot, seed=4, stop_token_ids=stops, output_kind=delta)),
@@ -239,13 +265,23 @@ def make_requests() -> dict[str, tuple[list[int], Params]]:
         "forks": (p[2], replace(hot, n=3, seed=9, stop_token_ids=stops, output_kind=delta)),
         "alike": ([*p[0], 9], replace(hot, n=2, seed=11)),
         "best": (p[4], replace(hot, n=2, best_of=4, seed=10, output_kind=final)),
-        "beams": ([*p[0], 9, 9], BeamSearchParams(3, 8)), "more beams": (p[5], BeamSearchParams(2, 5, True)),
-    }  # fmt: skip
+        "beams": ([*p[0], 9, 9], BeamSearchParams(3, 8)),
+        "more beams": (p[5], BeamSearchParams(2, 5, True)),
+    }
 
 
 def tiny(folder: str, num_blocks: int = 400, **options: Any) -> LLM:
-    defaults = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "swap_space": 0.001}
-    llm = LLM(folder, num_gpu_blocks_override=num_blocks, **{**defaults, "async_scheduling": True, **options})
+    defaults = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "block_size": 4,
+        "swap_space": 0.001,
+    }
+    llm = LLM(
+        folder,
+        num_gpu_blocks_override=num_blocks,
+        **{**defaults, "async_scheduling": True, **options},
+    )
     llm.llm_engine.processor.eos_token_ids = EOS
     return llm
 
@@ -264,11 +300,14 @@ class Told:
 
     def take(self, outputs: list[Any]) -> None:
         for output in outputs:
-            name, (_, params) = output.request_id, self.requests[output.request_id]
+            name = output.request_id
+            (_, params) = self.requests[output.request_id]
             assert name not in self.finished, "told after its end"
             delta = getattr(params, "output_kind", None) is RequestOutputKind.DELTA
             answers = self.answers.setdefault(name, []) if delta else []
-            answers += [([], None, None)] * (1 + max(o.index for o in output.outputs) - len(answers))
+            answers += [([], None, None)] * (
+                1 + max(o.index for o in output.outputs) - len(answers)
+            )
             for o in output.outputs:
                 assert answers[o.index][1] is None, "an answer's end is told once"
                 answers[o.index] = answers[o.index][0] + o.token_ids, o.finish_reason, o.stop_reason
@@ -276,9 +315,16 @@ class Told:
             self.finished |= {name} if output.finished else set()
 
 
-def answer(llm: LLM, requests: dict[str, tuple[Any, Params]], error: Any = ZeroDivisionError) -> Answers:
-    "Half of the requests come at once, the others one a step; if a step raises `error`, the next is tried."
-    engine, core, told, todo = llm.llm_engine, core_of(llm), Told(requests), deque(requests)
+def answer(
+    llm: LLM, requests: dict[str, tuple[Any, Params]], error: Any = ZeroDivisionError
+) -> Answers:
+    """Half of the requests come at once, the others one a step; if a step raises `error`, the next
+    is tried.
+    """
+    engine = llm.llm_engine
+    core = core_of(llm)
+    told = Told(requests)
+    todo = deque(requests)
     by_priority = engine.config.scheduler_config.policy == "priority"
     while todo or engine.has_unfinished_requests():
         for _ in range((len(todo) + 1) // 2 if len(todo) == len(requests) else min(1, len(todo))):
@@ -295,10 +341,17 @@ def answer(llm: LLM, requests: dict[str, tuple[Any, Params]], error: Any = ZeroD
 
 
 def check_but_for_errors(
-    answers: Answers, expected: Answers, requests: dict[str, tuple[Any, Params]], error: str = "ZeroDivisionError"
+    answers: Answers,
+    expected: Answers,
+    requests: dict[str, tuple[Any, Params]],
+    error: str = "ZeroDivisionError",
 ) -> set[str]:
-    "Requests that ended with an error say which, and have no wrong token; the others are as expected. Returns the former."
-    failed = {name for name, many in answers.items() if any(reason == "error" for _, reason, _ in many)}
+    """Requests that ended with an error say which, and have no wrong token; the others are as
+    expected. Returns the former.
+    """
+    failed = {
+        name for name, many in answers.items() if any(reason == "error" for _, reason, _ in many)
+    }
     assert {name: many for name, many in answers.items() if name not in failed} == {
         name: many for name, many in expected.items() if name not in failed
     }
@@ -306,21 +359,32 @@ def check_but_for_errors(
         few = getattr(requests[name][1], "best_of", None)  # its best at the end may be others
         for tokens, reason, says in answers[name]:
             assert few or any(tokens == whole[: len(tokens)] for whole, *_ in expected[name])
-            assert (error in says) if reason == "error" else few or (tokens, reason, says) in expected[name]
+            assert (
+                (error in says)
+                if reason == "error"
+                else few or (tokens, reason, says) in expected[name]
+            )
     return failed
 
 
 def check_nothing_left(llm: LLM) -> None:
     "No request, no sequence, no step, no block, and no slot."
-    engine, core = llm.llm_engine, core_of(llm)
-    for _ in range(2):  # a step that was in flight, and one that tells the worker which sequences ended last
+    engine = llm.llm_engine
+    core = core_of(llm)
+    # a step that was in flight, and one that tells the worker which sequences ended last
+    for _ in range(2):
         assert not engine.step()
-    manager, state = core.scheduler.block_manager, runner_of(llm).input_batch
+    manager = core.scheduler.block_manager
+    state = runner_of(llm).input_batch
     manager.check_integrity()
     assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
     assert manager.cpu_allocator.get_num_free_blocks() == manager.num_cpu_blocks
     assert not engine.has_unfinished_requests()
-    assert not core.scheduler.seqs and not core.scheduler.has_unfinished_requests() and not core.in_flight
+    assert (
+        not core.scheduler.seqs
+        and not core.scheduler.has_unfinished_requests()
+        and not core.in_flight
+    )
     assert not state.slot_of and sorted(state.free_slots) == list(range(state.num_slots))
 
 
@@ -330,11 +394,15 @@ def runner_of(llm: LLM) -> Any:
 
 def num_ahead(trace: Trace) -> int:
     "Steps that were decided before the one before them was there."
-    return sum(b.start < a.process_start for a, b in pairwise(trace.steps) if a.process_start is not None)
+    return sum(
+        b.start < a.process_start for a, b in pairwise(trace.steps) if a.process_start is not None
+    )
 
 
 def worker_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("teachvllm-worker")]
+    return [
+        thread for thread in threading.enumerate() if thread.name.startswith("teachvllm-worker")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -351,24 +419,51 @@ def expected(folder: str) -> Answers:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"block_size": 1, "num_blocks": 2000}, {"block_size": 16}, {"max_num_batched_tokens": 6}, {"max_num_seqs": 4},
-        {"enable_prefix_caching": False}, {"num_blocks": 22}, {"num_blocks": 22, "preemption_mode": "swap"},
-        {"num_blocks": 22, "preemption_mode": "recompute"}, {"num_blocks": 22, "enable_prefix_caching": False, "max_num_seqs": 8},
-        {"num_blocks": 22, "preemption_mode": "swap", "scheduling_policy": "priority", "max_num_batched_tokens": 9},
+        {},
+        {"block_size": 1, "num_blocks": 2000},
+        {"block_size": 16},
+        {"max_num_batched_tokens": 6},
+        {"max_num_seqs": 4},
+        {"enable_prefix_caching": False},
+        {"num_blocks": 22},
+        {"num_blocks": 22, "preemption_mode": "swap"},
+        {"num_blocks": 22, "preemption_mode": "recompute"},
+        {"num_blocks": 22, "enable_prefix_caching": False, "max_num_seqs": 8},
+        {
+            "num_blocks": 22,
+            "preemption_mode": "swap",
+            "scheduling_policy": "priority",
+            "max_num_batched_tokens": 9,
+        },
         {"num_blocks": 22, "preemption_mode": "recompute", "scheduling_policy": "priority"},
-        {"num_blocks": 22, "async_scheduling": False}, {"num_blocks": 22, "async_scheduling": False, "preemption_mode": "swap"},
-        {"num_blocks": 22, "async_scheduling": False, "preemption_mode": "recompute", "max_num_batched_tokens": 9},
-        {"num_blocks": 26, "enable_chunked_prefill": False, "max_model_len": 64, "max_num_batched_tokens": 64},
+        {"num_blocks": 22, "async_scheduling": False},
+        {"num_blocks": 22, "async_scheduling": False, "preemption_mode": "swap"},
+        {
+            "num_blocks": 22,
+            "async_scheduling": False,
+            "preemption_mode": "recompute",
+            "max_num_batched_tokens": 9,
+        },
+        {
+            "num_blocks": 26,
+            "enable_chunked_prefill": False,
+            "max_model_len": 64,
+            "max_num_batched_tokens": 64,
+        },
     ],
-)  # fmt: skip
+)
 def test_the_same_answers(folder: str, expected: Answers, options: dict[str, Any]) -> None:
-    "Every kind of request, in pools that hold them all or hardly one, with any budget; and once more from the cache."
+    """Every kind of request, in pools that hold them all or hardly one, with any budget; and once
+    more from the cache.
+    """
     with tiny(folder, **options) as llm, llm.record() as trace:
         assert answer(llm, make_requests()) == expected
         metrics = llm.get_metrics()
         if options.get("num_blocks", 400) < 100:
             assert metrics["num_preemptions"] >= 3
-            assert (metrics["num_swapped_out_blocks"] > 0) == (options.get("preemption_mode") != "recompute")
+            assert (metrics["num_swapped_out_blocks"] > 0) == (
+                options.get("preemption_mode") != "recompute"
+            )
         assert (num_ahead(trace) > len(trace.steps) // 5) == options.get("async_scheduling", True)
         assert answer(llm, make_requests()) == expected
         hits = llm.get_metrics()["prefix_cache_hits"] - metrics["prefix_cache_hits"]
@@ -376,15 +471,25 @@ def test_the_same_answers(folder: str, expected: Answers, options: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_num_batched_tokens": 7}, {"num_blocks": 20}, {"num_blocks": 20, "preemption_mode": "swap"}]
+    "options",
+    [
+        {"max_num_batched_tokens": 7},
+        {"num_blocks": 20},
+        {"num_blocks": 20, "preemption_mode": "swap"},
+    ],
 )
 def test_a_sliding_window(tmp_path: Path, options: dict[str, Any]) -> None:
     from transformers import MistralConfig
 
-    config = MistralConfig(**{**TINY["llama"]().to_dict(), "architectures": None, "sliding_window": 16, "head_dim": 16})
+    config = MistralConfig(
+        **{**TINY["llama"]().to_dict(), "architectures": None, "sliding_window": 16, "head_dim": 16}
+    )
     with patch.dict(TINY, window=lambda: config):
         make_tiny("window", tmp_path)
-    requests = {name: (prompt, replace(params, max_tokens=30)) for name, (prompt, params) in make_requests().items()}
+    requests = {
+        name: (prompt, replace(params, max_tokens=30))
+        for name, (prompt, params) in make_requests().items()
+    }
     for name in ("best", "forks"):  # too large for the pool
         del requests[name]
     with tiny(str(tmp_path), async_scheduling=False) as llm:
@@ -406,22 +511,36 @@ def test_texts() -> None:
             llm.llm_engine.add_request(str(i), prompts[i % 3], one)
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():
-                i, o = int(output.request_id), output.outputs[0]
+                i = int(output.request_id)
+                o = output.outputs[0]
                 delta = many[i].output_kind is RequestOutputKind.DELTA
                 text, ids = pieces[i][:2] if delta else ("", [])
                 pieces[i] = text + o.text, ids + o.token_ids, o.finish_reason, o.stop_reason
         return pieces
 
     options = {"dtype": "float32", "num_gpu_blocks_override": 64}
-    with LLM(**options, async_scheduling=False) as llm, LLM(**options, async_scheduling=True) as ahead:
+    with (
+        LLM(**options, async_scheduling=False) as llm,
+        LLM(**options, async_scheduling=True) as ahead,
+    ):
         free = texts(llm, [params] * 3)
         stops = [text[len(text) // 2 :][:5] for text, *_ in free]
         many = [
-            replace(params, stop=stop, include_stop_str_in_output=include, min_tokens=few, output_kind=kind)
-            for kind in RequestOutputKind for include, few in ((False, 0), (True, 8)) for stop in stops
-        ]  # fmt: skip
+            replace(
+                params,
+                stop=stop,
+                include_stop_str_in_output=include,
+                min_tokens=few,
+                output_kind=kind,
+            )
+            for kind in RequestOutputKind
+            for include, few in ((False, 0), (True, 8))
+            for stop in stops
+        ]
         expected = texts(llm, many)
-        assert texts(ahead, many) == expected and {reason for _, _, reason, _ in expected} == {"stop"}
+        assert texts(ahead, many) == expected and {reason for _, _, reason, _ in expected} == {
+            "stop"
+        }
         cut = [text[: text.index(stop)] for (text, *_), stop in zip(free, stops, strict=True)]
         assert [text for text, *_ in expected[:3]] == cut
         for one in (llm, ahead):  # the core was told to end them
@@ -431,13 +550,23 @@ def test_texts() -> None:
 # That it runs ahead, and when it does not
 
 
-def test_the_next_step_is_decided_while_one_runs(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    "The worker's thread goes on with a step only when the next has been decided; the last step has none."
+def test_the_next_step_is_decided_while_one_runs(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's thread goes on with a step only when the next has been decided; the last step
+    has none.
+    """
     with tiny(folder) as llm:
-        expected = llm.generate([5, 6, 7], replace(GREEDY, max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids
-        scheduler, forward = core_of(llm).scheduler, runner_of(llm).model_inputs
+        expected = (
+            llm.generate([5, 6, 7], replace(GREEDY, max_tokens=6), use_tqdm=False)[0]
+            .outputs[0]
+            .token_ids
+        )
+        scheduler = core_of(llm).scheduler
+        forward = runner_of(llm).model_inputs
         schedule = scheduler.schedule
-        decided, steps = threading.Semaphore(0), count(1)
+        decided = threading.Semaphore(0)
+        steps = count(1)
 
         def deciding() -> SchedulerOutput:
             decided.release()
@@ -452,9 +581,14 @@ def test_the_next_step_is_decided_while_one_runs(folder: str, monkeypatch: pytes
         monkeypatch.setattr(scheduler, "schedule", deciding)
         monkeypatch.setattr(runner_of(llm), "model_inputs", waiting)
         assert (
-            llm.generate([5, 6, 7], replace(GREEDY, max_tokens=6), use_tqdm=False)[0].outputs[0].token_ids == expected
+            llm.generate([5, 6, 7], replace(GREEDY, max_tokens=6), use_tqdm=False)[0]
+            .outputs[0]
+            .token_ids
+            == expected
         )
-        assert next(steps) == 7, "no step in vain: where the end is known, nothing is decided after it"
+        assert next(steps) == 7, (
+            "no step in vain: where the end is known, nothing is decided after it"
+        )
 
 
 def test_on_a_cpu_it_must_be_asked_for(folder: str) -> None:
@@ -466,9 +600,14 @@ def test_on_a_cpu_it_must_be_asked_for(folder: str) -> None:
 
 
 def test_only_a_stop_costs_a_token(folder: str) -> None:
-    "As many tokens are computed as without; one more for each answer that ends before its last possible token."
+    """As many tokens are computed as without; one more for each answer that ends before its last
+    possible token.
+    """
     for stops in ([], list(range(0, VOCAB, 8))):
-        params = [replace(GREEDY, temperature=1, seed=i, stop_token_ids=stops, max_tokens=i + 1) for i in range(16)]
+        params = [
+            replace(GREEDY, temperature=1, seed=i, stop_token_ids=stops, max_tokens=i + 1)
+            for i in range(16)
+        ]
         totals = []
         for ahead in (False, True):
             with tiny(folder, async_scheduling=ahead) as llm, llm.record() as trace:
@@ -486,16 +625,28 @@ def test_the_cache_knows_as_much(folder: str) -> None:
             cached = []
             for n in range(1, 10):
                 prompt = [n] * 16
-                tokens = llm.generate(prompt, replace(GREEDY, max_tokens=n), use_tqdm=False)[0].outputs[0].token_ids
-                cached.append(llm.generate([*prompt, *tokens, 9, 8], GREEDY, use_tqdm=False)[0].num_cached_tokens)
+                tokens = (
+                    llm.generate(prompt, replace(GREEDY, max_tokens=n), use_tqdm=False)[0]
+                    .outputs[0]
+                    .token_ids
+                )
+                cached.append(
+                    llm.generate([*prompt, *tokens, 9, 8], GREEDY, use_tqdm=False)[
+                        0
+                    ].num_cached_tokens
+                )
             found.append(cached)
     assert found[0] == found[1] and found[0][-1] == 24
 
 
 def test_what_was_swapped_out_can_be_found_again() -> None:
-    "Its blocks are others when it comes back; no other request had them meanwhile, and they are shared from then on."
+    """Its blocks are others when it comes back; no other request had them meanwhile, and they are
+    shared from then on.
+    """
     manager = BlockSpaceManager(2, 6, 6, enable_caching=True)
-    seq, other, like_it = Sequence(0, list(range(7))), Sequence(1, [9] * 12), Sequence(2, list(range(8)))
+    seq = Sequence(0, list(range(7)))
+    other = Sequence(1, [9] * 12)
+    like_it = Sequence(2, list(range(8)))
     group, others = (SequenceGroup(str(one.seq_id), one, GREEDY) for one in (seq, other))
     manager.allocate(group)
     seq.num_computed_tokens = 7
@@ -510,10 +661,15 @@ def test_what_was_swapped_out_can_be_found_again() -> None:
 
 
 def test_blocks_change_hands_while_a_step_is_in_flight(folder: str) -> None:
-    "Each request fills the pool; it stops while its next step runs, and its blocks go to the one that waits."
+    """Each request fills the pool; it stops while its next step runs, and its blocks go to the one
+    that waits.
+    """
     stops = list(range(0, VOCAB, 4))
     requests = {
-        str(i): (prompt, replace(GREEDY, temperature=1, seed=i, stop_token_ids=stops, max_tokens=10))
+        str(i): (
+            prompt,
+            replace(GREEDY, temperature=1, seed=i, stop_token_ids=stops, max_tokens=10),
+        )
         for i, prompt in enumerate(random_prompts(24, longest=22, seed=8))
     }
     with tiny(folder, async_scheduling=False) as llm:
@@ -529,10 +685,16 @@ def test_blocks_change_hands_while_a_step_is_in_flight(folder: str) -> None:
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("failing", [1, 2, 3, 10, 17])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_step_that_fails_in_the_thread(folder: str, expected: Answers, mode: str, failing: int, late: bool) -> None:
-    "Before the model or after it, with the next step waiting behind: what ran ends with an error, the others do not notice."
+def test_a_step_that_fails_in_the_thread(
+    folder: str, expected: Answers, mode: str, failing: int, late: bool
+) -> None:
+    """Before the model or after it, with the next step waiting behind: what ran ends with an error,
+    the others do not notice.
+    """
     with tiny(folder, 24, preemption_mode=mode) as llm:
-        runner, running, calls = runner_of(llm), set(), count(1)
+        runner = runner_of(llm)
+        running = set()
+        calls = count(1)
         forward = runner.model_inputs
 
         def failing_once(*args: Any) -> Any:
@@ -544,16 +706,24 @@ def test_a_step_that_fails_in_the_thread(folder: str, expected: Answers, mode: s
             return result
 
         runner.model_inputs = failing_once
-        failed = check_but_for_errors(answer(llm, make_requests()), expected, make_requests(), f"step {failing}")
+        failed = check_but_for_errors(
+            answer(llm, make_requests()), expected, make_requests(), f"step {failing}"
+        )
         assert 0 < len(failed) < len(expected) and running
         assert answer(llm, make_requests()) == expected
 
 
 def test_every_step_fails_now_and_then(folder: str, expected: Answers) -> None:
-    "In the worker, in the scheduler, on the way between them, and among the outputs before any of them is touched."
-    rng, failures, failed = random.Random(0), 0, set()
+    """In the worker, in the scheduler, on the way between them, and among the outputs before any of
+    them is touched.
+    """
+    rng = random.Random(0)
+    failures = 0
+    failed = set()
     with tiny(folder, 24) as llm:
-        engine, core, runner = llm.llm_engine, core_of(llm), runner_of(llm)
+        engine = llm.llm_engine
+        core = core_of(llm)
+        runner = runner_of(llm)
 
         def now_and_then(call: Callable) -> Callable:
             def maybe(*args: Any) -> Any:
@@ -566,9 +736,12 @@ def test_every_step_fails_now_and_then(folder: str, expected: Answers) -> None:
             return maybe
 
         for owner, name in (
-            (runner, "model_inputs"), (core.executor, "submit"),
-            (core.scheduler, "schedule"), (core.scheduler, "update_from_output"), (core.look_ahead, "can_run_ahead"),
-        ):  # fmt: skip
+            (runner, "model_inputs"),
+            (core.executor, "submit"),
+            (core.scheduler, "schedule"),
+            (core.scheduler, "update_from_output"),
+            (core.look_ahead, "can_run_ahead"),
+        ):
             setattr(owner, name, now_and_then(getattr(owner, name)))
         for _ in range(6):
             told = Told(make_requests())
@@ -603,7 +776,10 @@ def collecting(collect: Callable[[], Any], waits: threading.Event) -> Callable[[
 @pytest.mark.parametrize("step", [1, 2, 5, 12])
 def test_ctrl_c_while_the_host_waits(folder: str, expected: Answers, step: int) -> None:
     "A real signal, which comes while the worker's thread is in the midst of a step."
-    seen, waits, calls, default = threading.Event(), threading.Event(), count(1), signal.getsignal(signal.SIGINT)
+    seen = threading.Event()
+    waits = threading.Event()
+    calls = count(1)
+    default = signal.getsignal(signal.SIGINT)
 
     def interrupt(*args: Any) -> None:
         if waits.is_set() and not seen.is_set():
@@ -611,13 +787,15 @@ def test_ctrl_c_while_the_host_waits(folder: str, expected: Answers, step: int) 
             raise KeyboardInterrupt
 
     with tiny(folder, 24) as llm:
-        runner, executor = runner_of(llm), core_of(llm).executor
+        runner = runner_of(llm)
+        executor = core_of(llm).executor
         forward = runner.model_inputs
         executor.collect = collecting(executor.collect, waits)
 
         def interrupted(*args: Any) -> Any:
             tries = 3000 if next(calls) == step else 0
-            while tries and not seen.wait(0.02):  # one that comes before the host waits for a step is passed over
+            # one that comes before the host waits for a step is passed over
+            while tries and not seen.wait(0.02):
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 tries -= 1
             return forward(*args)
@@ -637,9 +815,13 @@ def test_ctrl_c_while_the_host_waits(folder: str, expected: Answers, step: int) 
 def test_ctrl_c_twice(folder: str, expected: Answers, where: str) -> None:
     "A step fails, and Ctrl-C comes in the recovery: it is held until that is over."
     with tiny(folder, 24) as llm:
-        core, runner = core_of(llm), runner_of(llm)
+        core = core_of(llm)
+        runner = runner_of(llm)
         owner: Any = {"recover": core.scheduler, "reset": runner, "drain": core.executor}[where]
-        forward, call, calls, interrupts = runner.model_inputs, getattr(owner, where), count(1), count()
+        forward = runner.model_inputs
+        call = getattr(owner, where)
+        calls = count(1)
+        interrupts = count()
 
         def interrupted(*args: Any) -> None:
             if next(interrupts) == 0:
@@ -656,11 +838,15 @@ def test_ctrl_c_twice(folder: str, expected: Answers, where: str) -> None:
 
 @pytest.mark.parametrize("step", [1, 4, 9, 15])
 def test_aborts_in_flight(folder: str, expected: Answers, step: int) -> None:
-    "Of all kinds and in all states; one comes again at once, under its old name, while its old tokens are on their way."
+    """Of all kinds and in all states; one comes again at once, under its old name, while its old
+    tokens are on their way.
+    """
     with tiny(folder, 24) as llm:
-        engine, requests = llm.llm_engine, make_requests()
+        engine = llm.llm_engine
+        requests = make_requests()
         manager = core_of(llm).scheduler.block_manager
-        told, leaving = Told(requests), ["seeded", "forks", "beams", "eos late", "best", "greedy"]
+        told = Told(requests)
+        leaving = ["seeded", "forks", "beams", "eos late", "best", "greedy"]
         for name, request in requests.items():
             engine.add_request(name, *request)
         for _ in range(step):
@@ -681,8 +867,12 @@ def test_aborts_in_flight(folder: str, expected: Answers, step: int) -> None:
         }
 
 
-def test_generate_works_after_what_was_given_up(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    "Aborted with a step in flight, or by Ctrl-C between two steps: the engine is free for others at once."
+def test_generate_works_after_what_was_given_up(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aborted with a step in flight, or by Ctrl-C between two steps: the engine is free for others
+    at once.
+    """
     with tiny(folder) as llm:
         engine = llm.llm_engine
         expected = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
@@ -694,10 +884,14 @@ def test_generate_works_after_what_was_given_up(folder: str, monkeypatch: pytest
             ahead = num_steps > 1  # two samples of one prompt: the fork waits for its tokens
             assert bool(core_of(llm).in_flight) == ahead
             engine.abort_request(["a", "b"])
-            assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+            assert (
+                llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+            )
             check_nothing_left(llm)
         with monkeypatch.context() as patched:
-            patched.setattr("teachvllm.llm.ProgressBar.update", lambda *args: signal.raise_signal(signal.SIGINT))
+            patched.setattr(
+                "teachvllm.llm.ProgressBar.update", lambda *args: signal.raise_signal(signal.SIGINT)
+            )
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([[5, 6], [7]], [replace(GREEDY, max_tokens=3), GREEDY], use_tqdm=False)
         assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
@@ -708,8 +902,11 @@ def test_generate_works_after_what_was_given_up(folder: str, monkeypatch: pytest
 def test_close_with_a_step_in_flight(folder: str, fails: bool) -> None:
     "It waits for it, whatever becomes of it, and the thread is gone."
     with tiny(folder) as llm:
-        engine, forward, calls = llm.llm_engine, runner_of(llm).model_inputs, count(1)
-        begun, may_end = threading.Event(), threading.Event()
+        engine = llm.llm_engine
+        forward = runner_of(llm).model_inputs
+        calls = count(1)
+        begun = threading.Event()
+        may_end = threading.Event()
 
         def third_waits(*args: Any) -> Any:
             if next(calls) == 3:
@@ -727,7 +924,10 @@ def test_close_with_a_step_in_flight(folder: str, fails: bool) -> None:
         engine.close()
         assert may_end.is_set() and not worker_threads() and not engine.has_unfinished_requests()
         engine.close()
-        for call in (lambda: llm.collective_rpc("reset"), lambda: engine.add_request("b", [5], GREEDY)):
+        for call in (
+            lambda: llm.collective_rpc("reset"),
+            lambda: engine.add_request("b", [5], GREEDY),
+        ):
             with pytest.raises(ValueError, match="closed"):
                 call()
 
@@ -758,7 +958,11 @@ def test_a_dropped_engine_is_collected_and_its_thread_ends(folder: str) -> None:
 def test_two_engines(folder: str, expected: Answers) -> None:
     "Step by step in turn: each has a thread, and keeps to its own requests."
     with tiny(folder) as a, tiny(folder, 24, block_size=2, max_num_batched_tokens=9) as b:
-        requests = {name: request for name, request in make_requests().items() if name not in ("best", "forks")}
+        requests = {
+            name: request
+            for name, request in make_requests().items()
+            if name not in ("best", "forks")
+        }
         both = [(llm, Told(requests)) for llm in (a, b)]
         for llm, _ in both:
             for name, request in requests.items():
@@ -787,7 +991,8 @@ class Counting(UniProcExecutor):
 
 @pytest.mark.parametrize("executor, counter", [(Counting, "num_steps"), (DummyExecutor, "seconds")])
 def test_a_readers_executor(folder: str, executor: type, counter: str) -> None:
-    answers, counts = [], []
+    answers = []
+    counts = []
     params = replace(GREEDY, stop_token_ids=list(range(9)), temperature=1, seed=1)
     for ahead in (False, True):
         with tiny(folder, async_scheduling=ahead, distributed_executor_backend=executor) as llm:
@@ -806,7 +1011,12 @@ def test_metrics(folder: str) -> None:
         with tiny(folder, async_scheduling=ahead) as llm:
             outputs = llm.generate(random_prompts(6), GREEDY, use_tqdm=False)
             for m in (output.metrics for output in outputs):
-                assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.finished_time
+                assert (
+                    m.arrival_time
+                    <= m.first_scheduled_time
+                    <= m.first_token_time
+                    <= m.finished_time
+                )
                 assert m.num_preemptions == 0
             metrics = llm.get_metrics()
             assert metrics["num_gpu_blocks_used"] == 0 < metrics["peak_gpu_blocks_used"] <= 400
@@ -816,10 +1026,14 @@ def test_metrics(folder: str) -> None:
 
 
 def test_a_recording(folder: str, expected: Answers, tmp_path: Path) -> None:
-    "Every sequence that finished is listed once; host and device do one thing at a time, and steps come in order."
-    waits, moments = threading.Event(), list[float]()
+    """Every sequence that finished is listed once; host and device do one thing at a time, and
+    steps come in order.
+    """
+    waits = threading.Event()
+    moments = list[float]()
     with tiny(folder, 24) as llm:
-        forward, executor = runner_of(llm).model_inputs, core_of(llm).executor
+        forward = runner_of(llm).model_inputs
+        executor = core_of(llm).executor
         executor.collect = collecting(executor.collect, waits)
 
         def held(*args: Any) -> Any:
@@ -833,23 +1047,42 @@ def test_a_recording(folder: str, expected: Answers, tmp_path: Path) -> None:
             assert answer(llm, make_requests()) == expected
     listed = [name for step in trace.steps for name in step.finished]
     assert len(listed) == len(set(listed)) and set(listed) <= set(trace.num_prompt_tokens)
-    assert {name.partition(".")[0] for name in listed} == set(make_requests())  # a beam's own name may be given up
+    # a beam's own name may be given up
+    assert {name.partition(".")[0] for name in listed} == set(make_requests())
     ended: dict[str, int] = {}
     for i, step in enumerate(trace.steps):
-        assert all(ended.get(name, i) >= i - 1 for name in step.num_scheduled_tokens), "computed long after its end"
+        assert all(ended.get(name, i) >= i - 1 for name in step.num_scheduled_tokens), (
+            "computed long after its end"
+        )
         ended |= dict.fromkeys(step.finished, i)
         held = {block for table in step.block_tables.values() for block in table}
         assert step.num_free_blocks == trace.num_blocks - len(held)
-    spans = sorted((begin, begin + seconds) for step in trace.steps for _, begin, seconds in host_phases(step))
+    spans = sorted(
+        (begin, begin + seconds) for step in trace.steps for _, begin, seconds in host_phases(step)
+    )
     assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(spans)), "the host does two things at once"
-    device = [(s.device_start, s.device_start + s.device_seconds) for s in trace.steps if s.num_scheduled_tokens]
-    assert all(a[0] < a[1] <= b[0] for a, b in pairwise(device)), "the device does two things at once"
+    device = [
+        (s.device_start, s.device_start + s.device_seconds)
+        for s in trace.steps
+        if s.num_scheduled_tokens
+    ]
+    assert all(a[0] < a[1] <= b[0] for a, b in pairwise(device)), (
+        "the device does two things at once"
+    )
     assert all(
-        s.start < s.device_start + s.device_seconds <= s.process_start for s in trace.steps if s.num_scheduled_tokens
+        s.start < s.device_start + s.device_seconds <= s.process_start
+        for s in trace.steps
+        if s.num_scheduled_tokens
     )
     assert all(0 <= s.wait_seconds <= s.execute_seconds for s in trace.steps)
-    waited = [phase[1:] for step in trace.steps for phase in host_phases(step) if phase[0] == "wait"]
-    met = [start <= moment - begin <= start + seconds for moment in moments for start, seconds in waited]
+    waited = [
+        phase[1:] for step in trace.steps for phase in host_phases(step) if phase[0] == "wait"
+    ]
+    met = [
+        start <= moment - begin <= start + seconds
+        for moment in moments
+        for start, seconds in waited
+    ]
     assert any(met), "the host never waited"
     assert Trace.load(trace.save(tmp_path / "trace.json")).steps == trace.steps
 
@@ -883,17 +1116,26 @@ def test_a_recording_that_begins_or_ends_in_the_middle(folder: str, gap: int) ->
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_loads_on_a_model(folder: str, alone: LLM, seed: int) -> None:
-    "Small engines of random sizes, requests of all kinds that come and are aborted at any time, and steps that fail."
+    """Small engines of random sizes, requests of all kinds that come and are aborted at any time,
+    and steps that fail.
+    """
     rng = random.Random(seed)
     options = {
-        "block_size": (size := rng.choice([1, 2, 4, 16])), "num_blocks": 100 // size + 6, "max_num_seqs": rng.choice([3, 5, 20]),
-        "max_num_batched_tokens": rng.choice([3, 8, 64]), "enable_prefix_caching": rng.random() < 0.5,
-        "preemption_mode": rng.choice([None, "recompute", "swap"]), "scheduling_policy": rng.choice(["fcfs", "priority"]),
-    }  # fmt: skip
+        "block_size": (size := rng.choice([1, 2, 4, 16])),
+        "num_blocks": 100 // size + 6,
+        "max_num_seqs": rng.choice([3, 5, 20]),
+        "max_num_batched_tokens": rng.choice([3, 8, 64]),
+        "enable_prefix_caching": rng.random() < 0.5,
+        "preemption_mode": rng.choice([None, "recompute", "swap"]),
+        "scheduling_policy": rng.choice(["fcfs", "priority"]),
+    }
     requests = {str(i): random_request_of(rng) for i in range(16)}
-    told, todo, aborted = Told(requests), deque(requests), set()
+    told = Told(requests)
+    todo = deque(requests)
+    aborted = set()
     with tiny(folder, **options) as llm:
-        engine, runner = llm.llm_engine, runner_of(llm)
+        engine = llm.llm_engine
+        runner = runner_of(llm)
         forward = runner.model_inputs
         runner.model_inputs = lambda *args: forward(*args) if rng.random() > 0.03 else 1 / 0
         while todo or engine.has_unfinished_requests():
@@ -914,7 +1156,9 @@ def test_random_loads_on_a_model(folder: str, alone: LLM, seed: int) -> None:
         check_nothing_left(llm)
     assert told.finished | aborted == set(requests) and not told.finished & aborted
     wanted = {name: answer(alone, {name: requests[name]})[name] for name in told.finished}
-    failed = check_but_for_errors({name: told.answers[name] for name in told.finished}, wanted, requests)
+    failed = check_but_for_errors(
+        {name: told.answers[name] for name in told.finished}, wanted, requests
+    )
     assert len(failed) < len(wanted), options
 
 
@@ -933,8 +1177,17 @@ def random_request_of(rng: random.Random) -> tuple[list[int], Params]:
         return prompt, BeamSearchParams(rng.choice([2, 3]), rng.choice([1, 8]), rng.random() < 0.5)
     n = rng.choice([1, 1, 1, 2, 3])
     return prompt, SamplingParams(
-        n=n, best_of=3 if n == 2 else None, temperature=rng.choice([0, 1.0]) if n == 1 else 1.0, top_p=rng.choice([1, 0.8]),
-        top_k=rng.choice([-1, 5]), seed=rng.randrange(100), max_tokens=rng.choice([1, 2, 5, 15]),
-        ignore_eos=rng.random() < 0.5, min_tokens=rng.choice([0, 1]), stop_token_ids=rng.choice([[], [7], [1, 2, 3, 4]]),
-        output_kind=rng.choice([k for k in RequestOutputKind if n != 2 or k is not RequestOutputKind.DELTA]),
-    )  # fmt: skip
+        n=n,
+        best_of=3 if n == 2 else None,
+        temperature=rng.choice([0, 1.0]) if n == 1 else 1.0,
+        top_p=rng.choice([1, 0.8]),
+        top_k=rng.choice([-1, 5]),
+        seed=rng.randrange(100),
+        max_tokens=rng.choice([1, 2, 5, 15]),
+        ignore_eos=rng.random() < 0.5,
+        min_tokens=rng.choice([0, 1]),
+        stop_token_ids=rng.choice([[], [7], [1, 2, 3, 4]]),
+        output_kind=rng.choice(
+            [k for k in RequestOutputKind if n != 2 or k is not RequestOutputKind.DELTA]
+        ),
+    )

@@ -1,7 +1,9 @@
-"""Block allocator, block manager and scheduler without a model: whatever happens, each sequence reads what it wrote.
+"""Block allocator, block manager and scheduler without a model: whatever happens, each sequence
+reads what it wrote.
 
-A simulated worker carries out the scheduler's orders on slots that remember which text was computed into them. It has no
-tensors and no weights; its next token is a hash of what it reads. So a wrong hit, copy or swap shows at once.
+A simulated worker carries out the scheduler's orders on slots that remember which text was computed
+into them. It has no tensors and no weights; its next token is a hash of what it reads. So a wrong
+hit, copy or swap shows at once.
 """
 
 import linecache
@@ -59,7 +61,8 @@ STOP = VOCAB - 1  # the token that ends a request that does not ignore it
 
 def read_text(token_ids: list[int]) -> list[int]:
     "What a slot remembers: for each position, a hash of all tokens up to there."
-    states, state = [], 0
+    states = []
+    state = 0
     for token_id in token_ids:
         state = hash((state, token_id))
         states.append(state)
@@ -67,8 +70,12 @@ def read_text(token_ids: list[int]) -> list[int]:
 
 
 def likeliest(state: int, count: int) -> list[tuple[int, float]]:
-    "The simulated model's next tokens after the text `state`, the likeliest first, with their log-probabilities."
-    scored = [(token_id, -5 * (hash((state, token_id, 1)) % 2**48) / 2**48) for token_id in range(VOCAB)]
+    """The simulated model's next tokens after the text `state`, the likeliest first, with their
+    log-probabilities.
+    """
+    scored = [
+        (token_id, -5 * (hash((state, token_id, 1)) % 2**48) / 2**48) for token_id in range(VOCAB)
+    ]
     return sorted(scored, key=lambda pair: (-pair[1], pair[0]))[:count]
 
 
@@ -78,15 +85,24 @@ def draw(state: int, params: SamplingParams, seed: int) -> int:
 
 
 def num_sound(group: SequenceGroup) -> int:
-    "How many sequences hold what they count as computed: those behind the one that is in its prefill may share its blocks."
-    return next((i + 1 for i, seq in enumerate(group.unfinished) if seq.num_new_tokens > 1), len(group.unfinished))
+    """How many sequences hold what they count as computed: those behind the one that is in its
+    prefill may share its blocks.
+    """
+    return next(
+        (i + 1 for i, seq in enumerate(group.unfinished) if seq.num_new_tokens > 1),
+        len(group.unfinished),
+    )
 
 
 class Row:
     "What the simulated worker knows of a sequence."
 
     def __init__(self, token_ids: list[int], computed: int, table: list[int], seed: int, new: Any):
-        self.token_ids, self.computed, self.table, self.seed, self.new = token_ids, computed, table, seed, new
+        self.token_ids = token_ids
+        self.computed = computed
+        self.table = table
+        self.seed = seed
+        self.new = new
         self.num_samples = new.num_samples
 
 
@@ -94,11 +110,10 @@ class SimulatedWorker:
     "Carries out orders exactly, and asserts that no sequence reads what another one wrote."
 
     def __init__(self, config: VllmConfig, num_cpu_blocks: int):
-        self.config, self.num_cpu_blocks = config, num_cpu_blocks
-        self.block_size, self.num_gpu_blocks = (
-            config.cache_config.block_size,
-            config.cache_config.num_gpu_blocks_override,
-        )
+        self.config = config
+        self.num_cpu_blocks = num_cpu_blocks
+        self.block_size = config.cache_config.block_size
+        self.num_gpu_blocks = config.cache_config.num_gpu_blocks_override
         self.window = config.model_config.sliding_window or 10**9
         self.scheduler: Any = None
         self.before: list[Callable[[], None]] = []  # called once, between schedule and execute
@@ -141,7 +156,9 @@ class SimulatedWorker:
         )
         for pairs, source, target in moves:
             assert len({to for _, to in pairs}) == len(pairs), "two blocks are copied to one place"
-            assert source is not target or not {a for a, _ in pairs} & {b for _, b in pairs}, "a copy of a copy"
+            assert source is not target or not {a for a, _ in pairs} & {b for _, b in pairs}, (
+                "a copy of a copy"
+            )
             contents = [list(source[a]) for a, _ in pairs]
             for (_, b), content in zip(pairs, contents, strict=True):
                 target[b] = content
@@ -151,22 +168,29 @@ class SimulatedWorker:
         for fork in out.forked_seqs:
             parent = rows[fork.parent_seq_id]
             assert fork.seq_id not in rows
-            rows[fork.seq_id] = Row(list(parent.token_ids), parent.computed, list(parent.table), fork.seed, parent.new)
+            rows[fork.seq_id] = Row(
+                list(parent.token_ids), parent.computed, list(parent.table), fork.seed, parent.new
+            )
             rows[fork.seq_id].num_samples = parent.num_samples
         for seq_id, token_id in out.new_token_ids.items():
             rows[seq_id].token_ids[-1] = token_id
         for seq_id in out.finished_seq_ids:
-            assert rows.pop(seq_id, None), "the worker is told to forget a sequence that it does not know"
+            assert rows.pop(seq_id, None), (
+                "the worker is told to forget a sequence that it does not know"
+            )
         for new in out.new_seqs:
             assert new.seq_id not in rows, "a sequence comes twice"
-            rows[new.seq_id] = Row(list(new.token_ids), new.num_computed_tokens, list(new.block_ids), new.seed, new)
+            rows[new.seq_id] = Row(
+                list(new.token_ids), new.num_computed_tokens, list(new.block_ids), new.seed, new
+            )
         for seq_id, block_ids in out.new_block_ids.items():
             rows[seq_id].table += block_ids
         for seq_id, (index, block_id) in out.copied_block_ids.items():
             rows[seq_id].table[index] = block_id
 
     def compare_with_scheduler(self, out: SchedulerOutput) -> None:
-        """The worker knows exactly what the scheduler knew before it decided the step, and what was computed is still there.
+        """The worker knows exactly what the scheduler knew before it decided the step, and what was
+        computed is still there.
 
         The scheduler counts this step's tokens as computed, the worker does not yet.
         """
@@ -177,11 +201,18 @@ class SimulatedWorker:
             assert row.token_ids == seq.token_ids and row.seed == seq.seed
             assert row.computed + out.num_scheduled_tokens.get(seq_id, 0) == seq.num_computed_tokens
             table = manager.block_tables[seq_id]
-            assert all(known in (NULL_BLOCK, here) for known, here in zip(table, row.table, strict=True))
-        for seq in (seq for group in self.scheduler.swapped for seq in group.unfinished[: num_sound(group)]):
+            assert all(
+                known in (NULL_BLOCK, here) for known, here in zip(table, row.table, strict=True)
+            )
+        for seq in (
+            seq for group in self.scheduler.swapped for seq in group.unfinished[: num_sound(group)]
+        ):
             table = manager.cpu_block_tables[seq.seq_id]
             self.check_reads(
-                SimpleNamespace(token_ids=seq.token_ids, computed=seq.num_computed_tokens, table=table), self.cpu
+                SimpleNamespace(
+                    token_ids=seq.token_ids, computed=seq.num_computed_tokens, table=table
+                ),
+                self.cpu,
             )
 
     def write(self, out: SchedulerOutput) -> None:
@@ -199,7 +230,8 @@ class SimulatedWorker:
 
     def check_reads(self, row: Any, pool: list[list[int]], num_queries: int = 0) -> None:
         "All that the queries look at is what belongs to this text."
-        states, size = read_text(row.token_ids), self.block_size
+        states = read_text(row.token_ids)
+        size = self.block_size
         for position in range(max(0, row.computed - num_queries - self.window + 1), row.computed):
             block_id = row.table[position // size]
             assert block_id != NULL_BLOCK and pool[block_id][position % size] == states[position], (
@@ -212,11 +244,18 @@ class SimulatedWorker:
         for seq_id, row in ((seq_id, self.rows[seq_id]) for seq_id in seq_ids):
             if row.computed < len(row.token_ids):
                 continue
-            state, params, num_top = read_text(row.token_ids)[-1], row.new.sampling_params, row.new.num_logprobs
-            tokens = [draw(state, params, sequence_seed(row.seed, j)) for j in range(row.num_samples)]
+            state = read_text(row.token_ids)[-1]
+            params = row.new.sampling_params
+            num_top = row.new.num_logprobs
+            tokens = [
+                draw(state, params, sequence_seed(row.seed, j)) for j in range(row.num_samples)
+            ]
             for token_id in tokens:
                 if num_top is not None:
-                    out.logprobs[len(out.seq_ids)] = dict(likeliest(state, VOCAB))[token_id], likeliest(state, num_top)
+                    out.logprobs[len(out.seq_ids)] = (
+                        dict(likeliest(state, VOCAB))[token_id],
+                        likeliest(state, num_top),
+                    )
                 out.seq_ids.append(seq_id)
                 out.sampled_token_ids.append(token_id)
             row.token_ids.append(tokens[0])
@@ -225,14 +264,18 @@ class SimulatedWorker:
 
 
 class SimulatedExecutor(ExecutorBase):
-    "One simulated worker; `num_cpu_blocks` is a class attribute so that an engine can be given a class."
+    """One simulated worker; `num_cpu_blocks` is a class attribute so that an engine can be given a
+    class.
+    """
 
     num_cpu_blocks = 0
 
     def _init_executor(self) -> None:
         self.worker = SimulatedWorker(self.config, self.num_cpu_blocks)
 
-    def collective_rpc(self, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None) -> list[Any]:
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None
+    ) -> list[Any]:
         return [getattr(self.worker, method)(*args)] if hasattr(self.worker, method) else [None]
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -247,9 +290,12 @@ class SimulatedExecutor(ExecutorBase):
 Params = SamplingParams | BeamSearchParams
 
 
-def write_alone(prompt: list[int], params: SamplingParams, seed: int, longest: int) -> tuple[list[int], float]:
+def write_alone(
+    prompt: list[int], params: SamplingParams, seed: int, longest: int
+) -> tuple[list[int], float]:
     "One sample of the simulated model, and its log-probability."
-    text, total = list(prompt), 0.0
+    text = list(prompt)
+    total = 0.0
     while len(text) < min(longest, len(prompt) + (params.max_tokens or longest)):
         state = read_text(text)[-1]
         text.append(draw(state, params, seed))
@@ -266,7 +312,9 @@ def search_alone(prompt: list[int], params: BeamSearchParams, longest: int) -> l
     beams = [Sequence(0, prompt)]
     while beams:
         tops = [likeliest(read_text(beam.token_ids)[-1], search.num_candidates) for beam in beams]
-        chosen, parents, beams = search.choose(beams, tops), beams, []
+        chosen = search.choose(beams, tops)
+        parents = beams
+        beams = []
         for i, token_id, logprob in chosen:
             beam = parents[i].fork(0, 0, 0)
             beam.token_ids.append(token_id)
@@ -289,14 +337,25 @@ def answers(prompt: list[int], params: Params, longest: int) -> list[list[int]]:
 # An engine around it
 
 DEFAULTS: dict[str, Any] = {
-    "block_size": 4, "num_gpu_blocks": 12, "num_cpu_blocks": 12, "max_num_seqs": 6, "max_num_batched_tokens": 16,
-    "caching": True, "policy": "fcfs", "preemption_mode": None, "chunked": True, "window": None, "max_model_len": 64,
+    "block_size": 4,
+    "num_gpu_blocks": 12,
+    "num_cpu_blocks": 12,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 16,
+    "caching": True,
+    "policy": "fcfs",
+    "preemption_mode": None,
+    "chunked": True,
+    "window": None,
+    "max_model_len": 64,
     "async_scheduling": False,
-}  # fmt: skip
+}
 
 
 class Simulation:
-    "An engine with a simulated worker, and what its users were told; after each step everything is checked."
+    """An engine with a simulated worker, and what its users were told; after each step everything
+    is checked.
+    """
 
     executor_class: type[SimulatedExecutor] = SimulatedExecutor
 
@@ -304,28 +363,53 @@ class Simulation:
         self.options = o = {**DEFAULTS, **options}
         if not o["chunked"]:
             o["max_num_batched_tokens"] = max(o["max_num_batched_tokens"], o["max_model_len"])
-        hf = SimpleNamespace(max_position_embeddings=o["max_model_len"], vocab_size=VOCAB, sliding_window=o["window"])
+        hf = SimpleNamespace(
+            max_position_embeddings=o["max_model_len"], vocab_size=VOCAB, sliding_window=o["window"]
+        )
         config = VllmConfig(
-            ModelConfig("none", Path("/"), hf, Path(), o["max_model_len"], skip_tokenizer_init=True, generation_config="vllm"),
-            CacheConfig(o["block_size"], num_gpu_blocks_override=o["num_gpu_blocks"], enable_prefix_caching=o["caching"]),
-            SchedulerConfig(
-                o["max_model_len"], o["max_num_seqs"], o["max_num_batched_tokens"], o["chunked"], o["policy"],
-                o["preemption_mode"], o["async_scheduling"],
+            ModelConfig(
+                "none",
+                Path("/"),
+                hf,
+                Path(),
+                o["max_model_len"],
+                skip_tokenizer_init=True,
+                generation_config="vllm",
             ),
-            ParallelConfig(), DeviceConfig("cpu"), LoadConfig(),
-        )  # fmt: skip
-        executor_class = type("Executor", (self.executor_class,), {"num_cpu_blocks": o["num_cpu_blocks"]})
+            CacheConfig(
+                o["block_size"],
+                num_gpu_blocks_override=o["num_gpu_blocks"],
+                enable_prefix_caching=o["caching"],
+            ),
+            SchedulerConfig(
+                o["max_model_len"],
+                o["max_num_seqs"],
+                o["max_num_batched_tokens"],
+                o["chunked"],
+                o["policy"],
+                o["preemption_mode"],
+                o["async_scheduling"],
+            ),
+            ParallelConfig(),
+            DeviceConfig("cpu"),
+            LoadConfig(),
+        )
+        executor_class = type(
+            "Executor", (self.executor_class,), {"num_cpu_blocks": o["num_cpu_blocks"]}
+        )
         self.engine = LLMEngine(config, executor_class)
         self.engine.processor.eos_token_ids = frozenset({STOP})
         self.core = self.engine.engine_core.engine_core  # type: ignore[attr-defined]
-        self.scheduler, self.worker = self.core.scheduler, self.core.executor.worker
+        self.scheduler = self.core.scheduler
+        self.worker = self.core.executor.worker
         self.worker.scheduler = self.scheduler
         self.requests: dict[str, tuple[list[int], Params]] = {}
         self.told: dict[str, list[list[int]]] = {}
         self.reasons: dict[str, list[str]] = {}  # of the finished ones
         self.gone: set[str] = set()  # aborted
         self.may_fail: set[str] = set()  # requests that were in a step that failed
-        self.ends: dict[str, dict[int, str]] = {}  # by request and answer, of those that tell deltas
+        # by request and answer, of those that tell deltas
+        self.ends: dict[str, dict[int, str]] = {}
         self.preempted: list[str] = []  # requests, as often as they were
         self.num_steps = 0
         schedule = self.scheduler.schedule
@@ -335,7 +419,9 @@ class Simulation:
         "The new request's id, or None if it was refused because it can never run."
         name = str(len(self.requests))
         try:
-            self.engine.add_request(name, prompt, params, priority if self.options["policy"] == "priority" else 0)
+            self.engine.add_request(
+                name, prompt, params, priority if self.options["policy"] == "priority" else 0
+            )
         except ValueError as error:
             assert "blocks" in str(error) or "max_num_seqs" in str(error)
             return None
@@ -355,15 +441,20 @@ class Simulation:
 
     def open(self) -> list[str]:
         "The requests that are neither finished nor aborted."
-        return [name for name in self.requests if name not in self.reasons and name not in self.gone]
+        return [
+            name for name in self.requests if name not in self.reasons and name not in self.gone
+        ]
 
     def groups(self) -> list[SequenceGroup]:
         return [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.swapped]
 
     def check_schedule(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
-        "A sequence that decodes gets a token; the first request by the policy is never preempted; none overtakes."
+        """A sequence that decodes gets a token; the first request by the policy is never preempted;
+        none overtakes.
+        """
         scheduler = self.scheduler
-        key, groups = scheduler.policy.key, self.groups()
+        key = scheduler.policy.key
+        groups = self.groups()
         first = min(groups, key=key, default=None)
         decoding = [
             (group, seq)
@@ -375,8 +466,12 @@ class Simulation:
         self.preempted += out.preempted_request_ids
         for group, seq in decoding:
             gone = group.request_id in out.preempted_request_ids or seq.status.finished
-            assert gone or out.num_scheduled_tokens.get(seq.seq_id) == 1, "a sequence that decodes got no token"
-        assert first is None or first.request_id not in out.preempted_request_ids, "the first was preempted"
+            assert gone or out.num_scheduled_tokens.get(seq.seq_id) == 1, (
+                "a sequence that decodes got no token"
+            )
+        assert first is None or first.request_id not in out.preempted_request_ids, (
+            "the first was preempted"
+        )
         assert out.total_num_scheduled_tokens <= self.options["max_num_batched_tokens"]
         running = sum(len(group.unfinished) for group in scheduler.running)
         assert running <= self.options["max_num_seqs"]
@@ -384,10 +479,14 @@ class Simulation:
         for queue in (scheduler.running, scheduler.waiting, scheduler.swapped):
             assert [key(group) for group in queue] == sorted(key(group) for group in queue)
         if not self.options["caching"]:
-            assert not any(group.num_cached_tokens for group in groups), "a hit, though there is no prefix cache"
+            assert not any(group.num_cached_tokens for group in groups), (
+                "a hit, though there is no prefix cache"
+            )
         if self.options["policy"] == "fcfs":
             begun = [group.arrival for group in groups if group.num_cached_tokens is not None]
-            waiting = [group.arrival for group in scheduler.waiting if group.num_cached_tokens is None]
+            waiting = [
+                group.arrival for group in scheduler.waiting if group.num_cached_tokens is None
+            ]
             assert not begun or not waiting or max(begun) < min(waiting), "a request was overtaken"
         self.check()
         return out
@@ -413,7 +512,8 @@ class Simulation:
             {"before": self.worker.before, "after": self.worker.after}[fail].append(self.failing)
         elif abort:
             self.worker.before.append(aborting)
-        outputs, failed = [], False
+        outputs = []
+        failed = False
         try:
             outputs = self.engine.step()
         except RuntimeError as error:
@@ -428,14 +528,19 @@ class Simulation:
         if threads:
             self.gone |= {abort} - set(self.reasons)  # type: ignore[arg-type]
         if not failed:
-            assert not self.may_fail & open_before & set(self.open()), "a request in a failed step has not ended"
+            assert not self.may_fail & open_before & set(self.open()), (
+                "a request in a failed step has not ended"
+            )
         self.check()
 
     def take(self, outputs: list[Any]) -> None:
         for output in outputs:
-            name, (_, params) = output.request_id, self.requests[output.request_id]
+            name = output.request_id
+            (_, params) = self.requests[output.request_id]
             assert name not in self.reasons and name not in self.gone, "told after its end"
-            delta = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+            delta = (
+                isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+            )
             ends = self.ends.setdefault(name, {}) if delta else {}
             told = self.told[name] if delta else []
             told += [[] for _ in range(max(o.index for o in output.outputs) + 1 - len(told))]
@@ -452,39 +557,55 @@ class Simulation:
                 self.check_answer(name)
 
     def may_fill_the_pool(self, name: str) -> bool:
-        """Whether the request, if nothing but its prompt is shared, is too large for the pool: then it may end early.
+        """Whether the request, if nothing but its prompt is shared, is too large for the pool: then
+        it may end early.
 
         With a sliding window it is only if what its sequences see at once is.
         """
         prompt, params = self.requests[name]
         width = params.beam_width if isinstance(params, BeamSearchParams) else params.num_seqs
         most = min(self.options["max_model_len"], len(prompt) + (params.max_tokens or 10**9)) + 1
-        size, window = self.options["block_size"], self.options["window"] or 10**9
-        shared, needed = len(prompt) // size, 0
+        size = self.options["block_size"]
+        window = self.options["window"] or 10**9
+        shared = len(prompt) // size
+        needed = 0
         for position in range(most):
             # the blocks that its token looks at
-            first, end = max(0, position - window + 1) // size, position // size + 1
-            num_shared, num_seqs = max(0, min(shared, end) - first), width if position >= len(prompt) else 1
+            first = max(0, position - window + 1) // size
+            end = position // size + 1
+            num_shared = max(0, min(shared, end) - first)
+            num_seqs = width if position >= len(prompt) else 1
             needed = max(needed, num_shared + num_seqs * (end - first - num_shared))
         return needed > self.options["num_gpu_blocks"]
 
     def check_answer(self, name: str) -> None:
         prompt, params = self.requests[name]
-        wanted, got = answers(prompt, params, self.options["max_model_len"]), self.told[name]
+        wanted = answers(prompt, params, self.options["max_model_len"])
+        got = self.told[name]
         error = "error" in self.reasons[name]
         if not error and not self.may_fill_the_pool(name):
             assert got == wanted, (name, self.options)
         elif isinstance(params, SamplingParams) and params.num_seqs == params.n:
             for short, whole, reason in zip(got, wanted, self.reasons[name], strict=not error):
-                assert short == whole[: len(short)] and (short == whole or reason in ("length", "error"))
+                assert short == whole[: len(short)] and (
+                    short == whole or reason in ("length", "error")
+                )
 
     def check(self) -> None:
-        manager, scheduler = self.scheduler.block_manager, self.scheduler
+        manager = self.scheduler.block_manager
+        scheduler = self.scheduler
         manager.check_integrity()
-        here = {s.seq_id for g in scheduler.running for s in g.unfinished if s.status is SequenceStatus.RUNNING}
+        here = {
+            s.seq_id
+            for g in scheduler.running
+            for s in g.unfinished
+            if s.status is SequenceStatus.RUNNING
+        }
         there = {s.seq_id for g in scheduler.swapped for s in g.unfinished}
         assert set(manager.block_tables) == here and set(manager.cpu_block_tables) == there
-        assert all(s.status is SequenceStatus.WAITING for g in scheduler.waiting for s in g.unfinished)
+        assert all(
+            s.status is SequenceStatus.WAITING for g in scheduler.waiting for s in g.unfinished
+        )
         groups = self.groups()
         assert all(len(g.unfinished) <= g.get_max_num_running_seqs() for g in groups), (
             "more sequences than were admitted"
@@ -503,7 +624,10 @@ class Simulation:
         self.engine.step()  # tells the worker which sequences ended last
         manager = self.scheduler.block_manager
         manager.check_integrity()
-        assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks and not manager.cpu_block_tables
+        assert (
+            manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
+            and not manager.cpu_block_tables
+        )
         assert manager.cpu_allocator.get_num_free_blocks() == manager.num_cpu_blocks
         assert not self.worker.rows and not self.scheduler.seqs and not self.scheduler.groups
         assert not self.engine.output_processor.request_states and not self.core.get_request_ids()
@@ -511,12 +635,18 @@ class Simulation:
 
 def random_options(rng: random.Random) -> dict[str, Any]:
     return {
-        "block_size": rng.choice([1, 2, 4, 8]), "num_gpu_blocks": rng.choice([4, 8, 12, 20, 40]),
-        "num_cpu_blocks": rng.choice([0, 5, 40]), "max_num_seqs": rng.choice([1, 3, 5, 8]),
-        "max_num_batched_tokens": rng.choice([1, 3, 4, 7, 32]), "caching": rng.random() < 0.5,
-        "policy": rng.choice(["fcfs", "priority"]), "preemption_mode": rng.choice([None, "recompute", "swap"]),
-        "chunked": rng.random() < 0.75, "window": rng.choice([None, None, 1, 3, 8]), "max_model_len": rng.choice([24, 48]),
-    }  # fmt: skip
+        "block_size": rng.choice([1, 2, 4, 8]),
+        "num_gpu_blocks": rng.choice([4, 8, 12, 20, 40]),
+        "num_cpu_blocks": rng.choice([0, 5, 40]),
+        "max_num_seqs": rng.choice([1, 3, 5, 8]),
+        "max_num_batched_tokens": rng.choice([1, 3, 4, 7, 32]),
+        "caching": rng.random() < 0.5,
+        "policy": rng.choice(["fcfs", "priority"]),
+        "preemption_mode": rng.choice([None, "recompute", "swap"]),
+        "chunked": rng.random() < 0.75,
+        "window": rng.choice([None, None, 1, 3, 8]),
+        "max_model_len": rng.choice([24, 48]),
+    }
 
 
 def random_request(rng: random.Random, options: dict[str, Any]) -> tuple[list[int], Params, int]:
@@ -526,18 +656,31 @@ def random_request(rng: random.Random, options: dict[str, Any]) -> tuple[list[in
         longest = min(longest, options["block_size"] * options["num_gpu_blocks"])
     start = [rng.randrange(3)] * rng.choice([0, 4, 8, 9, 20])  # prompts that begin alike
     prompt = (start + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))])[:longest]
-    width, max_tokens = rng.randint(1, most), rng.choice([1, 2, 5, 12, 30])
+    width = rng.randint(1, most)
+    max_tokens = rng.choice([1, 2, 5, 12, 30])
     if rng.random() < 0.25:
-        params: Params = BeamSearchParams(width, max_tokens, rng.random() < 0.5, length_penalty=rng.choice([0.0, 1.0]))
+        params: Params = BeamSearchParams(
+            width, max_tokens, rng.random() < 0.5, length_penalty=rng.choice([0.0, 1.0])
+        )
     else:
         n = rng.choice([1, width])
         best_of = rng.randint(n, most) if rng.random() < 0.3 else None
-        kinds = [kind for kind in RequestOutputKind if best_of in (None, n) or kind is not RequestOutputKind.DELTA]
+        kinds = [
+            kind
+            for kind in RequestOutputKind
+            if best_of in (None, n) or kind is not RequestOutputKind.DELTA
+        ]
         temperature = rng.choice([0, 1]) if max(n, best_of or n) == 1 else 1
         params = SamplingParams(
-            n=n, best_of=best_of, temperature=temperature, seed=rng.randrange(50), max_tokens=max_tokens,
-            stop_token_ids=rng.choice([[], [STOP]]), output_kind=rng.choice(kinds), ignore_eos=True,
-        )  # fmt: skip
+            n=n,
+            best_of=best_of,
+            temperature=temperature,
+            seed=rng.randrange(50),
+            max_tokens=max_tokens,
+            stop_token_ids=rng.choice([[], [STOP]]),
+            output_kind=rng.choice(kinds),
+            ignore_eos=True,
+        )
     return prompt, params, rng.randrange(3)
 
 
@@ -546,8 +689,15 @@ def random_request(rng: random.Random, options: dict[str, Any]) -> tuple[list[in
 
 def run(machine: type[RuleBasedStateMachine], examples: int, steps: int = 60) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-    options = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": checks}
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps, **options))
+    options = {
+        "derandomize": True,
+        "database": None,
+        "deadline": None,
+        "suppress_health_check": checks,
+    }
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples, stateful_step_count=steps, **options)
+    )
 
 
 class Counting(RuleBasedStateMachine):
@@ -565,7 +715,8 @@ class AllocatorMachine(Counting):
         self.allocator = BlockAllocator(num_blocks)
         self.held: Counter[int] = Counter()
         self.keys: dict[int, bytes] = {}  # block -> the key it can be found by
-        self.cached: list[int] = []  # free blocks with a key, in the order in which they became free
+        # free blocks with a key, in the order in which they became free
+        self.cached: list[int] = []
         self.emptied: list[int] = []  # free blocks without, in the same order
 
     @rule()
@@ -625,7 +776,11 @@ class AllocatorMachine(Counting):
     def misuse(self, data: st.DataObject) -> None:
         self.did()
         block_id = data.draw(st.sampled_from(self.emptied))
-        for call in (self.allocator.free, self.allocator.touch, lambda i: self.allocator.cache_full_block(i, b"x")):
+        for call in (
+            self.allocator.free,
+            self.allocator.touch,
+            lambda i: self.allocator.cache_full_block(i, b"x"),
+        ):
             with pytest.raises(AssertionError):
                 call(block_id)
 
@@ -634,26 +789,43 @@ class AllocatorMachine(Counting):
         self.did()
         self.allocator.reset_prefix_cache()
         self.emptied += self.cached
-        self.keys, self.cached = {}, []
+        self.keys = {}
+        self.cached = []
 
     @invariant()
     def is_sound(self) -> None:
         if hasattr(self, "allocator"):
             self.allocator.check_integrity()
-            assert self.allocator.get_num_free_blocks() == self.allocator.num_blocks - len(self.held)
+            assert self.allocator.get_num_free_blocks() == self.allocator.num_blocks - len(
+                self.held
+            )
             assert self.allocator.get_cached_blocks() == self.cached
-            assert all(self.allocator.ref_count(i) == self.held[i] for i in range(self.allocator.num_blocks))
+            assert all(
+                self.allocator.ref_count(i) == self.held[i]
+                for i in range(self.allocator.num_blocks)
+            )
 
 
 class ManagerMachine(Counting):
-    "`BlockSpaceManager` beside two pools of slots: whatever happens to a sequence, its slots hold its text."
+    """`BlockSpaceManager` beside two pools of slots: whatever happens to a sequence, its slots hold
+    its text.
+    """
 
     @initialize(
-        block_size=st.integers(1, 4), num_gpu_blocks=st.integers(1, 12), num_cpu_blocks=st.integers(0, 8),
-        watermark=st.sampled_from([0.0, 0.2]), window=st.sampled_from([None, 1, 3, 6]), caching=st.booleans(),
-    )  # fmt: skip
+        block_size=st.integers(1, 4),
+        num_gpu_blocks=st.integers(1, 12),
+        num_cpu_blocks=st.integers(0, 8),
+        watermark=st.sampled_from([0.0, 0.2]),
+        window=st.sampled_from([None, 1, 3, 6]),
+        caching=st.booleans(),
+    )
     def begin(
-        self, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int, watermark: float, **options: Any
+        self,
+        block_size: int,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        watermark: float,
+        **options: Any,
     ) -> None:
         pools = (block_size, num_gpu_blocks, num_cpu_blocks, watermark)
         self.manager = BlockSpaceManager(*pools, options["window"], options["caching"])
@@ -666,11 +838,18 @@ class ManagerMachine(Counting):
     def pick(self, data: st.DataObject, groups: list[SequenceGroup]) -> SequenceGroup:
         return groups[data.draw(st.integers(0, len(groups) - 1))]
 
-    @rule(prefix=st.sampled_from([[0] * 4, [0] * 8, [0, 1] * 4]), end=st.lists(st.integers(0, 2), max_size=6))
+    @rule(
+        prefix=st.sampled_from([[0] * 4, [0] * 8, [0, 1] * 4]),
+        end=st.lists(st.integers(0, 2), max_size=6),
+    )
     def allocate(self, prefix: list[int], end: list[int]) -> None:
-        "A group gets blocks for all its tokens, with a window for none yet; what is cached counts as computed."
+        """A group gets blocks for all its tokens, with a window for none yet; what is cached counts
+        as computed.
+        """
         self.did()
-        manager, seq, free = self.manager, Sequence(self.num_seqs, prefix + end), self.manager.get_num_free_gpu_blocks()
+        manager = self.manager
+        seq = Sequence(self.num_seqs, prefix + end)
+        free = self.manager.get_num_free_gpu_blocks()
         group = SequenceGroup(str(self.num_seqs), seq, SamplingParams())
         total, needed = manager.num_needed_blocks(group)
         status = manager.can_allocate(group)
@@ -690,44 +869,69 @@ class ManagerMachine(Counting):
 
     def write(self, seq: Sequence, num_tokens: int) -> None:
         "As in a step: computed, to be found by others, then what is behind the window is let go."
-        states, table = read_text(seq.token_ids), self.manager.block_tables[seq.seq_id]
+        states = read_text(seq.token_ids)
+        table = self.manager.block_tables[seq.seq_id]
         for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens):
-            block_id, offset = table[position // self.manager.block_size], position % self.manager.block_size
-            assert self.manager.gpu_allocator.ref_count(block_id) == 1, "another sequence holds what is written"
+            block_id = table[position // self.manager.block_size]
+            offset = position % self.manager.block_size
+            assert self.manager.gpu_allocator.ref_count(block_id) == 1, (
+                "another sequence holds what is written"
+            )
             self.gpu[block_id][offset] = states[position]
         seq.num_computed_tokens += num_tokens
         self.manager.cache_full_blocks(seq)
         self.manager.remove_skipped_blocks(seq)
-        hidden = max(0, seq.num_computed_tokens + 1 - (self.manager.window or 10**9)) // self.manager.block_size
-        assert set(self.manager.block_tables[seq.seq_id][:hidden]) <= {NULL_BLOCK}, "a block behind the window is held"
+        hidden = (
+            max(0, seq.num_computed_tokens + 1 - (self.manager.window or 10**9))
+            // self.manager.block_size
+        )
+        assert set(self.manager.block_tables[seq.seq_id][:hidden]) <= {NULL_BLOCK}, (
+            "a block behind the window is held"
+        )
 
     def begun(self) -> list[SequenceGroup]:
-        return [group for group in self.running if len(group.unfinished) == 1 and group.first_seq.num_new_tokens]
+        return [
+            group
+            for group in self.running
+            if len(group.unfinished) == 1 and group.first_seq.num_new_tokens
+        ]
 
     @precondition(lambda self: self.begun())
     @rule(data=st.data(), headroom=st.integers(0, 2))
     def prefill(self, data: st.DataObject, headroom: int) -> None:
-        "A chunk: of at most as many tokens as there are blocks for, which leaves `headroom` blocks free."
+        """A chunk: of at most as many tokens as there are blocks for, which leaves `headroom`
+        blocks free.
+        """
         self.did()
-        group, manager = self.pick(data, self.begun()), self.manager
+        group = self.pick(data, self.begun())
+        manager = self.manager
         seq = group.unfinished[0]
         most = min(seq.num_new_tokens, manager.max_new_tokens(seq, headroom))
         if most > 0:
-            num_tokens, free = data.draw(st.integers(1, most)), manager.get_num_free_gpu_blocks()
+            num_tokens = data.draw(st.integers(1, most))
+            free = manager.get_num_free_gpu_blocks()
             new = manager.allocate_slots(seq, num_tokens)
             assert free - manager.get_num_free_gpu_blocks() == len(new) <= max(0, free - headroom)
             self.write(seq, num_tokens)
 
     def complete(self) -> list[SequenceGroup]:
-        return [group for group in self.running if not any(seq.num_new_tokens for seq in group.unfinished)]
+        return [
+            group
+            for group in self.running
+            if not any(seq.num_new_tokens for seq in group.unfinished)
+        ]
 
     @precondition(lambda self: self.complete())
     @rule(data=st.data(), token_ids=st.lists(st.integers(0, 2), min_size=4, max_size=4))
     def decode(self, data: st.DataObject, token_ids: list[int]) -> None:
-        "Each sequence of a group gets a token, if there are blocks: exactly as many as were foretold."
+        """Each sequence of a group gets a token, if there are blocks: exactly as many as were
+        foretold.
+        """
         self.did()
-        group, manager = self.pick(data, self.complete()), self.manager
-        missing, free = manager.num_missing_blocks(group), manager.get_num_free_gpu_blocks()
+        group = self.pick(data, self.complete())
+        manager = self.manager
+        missing = manager.num_missing_blocks(group)
+        free = manager.get_num_free_gpu_blocks()
         if missing > free:
             return
         for seq in group.unfinished:
@@ -756,9 +960,11 @@ class ManagerMachine(Counting):
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
         self.did()
-        group, manager = self.pick(data, self.running), self.manager
+        group = self.pick(data, self.running)
+        manager = self.manager
         if manager.can_swap_out(group):
-            free, freed = manager.get_num_free_gpu_blocks(), len(manager.get_freed_blocks([group]))
+            free = manager.get_num_free_gpu_blocks()
+            freed = len(manager.get_freed_blocks([group]))
             pairs = manager.swap_out(group)
             assert manager.get_num_free_gpu_blocks() == free + freed
             self.running.remove(group)
@@ -770,7 +976,8 @@ class ManagerMachine(Counting):
     @rule(data=st.data(), headroom=st.integers(0, 2))
     def swap_in(self, data: st.DataObject, headroom: int) -> None:
         self.did()
-        group, manager = self.pick(data, self.swapped), self.manager
+        group = self.pick(data, self.swapped)
+        manager = self.manager
         if manager.can_swap_in(group, headroom) is AllocStatus.OK:
             pairs = manager.swap_in(group)
             self.swapped.remove(group)
@@ -800,14 +1007,19 @@ class ManagerMachine(Counting):
             return
         manager = self.manager
         manager.check_integrity()
-        places = ((self.running, manager.block_tables, self.gpu), (self.swapped, manager.cpu_block_tables, self.cpu))
+        places = (
+            (self.running, manager.block_tables, self.gpu),
+            (self.swapped, manager.cpu_block_tables, self.cpu),
+        )
         for groups, tables, pool in places:
             assert set(tables) == {seq.seq_id for group in groups for seq in group.unfinished}
             for seq in (seq for group in groups for seq in group.unfinished):
-                table, states = tables[seq.seq_id], read_text(seq.token_ids)
+                table = tables[seq.seq_id]
+                states = read_text(seq.token_ids)
                 begin = max(0, seq.num_computed_tokens + 1 - (manager.window or 10**9))
                 for position in range(begin, seq.num_computed_tokens):
-                    block_id, offset = table[position // manager.block_size], position % manager.block_size
+                    block_id = table[position // manager.block_size]
+                    offset = position % manager.block_size
                     assert block_id != NULL_BLOCK and pool[block_id][offset] == states[position]
 
 
@@ -878,7 +1090,8 @@ def load(simulation: Simulation, rng: random.Random, num_requests: int) -> None:
         while simulation.add(*random_request(rng, simulation.options)) is None:
             pass
         for _ in range(rng.choice([0, 1, 1, 4])):
-            chance, waiting = rng.random(), simulation.open()
+            chance = rng.random()
+            waiting = simulation.open()
             if waiting and chance < 0.1:
                 simulation.abort(rng.choice(waiting))
             elif chance < 0.15:
@@ -910,8 +1123,12 @@ def with_tokens(max_tokens: int, **more: Any) -> SamplingParams:
 
 
 def test_two_that_come_back_into_a_full_pool() -> None:
-    "Each fills the pool alone, so each ends as soon as it is back: but not in the step that brings it back."
-    simulation = Simulation(block_size=2, num_gpu_blocks=4, policy="priority", preemption_mode="swap")
+    """Each fills the pool alone, so each ends as soon as it is back: but not in the step that
+    brings it back.
+    """
+    simulation = Simulation(
+        block_size=2, num_gpu_blocks=4, policy="priority", preemption_mode="swap"
+    )
     for priority in (2, 1):
         assert simulation.add([priority] * 7, ENDLESS, priority)
         simulation.step()
@@ -934,8 +1151,15 @@ def test_beams_that_the_pool_ended_do_not_come_back() -> None:
 
 
 def test_beams_that_come_back_decode_in_one_step() -> None:
-    "All that they computed is cached, so each lacks one token; the step that admits them has one left, and they are three."
-    options = {"policy": "priority", "preemption_mode": "recompute", "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    """All that they computed is cached, so each lacks one token; the step that admits them has one
+    left, and they are three.
+    """
+    options = {
+        "policy": "priority",
+        "preemption_mode": "recompute",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 8,
+    }
     simulation = Simulation(block_size=1, num_gpu_blocks=60, **options)
     name = simulation.add([0, 1, 2], BeamSearchParams(3, 12, True), 1)
     for _ in range(4):
@@ -950,8 +1174,15 @@ def test_beams_that_come_back_decode_in_one_step() -> None:
 
 
 def test_a_search_that_is_computed_again_keeps_its_beams() -> None:
-    "The pool holds it exactly. While the first beam's prompt is computed, the others share blocks with it: none is missing."
-    options = {"policy": "priority", "preemption_mode": "recompute", "max_num_batched_tokens": 3, "max_model_len": 24}
+    """The pool holds it exactly. While the first beam's prompt is computed, the others share blocks
+    with it: none is missing.
+    """
+    options = {
+        "policy": "priority",
+        "preemption_mode": "recompute",
+        "max_num_batched_tokens": 3,
+        "max_model_len": 24,
+    }
     simulation = Simulation(block_size=8, num_gpu_blocks=4, **options)
     name = simulation.add([2] * 15 + [5], BeamSearchParams(2, 5, False), 1)
     while not simulation.scheduler.running or len(simulation.scheduler.running[0].unfinished) < 2:
@@ -967,8 +1198,14 @@ def test_a_search_that_is_computed_again_keeps_its_beams() -> None:
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("width", [1, 3])
 def test_no_request_starves(mode: str | None, chunked: bool, width: int) -> None:
-    "A long request, preempted or not, is done in bounded time, though short ones never stop coming."
-    options = {"max_model_len": 40, "max_num_batched_tokens": 40 if not chunked else 8, "num_gpu_blocks": 20}
+    """A long request, preempted or not, is done in bounded time, though short ones never stop
+    coming.
+    """
+    options = {
+        "max_model_len": 40,
+        "max_num_batched_tokens": 40 if not chunked else 8,
+        "num_gpu_blocks": 20,
+    }
     simulation = Simulation(preemption_mode=mode, chunked=chunked, max_num_seqs=8, **options)
     for i in range(3):
         simulation.add([i] * 12, with_tokens(12))
@@ -976,7 +1213,9 @@ def test_no_request_starves(mode: str | None, chunked: bool, width: int) -> None
     for _ in range(120):
         simulation.add([3, 3, 3], with_tokens(3))
         simulation.step(fail="after" if simulation.num_steps == 2 else None)
-    assert name in simulation.reasons and (mode == "swap" or simulation.scheduler.num_preemptions >= 0)
+    assert name in simulation.reasons and (
+        mode == "swap" or simulation.scheduler.num_preemptions >= 0
+    )
     simulation.finish()
 
 
@@ -984,18 +1223,33 @@ def test_a_window_lets_a_text_outgrow_the_pool() -> None:
     simulation = Simulation(window=6, num_gpu_blocks=4, max_model_len=64)
     name = simulation.add([1, 2, 3], with_tokens(60))
     simulation.finish()
-    assert len(simulation.told[name][0]) == 60 and simulation.engine.get_metrics()["peak_gpu_blocks_used"] == 3
+    assert (
+        len(simulation.told[name][0]) == 60
+        and simulation.engine.get_metrics()["peak_gpu_blocks_used"] == 3
+    )
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("num_cpu_blocks, mode", [(12, "recompute"), (0, None), (1, None), (12, "swap")])
+@pytest.mark.parametrize(
+    "num_cpu_blocks, mode", [(12, "recompute"), (0, None), (1, None), (12, "swap")]
+)
 def test_no_window_request_ends_early(mode: str | None, num_cpu_blocks: int, caching: bool) -> None:
-    "Texts of several times the pool, preempted and computed again chunk by chunk, to their last token."
+    """Texts of several times the pool, preempted and computed again chunk by chunk, to their last
+    token.
+    """
     simulation = Simulation(
-        window=6, block_size=2, num_gpu_blocks=8, num_cpu_blocks=num_cpu_blocks, preemption_mode=mode, policy="priority",
-        max_model_len=120, caching=caching,
-    )  # fmt: skip
-    names = [simulation.add([i] * length, with_tokens(50), 2) for i, length in enumerate((60, 3, 33))]
+        window=6,
+        block_size=2,
+        num_gpu_blocks=8,
+        num_cpu_blocks=num_cpu_blocks,
+        preemption_mode=mode,
+        policy="priority",
+        max_model_len=120,
+        caching=caching,
+    )
+    names = [
+        simulation.add([i] * length, with_tokens(50), 2) for i, length in enumerate((60, 3, 33))
+    ]
     for i in range(60):
         simulation.step()
         if i % 15 == 14:
@@ -1009,7 +1263,9 @@ def test_no_window_request_ends_early(mode: str | None, num_cpu_blocks: int, cac
 
 def test_prompts_with_a_window_that_fill_the_pool_together() -> None:
     "Each holds a part of the pool and lacks a block: the first by the policy goes on."
-    simulation = Simulation(window=1, block_size=1, num_gpu_blocks=4, max_num_batched_tokens=7, max_model_len=120)
+    simulation = Simulation(
+        window=1, block_size=1, num_gpu_blocks=4, max_num_batched_tokens=7, max_model_len=120
+    )
     names = [simulation.add([i] * 30, with_tokens(3)) for i in range(4)]
     simulation.finish()
     assert all(len(simulation.told[name][0]) == 3 for name in names)
@@ -1017,12 +1273,18 @@ def test_prompts_with_a_window_that_fill_the_pool_together() -> None:
 
 @pytest.mark.parametrize("mode", [None, "recompute"])
 def test_requests_are_not_preempted_again_and_again(mode: str | None) -> None:
-    "Four requests with a window on 14 blocks, of which each wants up to five: one was swapped 33 times before."
-    simulation = Simulation(window=16, num_gpu_blocks=14, num_cpu_blocks=40, max_model_len=120, preemption_mode=mode)
+    """Four requests with a window on 14 blocks, of which each wants up to five: one was swapped 33
+    times before.
+    """
+    simulation = Simulation(
+        window=16, num_gpu_blocks=14, num_cpu_blocks=40, max_model_len=120, preemption_mode=mode
+    )
     names = [simulation.add([i] * 8, with_tokens(100)) for i in range(4)]
     simulation.finish()
     times = Counter(simulation.preempted)
-    assert 0 < max(times.values()) <= 4 and all(len(simulation.told[name][0]) == 100 for name in names), times
+    assert 0 < max(times.values()) <= 4 and all(
+        len(simulation.told[name][0]) == 100 for name in names
+    ), times
 
 
 def test_forks_of_two_requests_share_nothing_without_prefix_caching() -> None:
@@ -1037,12 +1299,18 @@ def test_forks_of_two_requests_share_nothing_without_prefix_caching() -> None:
 
 
 def test_samples_of_neighbouring_seeds_differ() -> None:
-    "The second answer of seed 0 is not the first of seed 1; and the first is that of the seed alone."
+    """The second answer of seed 0 is not the first of seed 1; and the first is that of the seed
+    alone.
+    """
     simulation = Simulation(num_gpu_blocks=60)
     names = [simulation.add([1, 2, 3], with_tokens(20, n=3, seed=seed)) for seed in range(3)]
-    alone = [simulation.add([1, 2, 3], with_tokens(20, temperature=1, seed=seed)) for seed in range(3)]
+    alone = [
+        simulation.add([1, 2, 3], with_tokens(20, temperature=1, seed=seed)) for seed in range(3)
+    ]
     simulation.finish()
-    assert [simulation.told[name][0] for name in names] == [simulation.told[name][0] for name in alone]
+    assert [simulation.told[name][0] for name in names] == [
+        simulation.told[name][0] for name in alone
+    ]
     assert len({tuple(tokens) for name in names for tokens in simulation.told[name]}) == 9
     seeds = {sequence_seed(seed, j) for seed in range(100) for j in range(100)}
     assert len(seeds) == 10_000 and all(0 <= seed < 2**64 for seed in seeds)
@@ -1050,8 +1318,11 @@ def test_samples_of_neighbouring_seeds_differ() -> None:
 
 
 def test_writers_of_a_shared_block() -> None:
-    "The last of the sequences that share a block writes into it; if another request holds it too, all of them copy."
-    manager, group = BlockSpaceManager(4, 8), SequenceGroup("a", Sequence(0, [1, 2]), SamplingParams())
+    """The last of the sequences that share a block writes into it; if another request holds it too,
+    all of them copy.
+    """
+    manager = BlockSpaceManager(4, 8)
+    group = SequenceGroup("a", Sequence(0, [1, 2]), SamplingParams())
     parent = group.first_seq
     manager.allocate(group)
     parent.num_computed_tokens = 2
@@ -1061,28 +1332,35 @@ def test_writers_of_a_shared_block() -> None:
     assert manager.num_missing_blocks(group) == 2
     group.unfinished.remove(parent)
     assert manager.num_missing_blocks(group) == 2
-    assert manager.copy_on_write(children[0]) == (0, 0, 1) and manager.copy_on_write(children[1]) == (0, 0, 2)
+    assert manager.copy_on_write(children[0]) == (0, 0, 1) and manager.copy_on_write(
+        children[1]
+    ) == (0, 0, 2)
     group.unfinished[:] = [parent]
     assert manager.copy_on_write(parent) is None and manager.num_missing_blocks(group) == 0
 
 
 def test_the_tail_of_a_prefix_is_evicted_first() -> None:
     manager = BlockSpaceManager(2, 4, enable_caching=True)
-    first, second = Sequence(0, list(range(8))), Sequence(1, [9, 9, 9, 9])
+    first = Sequence(0, list(range(8)))
+    second = Sequence(1, [9, 9, 9, 9])
     manager.allocate(SequenceGroup("a", first, SamplingParams()))
     first.num_computed_tokens = 8
     manager.cache_full_blocks(first)
     manager.free(first)
     manager.allocate(SequenceGroup("b", second, SamplingParams()))
-    assert len(manager.get_computed_blocks(Sequence(2, list(range(8))))) == manager.gpu_allocator.num_evictions == 2
+    assert (
+        len(manager.get_computed_blocks(Sequence(2, list(range(8)))))
+        == manager.gpu_allocator.num_evictions
+        == 2
+    )
 
 
 def test_what_is_not_computed_yet_is_not_found() -> None:
-    "Forks that are computed again share blocks which the first of them has still to fill: also after a swap."
-    manager, group = (
-        BlockSpaceManager(2, 12, 12, enable_caching=True),
-        SequenceGroup("a", Sequence(0, [1] * 9), SamplingParams()),
-    )
+    """Forks that are computed again share blocks which the first of them has still to fill: also
+    after a swap.
+    """
+    manager = BlockSpaceManager(2, 12, 12, enable_caching=True)
+    group = SequenceGroup("a", Sequence(0, [1] * 9), SamplingParams())
     parent = group.first_seq
     group.fork(parent, 1)
     manager.allocate(group)
@@ -1102,10 +1380,18 @@ def test_what_is_not_computed_yet_is_not_found() -> None:
 
 
 def test_only_the_requests_in_a_failed_step_end() -> None:
-    "They say why in the next call; one that waits, and one that is swapped out with an answer complete, are answered."
-    simulation = Simulation(num_gpu_blocks=12, max_num_seqs=4, policy="priority", preemption_mode="swap")
+    """They say why in the next call; one that waits, and one that is swapped out with an answer
+    complete, are answered.
+    """
+    simulation = Simulation(
+        num_gpu_blocks=12, max_num_seqs=4, policy="priority", preemption_mode="swap"
+    )
     swapped = simulation.add([0] * 9, with_tokens(12, n=3, stop_token_ids=[0, 1, 2]), 2)
-    while not 0 < len(simulation.scheduler.groups[swapped].unfinished) < len(simulation.scheduler.groups[swapped].seqs):
+    while (
+        not 0
+        < len(simulation.scheduler.groups[swapped].unfinished)
+        < len(simulation.scheduler.groups[swapped].seqs)
+    ):
         simulation.step()
     runs = [simulation.add([i] * 9, with_tokens(6, n=2), 1) for i in (3, 4)]
     waits = simulation.add([5] * 9, with_tokens(5), 3)
@@ -1113,13 +1399,20 @@ def test_only_the_requests_in_a_failed_step_end() -> None:
     simulation.step(fail="after")
     assert sorted(simulation.may_fail) == sorted(runs) and not simulation.reasons
     simulation.step()
-    assert set(simulation.reasons) == set(runs) and all(set(simulation.reasons[name]) == {"error"} for name in runs)
+    assert set(simulation.reasons) == set(runs) and all(
+        set(simulation.reasons[name]) == {"error"} for name in runs
+    )
     simulation.finish()
-    assert "error" not in simulation.reasons[swapped] + simulation.reasons[waits] and len(simulation.told[swapped]) == 3
+    assert (
+        "error" not in simulation.reasons[swapped] + simulation.reasons[waits]
+        and len(simulation.told[swapped]) == 3
+    )
 
 
 def test_a_step_that_always_fails_ends() -> None:
-    "Each failure ends the requests that ran, so an engine with a fault does not try the same ones for ever."
+    """Each failure ends the requests that ran, so an engine with a fault does not try the same ones
+    for ever.
+    """
     simulation = Simulation(max_num_seqs=2)
     names = [simulation.add([1, 2, i], with_tokens(5)) for i in range(6)]
     for _ in range(3):
@@ -1154,9 +1447,13 @@ def test_an_engine_whose_workers_cannot_be_reset_is_dead(monkeypatch: pytest.Mon
     simulation.step(fail="after")
     engine = simulation.engine
     for call in (
-        engine.step, lambda: engine.add_request("b", [1, 2], with_tokens(5)), engine.reset_prefix_cache, engine.start_trace,
-        lambda: engine.collective_rpc("reset"), engine.step,
-    ):  # fmt: skip
+        engine.step,
+        lambda: engine.add_request("b", [1, 2], with_tokens(5)),
+        engine.reset_prefix_cache,
+        engine.start_trace,
+        lambda: engine.collective_rpc("reset"),
+        engine.step,
+    ):
         with pytest.raises(EngineDeadError, match=r"boom.*the device is lost"):
             call()
     engine.abort_request("0")
@@ -1169,9 +1466,14 @@ def test_an_engine_whose_workers_cannot_be_reset_is_dead(monkeypatch: pytest.Mon
 # Torn steps
 
 CORE = (
-    "scheduler.py", "extensions.py", "request_queue.py", "block_manager.py", "block_allocator.py", "beam_search.py",
+    "scheduler.py",
+    "extensions.py",
+    "request_queue.py",
+    "block_manager.py",
+    "block_allocator.py",
+    "beam_search.py",
     "sequence.py",
-)  # fmt: skip
+)
 CONTROL_PLANE = (*CORE, "core.py", "output_processor.py", "llm_engine.py")
 
 
@@ -1180,9 +1482,11 @@ class Torn(Exception):
 
 
 def interrupt_after(num_lines: int, call: Callable[[], Any], error: type | None = None) -> bool:
-    """Run `call`, and press Ctrl-C in that line of the control plane, as they are reached; False if there were fewer.
+    """Run `call`, and press Ctrl-C in that line of the control plane, as they are reached; False if
+    there were fewer.
 
-    It is a real signal, which may be held until the call is over. With `error` that is raised instead.
+    It is a real signal, which may be held until the call is over. With `error` that is raised
+    instead.
     """
     left = num_lines
 
@@ -1201,7 +1505,11 @@ def interrupt_after(num_lines: int, call: Callable[[], Any], error: type | None 
 
     def in_call(frame: Any, event: str, arg: Any) -> Any:
         path = Path(frame.f_code.co_filename)
-        return in_line if path.name in (CORE if error else CONTROL_PLANE) and "teachvllm" in path.parts else None
+        return (
+            in_line
+            if path.name in (CORE if error else CONTROL_PLANE) and "teachvllm" in path.parts
+            else None
+        )
 
     sys.settrace(in_call)
     try:
@@ -1214,15 +1522,22 @@ def interrupt_after(num_lines: int, call: Callable[[], Any], error: type | None 
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("num_steps, error", [(0, None), (1, Torn), (2, None), (2, Torn), (4, Torn)])
-def test_a_step_torn_at_any_line_ends_the_requests_that_ran(policy: str, num_steps: int, error: type | None) -> None:
-    """Each gets one last output, or had its last token; the others get their answers; no block, row or sequence is left.
+@pytest.mark.parametrize(
+    "num_steps, error", [(0, None), (1, Torn), (2, None), (2, Torn), (4, Torn)]
+)
+def test_a_step_torn_at_any_line_ends_the_requests_that_ran(
+    policy: str, num_steps: int, error: type | None
+) -> None:
+    """Each gets one last output, or had its last token; the others get their answers; no block, row
+    or sequence is left.
 
     So it is with a fault in the core, and with Ctrl-C anywhere.
     """
     torn = 0
     for line in range(1, 4000, 29):
-        simulation = Simulation(num_gpu_blocks=9 if policy == "priority" else 12, max_num_seqs=6, policy=policy)
+        simulation = Simulation(
+            num_gpu_blocks=9 if policy == "priority" else 12, max_num_seqs=6, policy=policy
+        )
         for prompt, params, priority in (
             ([0] * 9, with_tokens(6, n=3), 1),
             ([1] * 6, BeamSearchParams(2, 5, True), 1),
@@ -1232,8 +1547,10 @@ def test_a_step_torn_at_any_line_ends_the_requests_that_ran(policy: str, num_ste
             simulation.add(prompt, params, priority)
         for _ in range(num_steps):
             simulation.step()
-        del simulation.scheduler.schedule  # the one that checks: an interrupt would come in the checks
-        waiting, simulation.may_fail = "3" in simulation.told and num_steps <= 2, set("0123")
+        # the one that checks: an interrupt would come in the checks
+        del simulation.scheduler.schedule
+        waiting = "3" in simulation.told and num_steps <= 2
+        simulation.may_fail = set("0123")
         if not interrupt_after(line, simulation.engine.step, error):
             break
         torn += 1
@@ -1258,7 +1575,8 @@ def test_a_call_torn_at_any_line_leaves_a_usable_engine(torn: str, num_steps: in
         for _ in range(num_steps):
             simulation.step()
         del simulation.scheduler.schedule
-        engine, simulation.may_fail = simulation.engine, set("012")
+        engine = simulation.engine
+        simulation.may_fail = set("012")
         call = (
             partial(engine.abort_request, "0")
             if torn == "abort"
@@ -1268,7 +1586,8 @@ def test_a_call_torn_at_any_line_leaves_a_usable_engine(torn: str, num_steps: in
             assert line > 10
             return
         simulation.gone |= {"0"} if torn == "abort" else set()
-        engine.abort_request(["0"] if torn == "abort" else "3")  # what the user of an interrupted call does
+        # what the user of an interrupted call does
+        engine.abort_request(["0"] if torn == "abort" else "3")
         for _ in range(60):
             simulation.take([output_of(output) for output in engine.step()])
         simulation.check_nothing_left()
@@ -1288,6 +1607,9 @@ def output_of(output: Any) -> Any:
     "An output in which what went wrong is the interrupt, as `Simulation.take` knows failures."
     for one in output.outputs:
         if one.finish_reason == "error":
-            assert "the step failed: KeyboardInterrupt" in one.stop_reason or "the step failed: Torn" in one.stop_reason
+            assert (
+                "the step failed: KeyboardInterrupt" in one.stop_reason
+                or "the step failed: Torn" in one.stop_reason
+            )
             one.stop_reason = "boom"
     return output

@@ -1,6 +1,8 @@
-"""Programs from PyPI that were written for vLLM run unchanged: lm-eval's `vllm` model and LangChain's `VLLM`.
+"""Programs from PyPI that were written for vLLM run unchanged: lm-eval's `vllm` model and
+LangChain's `VLLM`.
 
-They need `pip install -c constraints.txt -e ".[clients]"`; without it all but the alias itself is skipped.
+They need `pip install -c constraints.txt -e ".[clients]"`; without it all but the alias itself is
+skipped.
 """
 
 import importlib
@@ -71,7 +73,10 @@ ENGINE = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 128}
 
 def test_every_name_of_the_table_is_there() -> None:
     with as_vllm() as vllm:
-        assert vllm.__version__ == importlib.metadata.version("vllm") and vllm.__teachvllm__ == teachvllm.__version__
+        assert (
+            vllm.__version__ == importlib.metadata.version("vllm")
+            and vllm.__teachvllm__ == teachvllm.__version__
+        )
         assert importlib.util.find_spec("vllm") is not None
         for module in MODULES:
             imported = importlib.import_module(module)
@@ -180,16 +185,30 @@ SAY = {"options": "6 length\n6 length\n2\n", "engine": "[1, 1, 2]\n", "prefix": 
     ],
 )
 def test_the_kinds_of_scripts_that_vllm_shows(
-    speaker: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    speaker: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    "Written afresh after `examples/offline_inference`: options, chat, the engine's own loop, caching."
+    """Written afresh after `examples/offline_inference`: options, chat, the engine's own loop,
+    caching.
+    """
     script = tmp_path / f"{name}.py"
     script.write_text(SCRIPTS[name])
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     options = ["--dtype=float32", "--device", "cpu", "--num_gpu_blocks_override=64"]
     with as_vllm():
-        main([str(script), "--model", speaker, *options, *(["--max_tokens", "6"] if name == "options" else [])])
+        main(
+            [
+                str(script),
+                "--model",
+                speaker,
+                *options,
+                *(["--max_tokens", "6"] if name == "options" else []),
+            ]
+        )
     assert capsys.readouterr().out == SAY[name]
 
 
@@ -198,14 +217,19 @@ def test_the_kinds_of_scripts_that_vllm_shows(
 
 @pytest.fixture(scope="module")
 def evaluate(speaker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    "A function: lm-eval's samples of a task on a model of lm-eval's. Nothing is asked of the network."
+    """A function: lm-eval's samples of a task on a model of lm-eval's. Nothing is asked of the
+    network.
+    """
     folder = tmp_path_factory.mktemp("tasks")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_CACHE", str(folder / "cache"))
     lm_eval = pytest.importorskip("lm_eval")
     pytest.importorskip("accelerate")
     tasks = pytest.importorskip("lm_eval.tasks")
-    lines = [json.dumps({"question": q, "choices": choices, "gold": gold}) for q, choices, gold in QUESTIONS]
+    lines = [
+        json.dumps({"question": q, "choices": choices, "gold": gold})
+        for q, choices, gold in QUESTIONS
+    ]
     (folder / "questions.jsonl").write_text("\n".join(lines))
     for name, rest in TASKS.items():
         task = TASK.format(name=f"tiny_{name}", file=folder / "questions.jsonl", rest=rest)
@@ -214,9 +238,15 @@ def evaluate(speaker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
     def run(model: str, task: str, chat: bool = False, **options: Any) -> list[dict]:
         result = lm_eval.simple_evaluate(
-            model=model, model_args={"pretrained": speaker, "dtype": "float32", **options}, tasks=[f"tiny_{task}"],
-            task_manager=manager, batch_size=4, bootstrap_iters=0, log_samples=True, apply_chat_template=chat,
-        )  # fmt: skip
+            model=model,
+            model_args={"pretrained": speaker, "dtype": "float32", **options},
+            tasks=[f"tiny_{task}"],
+            task_manager=manager,
+            batch_size=4,
+            bootstrap_iters=0,
+            log_samples=True,
+            apply_chat_template=chat,
+        )
         return sorted(result["samples"][f"tiny_{task}"], key=lambda sample: sample["doc_id"])
 
     with as_vllm():
@@ -224,15 +254,21 @@ def evaluate(speaker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_lm_eval_generates_the_text_that_it_gets_from_transformers(evaluate: Any, chat: bool) -> None:
+def test_lm_eval_generates_the_text_that_it_gets_from_transformers(
+    evaluate: Any, chat: bool
+) -> None:
     expected = [sample["filtered_resps"] for sample in evaluate("hf", "write", chat, device="cpu")]
     options = {"num_gpu_blocks_override": 128, "max_model_len": 200, "max_num_batched_tokens": 7}
-    assert [sample["filtered_resps"] for sample in evaluate("vllm", "write", chat, **options)] == expected
+    assert [
+        sample["filtered_resps"] for sample in evaluate("vllm", "write", chat, **options)
+    ] == expected
     assert all(len(text) > 4 for (text,) in expected)
 
 
 @pytest.mark.parametrize("task", ["choose", "perplexity"])
-def test_lm_eval_finds_the_likelihoods_that_it_finds_with_transformers(evaluate: Any, task: str) -> None:
+def test_lm_eval_finds_the_likelihoods_that_it_finds_with_transformers(
+    evaluate: Any, task: str
+) -> None:
     expected = [sample["filtered_resps"] for sample in evaluate("hf", task, device="cpu")]
     options = {"num_gpu_blocks_override": 128, "max_model_len": 200, "max_num_batched_tokens": 7}
     found = [sample["filtered_resps"] for sample in evaluate("vllm", task, **options)]
@@ -256,7 +292,11 @@ def test_lm_eval_asks_the_engine_how_long_a_text_may_be(evaluate: Any) -> None:
 def langchain(speaker: str) -> Iterator[Any]:
     "Makes a LangChain model of the class `VLLM`; all of them share one engine."
     module = pytest.importorskip("langchain_community.llms.vllm")
-    options = {"model": speaker, "dtype": "float32", "vllm_kwargs": {"num_gpu_blocks_override": 128, "device": "cpu"}}
+    options = {
+        "model": speaker,
+        "dtype": "float32",
+        "vllm_kwargs": {"num_gpu_blocks_override": 128, "device": "cpu"},
+    }
     with as_vllm():
         first = module.VLLM(**options)
         with first.client:
@@ -288,8 +328,14 @@ def test_langchain_stops(langchain: Any) -> None:
 @pytest.mark.parametrize(
     "fields, params",
     [
-        ({"top_k": 5, "top_p": 0.9, "temperature": 0.8}, {"top_k": 5, "top_p": 0.9, "temperature": 0.8}),
-        ({"presence_penalty": 1.5, "frequency_penalty": 0.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.5}),
+        (
+            {"top_k": 5, "top_p": 0.9, "temperature": 0.8},
+            {"top_k": 5, "top_p": 0.9, "temperature": 0.8},
+        ),
+        (
+            {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+            {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        ),
         ({"n": 2, "best_of": 3}, {"n": 2, "best_of": 3}),
         ({"logprobs": 2, "ignore_eos": True}, {"logprobs": 2, "ignore_eos": True}),
     ],
@@ -297,5 +343,7 @@ def test_langchain_stops(langchain: Any) -> None:
 def test_langchain_passes_the_parameters(langchain: Any, fields: dict, params: dict) -> None:
     "`seed` and `min_tokens` are no fields of `VLLM`: they go with the call."
     model = langchain(max_new_tokens=10, **fields)
-    expected = direct(model, ["The sun rises in the"], seed=3, min_tokens=6, max_tokens=10, **params)
+    expected = direct(
+        model, ["The sun rises in the"], seed=3, min_tokens=6, max_tokens=10, **params
+    )
     assert [model.invoke("The sun rises in the", seed=3, min_tokens=6)] == expected

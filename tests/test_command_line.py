@@ -23,7 +23,9 @@ SMALL = ["--num-gpu-blocks-override", "64", "--max-model-len", "512"]
 def command(*words: str, **options) -> subprocess.Popen:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TEACHVLLM_LOGGING_LEVEL": "ERROR"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-m", *words], env=env, text=True, **{**pipes, **options})
+    return subprocess.Popen(
+        [sys.executable, "-m", *words], env=env, text=True, **{**pipes, **options}
+    )
 
 
 def folder_of(path: Path, **config) -> str:
@@ -43,25 +45,34 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
 
 def test_help_of_the_benchmark_runs_no_benchmark() -> None:
     out, error = command("teachvllm.bench", "--help").communicate(timeout=100)
-    assert out.startswith("usage: python -m teachvllm.bench") and "scheduler, measured" not in out, error
+    assert (
+        out.startswith("usage: python -m teachvllm.bench") and "scheduler, measured" not in out
+    ), error
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["run-batch"], "vLLM's command `run-batch` is not in teachvllm yet"),
-        (["generate", "x", "--quantization", "awq"], "vLLM's --quantization is not in teachvllm yet"),
+        (
+            ["generate", "x", "--quantization", "awq"],
+            "vLLM's --quantization is not in teachvllm yet",
+        ),
         (["generate", "x", "--max-token", "3"], "did you mean --max-tokens?"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(argv: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+def test_what_is_not_there_is_refused_by_name(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_only_what_a_user_can_write_is_suggested(capsys: pytest.CaptureFixture) -> None:
-    "`run` and `command` are names inside the program, and no options; `--url` is one of `chat` only."
+    """`run` and `command` are names inside the program, and no options; `--url` is one of `chat`
+    only.
+    """
     for argv, near in (
         (["chat", "--run"], "--run?"),
         (["inspect", "--ur", "x"], "--url?"),
@@ -84,7 +95,9 @@ def test_a_measurement_that_cannot_end_is_refused() -> None:
 
 
 class Answers(BaseHTTPRequestHandler):
-    "A server that streams two pieces and then an event with only the usage; it refuses the text `no`."
+    """A server that streams two pieces and then an event with only the usage; it refuses the text
+    `no`.
+    """
 
     asked: ClassVar[list[dict[str, Any]]] = []  # the requests
 
@@ -102,7 +115,9 @@ class Answers(BaseHTTPRequestHandler):
             {"choices": [], "usage": {}},
             {"usage": {}},
         ]
-        self.reply(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+        self.reply(
+            200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        )
 
     def reply(self, status: int, text: str) -> None:
         self.send_response(status)
@@ -136,17 +151,30 @@ def test_a_refused_line_does_not_end_the_program(
     out, error = capsys.readouterr()
     assert out.count(" one two") == 2 and error.count("that is refused") == 1
     assert main(["complete", "zero", "no", "again", "--url", answers]) == 1
-    assert capsys.readouterr().out.count(" one two") == 1, "texts of the command line are all or nothing from there on"
+    assert capsys.readouterr().out.count(" one two") == 1, (
+        "texts of the command line are all or nothing from there on"
+    )
 
 
 def test_options_of_a_request_reach_the_server(answers: str) -> None:
-    "What is not in OpenAI's interface only if it was asked for: a server may refuse fields that it does not know."
+    """What is not in OpenAI's interface only if it was asked for: a server may refuse fields that
+    it does not know.
+    """
     Answers.asked.clear()
-    for options in ([], ["--min-p", "0.1", "--top-k", "5", "--top-p", "0.9", "--sampling-seed", "3", "--stop", "x"]):
+    for options in (
+        [],
+        ["--min-p", "0.1", "--top-k", "5", "--top-p", "0.9", "--sampling-seed", "3", "--stop", "x"],
+    ):
         assert main(["complete", "zero", "--url", answers, *options]) == 0
     plain, full = Answers.asked
     assert plain["temperature"] == 0 and not {"min_p", "top_k", "seed", "stop"} & set(plain)
-    assert {"min_p": 0.1, "top_k": 5, "top_p": 0.9, "seed": 3, "stop": ["x"]}.items() <= full.items()
+    assert {
+        "min_p": 0.1,
+        "top_k": 5,
+        "top_p": 0.9,
+        "seed": 3,
+        "stop": ["x"],
+    }.items() <= full.items()
 
 
 # inspect
@@ -164,13 +192,28 @@ def test_inspect_says_what_is_not_supported(tmp_path: Path, capsys: pytest.Captu
 
 def test_inspect_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1024}
-    small = folder_of(tmp_path / "small", **shape, hidden_size=1024, num_hidden_layers=2, max_position_embeddings=128)
-    assert main(["inspect", "--model", small, "--dtype", "float32", "--num-gpu-blocks-override", "16"]) == 0
+    small = folder_of(
+        tmp_path / "small",
+        **shape,
+        hidden_size=1024,
+        num_hidden_layers=2,
+        max_position_embeddings=128,
+    )
+    assert (
+        main(["inspect", "--model", small, "--dtype", "float32", "--num-gpu-blocks-override", "16"])
+        == 0
+    )
     facts = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     layer = 4 * 1024 * 1024 + 3 * 1024 * 11008 + 2 * 1024
     assert facts["weights"].strip() == f"{4 * (2 * layer + 2 * 1024 * 1024 + 1024) / 2**30:.2f} GiB"
     assert facts["KV cache"].strip() == "up to 16 blocks: 2.0 requests of max_model_len at once"
-    large = folder_of(tmp_path / "large", **shape, hidden_size=16384, num_attention_heads=128, num_hidden_layers=400)
+    large = folder_of(
+        tmp_path / "large",
+        **shape,
+        hidden_size=16384,
+        num_attention_heads=128,
+        num_hidden_layers=400,
+    )
     assert main(["inspect", "--model", large]) == 0
     assert "does not fit: no memory for the KV cache" in capsys.readouterr().out
 
@@ -185,11 +228,17 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 # generate and chat
 
 
-def test_blank_lines_are_skipped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_blank_lines_are_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n\n   \nThe sky\n"))
     assert main(["generate", "-", "--max-tokens", "2", *SMALL]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and lines[0].startswith("Once upon a time") and lines[1].startswith("The sky")
+    assert (
+        len(lines) == 2
+        and lines[0].startswith("Once upon a time")
+        and lines[1].startswith("The sky")
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n"))
     assert main(["generate", "-"]) == 1
     assert "nothing to continue" in capsys.readouterr().err
@@ -203,7 +252,10 @@ def test_chat_goes_on_when_the_conversation_is_too_long(
     options = ["--max-tokens", "4", "--num-gpu-blocks-override", "64", "--max-model-len", "160"]
     assert main(["chat", *options]) == 0
     out, error = capsys.readouterr()
-    assert error.count("the oldest question is left out") >= 1 and error.count("maximum model length of 160") == 1
+    assert (
+        error.count("the oldest question is left out") >= 1
+        and error.count("maximum model length of 160") == 1
+    )
     assert out.count("> ") == 5, "four questions, and the end of the input"
 
 

@@ -1,4 +1,6 @@
-"""Arguments on their way in: every name of vLLM's is known, no CUDA starts, and a busy machine is mentioned."""
+"""Arguments on their way in: every name of vLLM's is known, no CUDA starts, and a busy machine is
+mentioned.
+"""
 
 import json
 import logging
@@ -20,8 +22,14 @@ VLLM = json.loads(Path(__file__).with_name("vllm_engine_arguments.json").read_te
 
 @pytest.mark.parametrize("version", VLLM)
 def test_every_argument_of_vllm_is_known(version: str) -> None:
-    "Each is accepted at vLLM's own default, and as None; another value is served or refused by name, never called unknown."
-    defaults = {name: value for name, value in VLLM[version].items() if name not in ("model", "scheduler_cls")}
+    """Each is accepted at vLLM's own default, and as None; another value is served or refused by
+    name, never called unknown.
+    """
+    defaults = {
+        name: value
+        for name, value in VLLM[version].items()
+        if name not in ("model", "scheduler_cls")
+    }
     config = EngineArgs(**defaults).create_engine_config()
     assert config.parallel_config.worker_cls == "teachvllm.worker.worker.Worker"
     EngineArgs(**dict.fromkeys(VLLM[version])).create_engine_config()
@@ -29,12 +37,25 @@ def test_every_argument_of_vllm_is_known(version: str) -> None:
 
 def test_an_argument_that_is_not_served_is_refused_by_name() -> None:
     assert len(VLLM["0.8.5"]) == 105 and len(VLLM["0.33.0"]) == 260
-    switches = [name for name, (values, _) in NOT_YET.items() if any(x is True for x in values) and False in values]
-    assert "disable_cascade_attn" in switches and len(switches) < 20  # no value of these asks for anything
+    switches = [
+        name
+        for name, (values, _) in NOT_YET.items()
+        if any(x is True for x in values) and False in values
+    ]
+    # no value of these asks for anything
+    assert "disable_cascade_attn" in switches and len(switches) < 20
     for name in NOT_YET.keys() - set(switches):
-        with pytest.raises(NotSupportedYet, match=f"`{name}='something'` is not in teachvllm yet: "):
+        with pytest.raises(
+            NotSupportedYet, match=f"`{name}='something'` is not in teachvllm yet: "
+        ):
             EngineArgs(**{name: "something"})
-    EngineArgs(task="generate", hf_overrides={}, limit_mm_per_prompt={}, model_impl="vllm", runner="generate")
+    EngineArgs(
+        task="generate",
+        hf_overrides={},
+        limit_mm_per_prompt={},
+        model_impl="vllm",
+        runner="generate",
+    )
     with pytest.raises(UnknownArgument, match="did you mean `gpu_memory_utilization`"):
         EngineArgs(gpu_memory_utilisation=0.5)
 
@@ -54,13 +75,19 @@ def test_a_t5_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_length_beyond_the_models_own_is_refused_in_vllms_words() -> None:
-    with pytest.raises(ValueError, match="max_model_len=10000 is greater than the derived max_model_len=8192"):
+    with pytest.raises(
+        ValueError, match="max_model_len=10000 is greater than the derived max_model_len=8192"
+    ):
         EngineArgs(max_model_len=10000).create_engine_config()
 
 
 def test_revisions_reach_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Each its own, of the model and of the tokenizer, which may be another revision of the model's."
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64}
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 64,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = []
 
@@ -70,7 +97,13 @@ def test_revisions_reach_the_download(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     for tokenizer in ("a/tokenizer", None):
-        args = EngineArgs("a/model", revision="v1", tokenizer=tokenizer, tokenizer_revision="v2", load_format="dummy")
+        args = EngineArgs(
+            "a/model",
+            revision="v1",
+            tokenizer=tokenizer,
+            tokenizer_revision="v2",
+            load_format="dummy",
+        )
         assert args.create_engine_config().model_config.path == tmp_path
     assert asked == [("a/model", "v1"), ("a/tokenizer", "v2"), ("a/model", "v1"), ("a/model", "v2")]
 
@@ -81,7 +114,8 @@ def test_revisions_reach_the_download(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_plugin_that_leaves_is_passed_over(tmp_path: Path) -> None:
     "Said, as other errors are; the next one is called. Ctrl-C goes through."
     (tmp_path / "mine.py").write_text(
-        "import sys\n\ndef leave():\n    sys.exit('wrong version')\n\ndef interrupt():\n    raise KeyboardInterrupt\n\n"
+        "import sys\n\ndef leave():\n    sys.exit('wrong version')\n\ndef interrupt():\n   "
+        " raise KeyboardInterrupt\n\n"
         "def fine():\n    print('called')\n"
     )
     metadata = tmp_path / "mine-1.0.dist-info"
@@ -101,8 +135,13 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(arg_utils.__file__).parents[1])])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(arg_utils.__file__).parents[1])]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["called", "interrupted"]), done.stderr
     assert "'leave' (mine:leave) failed" in done.stderr and "wrong version" in done.stderr
 
@@ -114,7 +153,13 @@ def test_the_dtype_is_found_without_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*args):
         raise AssertionError("this starts CUDA in the front's process")
 
-    for name in ("get_device_capability", "init", "_lazy_init", "is_available", "get_device_properties"):
+    for name in (
+        "get_device_capability",
+        "init",
+        "_lazy_init",
+        "is_available",
+        "get_device_properties",
+    ):
         monkeypatch.setattr(torch.cuda, name, fail)
     for capability, expected in (((9, 0), "bfloat16"), ((7, 5), "float16"), (None, "bfloat16")):
         monkeypatch.setattr(arg_utils, "gpu_capability", lambda capability=capability: capability)
@@ -138,7 +183,8 @@ def test_the_capability_is_the_one_that_nvml_reports(monkeypatch: pytest.MonkeyP
             return 0
 
         def nvmlDeviceGetCudaComputeCapability(self, handle, major, minor) -> int:
-            major._obj.value, minor._obj.value = handle.value - 100, 6
+            major._obj.value = handle.value - 100
+            minor._obj.value = 6
             return 0
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,1")
@@ -175,9 +221,15 @@ assert os.waitpid(pid, 0)[1] == 0
 # Threads
 
 
-@pytest.mark.parametrize(("load", "threads", "said"), [(1.0, 8, 0), (8.0, 8, 0), (12.0, 1, 0), (12.0, 8, 1)])
+@pytest.mark.parametrize(
+    ("load", "threads", "said"), [(1.0, 8, 0), (8.0, 8, 0), (12.0, 1, 0), (12.0, 8, 1)]
+)
 def test_a_busy_machine_is_mentioned_and_no_thread_count_changes(
-    load: float, threads: int, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load: float,
+    threads: int,
+    said: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*args):
         raise AssertionError("the number of threads is the user's")
@@ -188,10 +240,15 @@ def test_a_busy_machine_is_mentioned_and_no_thread_count_changes(
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 1.0, 1.0))
     with caplog.at_level(logging.INFO, "teachvllm"):
         hint_if_busy()
-    assert [record.message.count("try OMP_NUM_THREADS=1") for record in caplog.records] == [1] * said
-    with caplog.at_level(logging.INFO, "teachvllm"):  # and an engine on a CPU asks, one on a GPU does not
+    assert [record.message.count("try OMP_NUM_THREADS=1") for record in caplog.records] == [
+        1
+    ] * said
+    # and an engine on a CPU asks, one on a GPU does not
+    with caplog.at_level(logging.INFO, "teachvllm"):
         for device in ("cpu", "cuda"):
             caplog.clear()
-            monkeypatch.setattr(torch.cuda, "device_count", lambda device=device: int(device == "cuda"))
+            monkeypatch.setattr(
+                torch.cuda, "device_count", lambda device=device: int(device == "cuda")
+            )
             EngineArgs(load_format="dummy").create_engine_config()
             assert len(caplog.records) == said * (device == "cpu")

@@ -1,4 +1,6 @@
-"""The core in a process of its own: the same answers, every way in which either side can end, and nothing left behind."""
+"""The core in a process of its own: the same answers, every way in which either side can end, and
+nothing left behind.
+"""
 
 import gc
 import os
@@ -28,13 +30,20 @@ from teachvllm.messages import EngineCoreOutput
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.worker.worker import Worker
 
-OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 64}
+OPTIONS = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "num_gpu_blocks_override": 20,
+    "max_num_batched_tokens": 64,
+}
 PROMPTS = random_prompts(8, longest=40)
 BEGAN = time.time()
 
 
 def make_engine(folder: str, **options: Any) -> LLMEngine:
-    return LLMEngine.from_engine_args(EngineArgs(folder, **OPTIONS | options), enable_multiprocessing=True)
+    return LLMEngine.from_engine_args(
+        EngineArgs(folder, **OPTIONS | options), enable_multiprocessing=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +59,9 @@ def engine(folder: str) -> Iterator[LLMEngine]:
 def check_gone(engine: LLMEngine) -> None:
     "No process, no socket, no file."
     client = engine.engine_core
-    assert client.process.returncode is not None and client.sock.closed and client.sock.context.closed
+    assert (
+        client.process.returncode is not None and client.sock.closed and client.sock.context.closed
+    )
     assert client.life.fileno() == -1 and not Path(client.folder).exists()
 
 
@@ -69,10 +80,14 @@ MANY = [
     SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=20),
     SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1),
     SamplingParams(temperature=0, max_tokens=16, logits_processors=[at_even_positions]),
-    SamplingParams(temperature=1, seed=5, max_tokens=16, logits_processors=[half_of(0.5)], min_p=0.01),
+    SamplingParams(
+        temperature=1, seed=5, max_tokens=16, logits_processors=[half_of(0.5)], min_p=0.01
+    ),
     SamplingParams(temperature=0.5, seed=7, best_of=4, n=2, max_tokens=10),
     BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=30, stop_token_ids=list(range(3, 40)), presence_penalty=0.5),
+    SamplingParams(
+        temperature=0, max_tokens=30, stop_token_ids=list(range(3, 40)), presence_penalty=0.5
+    ),
 ]
 
 
@@ -88,7 +103,9 @@ def logprobs(outputs: list[Any]) -> list[float]:
 
 
 def test_the_same_answers(folder: str, engine: LLMEngine) -> None:
-    "Forks, beams, penalties, functions, log-probabilities, in a pool so small that requests are preempted."
+    """Forks, beams, penalties, functions, log-probabilities, in a pool so small that requests are
+    preempted.
+    """
     requests = {str(i): (prompt, params) for i, (prompt, params) in enumerate(zip(PROMPTS, MANY))}
     got = run_requests(engine, requests)
     assert engine.get_metrics()["num_preemptions"] > 0 and not engine.engine_core.running
@@ -103,43 +120,61 @@ def test_the_same_answers(folder: str, engine: LLMEngine) -> None:
 
 def test_utilities_and_trace(engine: LLMEngine) -> None:
     "Functions go to the workers, errors come back as they were raised, a recording has all steps."
-    assert engine.collective_rpc(lambda worker: (worker.rank, os.getpid())) == [(0, engine.engine_core.process.pid)]
+    assert engine.collective_rpc(lambda worker: (worker.rank, os.getpid())) == [
+        (0, engine.engine_core.process.pid)
+    ]
     with pytest.raises(ValueError, match="no method 'make_coffee'") as caught:
         engine.collective_rpc("make_coffee")
     assert "in the engine core" in str(caught.value.__cause__)
     trace = engine.start_trace()
-    run_requests(engine, {"traced": ([9] * 10, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))})
+    run_requests(
+        engine, {"traced": ([9] * 10, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))}
+    )
     engine.stop_trace()
-    assert [step.num_scheduled_tokens["traced"] for step in trace.steps if "traced" in step.num_scheduled_tokens] == [
-        10, 1, 1, 1, 1
-    ]  # fmt: skip
-    assert engine.step() == [] and not engine.has_unfinished_requests()  # it does not wait for what never comes
+    assert [
+        step.num_scheduled_tokens["traced"]
+        for step in trace.steps
+        if "traced" in step.num_scheduled_tokens
+    ] == [10, 1, 1, 1, 1]
+    # it does not wait for what never comes
+    assert engine.step() == [] and not engine.has_unfinished_requests()
 
 
 def test_an_id_is_used_again_at_once(engine: LLMEngine) -> None:
     "What the core had sent of the aborted request is not taken for news of the new one."
     for length in (3, 5, 7):
         for _ in range(3):
-            engine.add_request("again", PROMPTS[0], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+            engine.add_request(
+                "again", PROMPTS[0], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+            )
             engine.step()
             engine.abort_request("again")
         (output,) = run_requests(
-            engine, {"again": ([9], SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))}
+            engine,
+            {"again": ([9], SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))},
         )
         assert len(output.outputs[0].token_ids) == length
 
 
 def test_stale_news() -> None:
     "News of an id are dropped until the core has seen its last abort; what was passed in stays."
-    news, aborted = [EngineCoreOutput(name, 0, [i]) for i, name in enumerate("abca")], {"a": 3, "b": 2}
-    for num_seen, kept, waiting in ((0, "c", {"a": 3, "b": 2}), (2, "bc", {"a": 3}), (3, "abca", {}), (9, "abca", {})):
+    news = [EngineCoreOutput(name, 0, [i]) for i, name in enumerate("abca")]
+    aborted = {"a": 3, "b": 2}
+    for num_seen, kept, waiting in (
+        (0, "c", {"a": 3, "b": 2}),
+        (2, "bc", {"a": 3}),
+        (3, "abca", {}),
+        (9, "abca", {}),
+    ):
         found, left = drop_stale(news, aborted, num_seen)
         assert ("".join(one.request_id for one in found), left) == (kept, waiting)
     assert aborted == {"a": 3, "b": 2} and len(news) == 4
 
 
 def test_refused_requests_end_with_an_error(engine: LLMEngine) -> None:
-    "The front cannot know that a request never fits; the core says so, and the other requests go on."
+    """The front cannot know that a request never fits; the core says so, and the other requests go
+    on.
+    """
     short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     wide = SamplingParams(n=70, max_tokens=3)
     refused, fine = run_requests(engine, {"wide": (PROMPTS[0], wide), "fine": (PROMPTS[1], short)})
@@ -192,7 +227,9 @@ def set_fails(worker: Any) -> None:
 
 
 def test_a_step_fails(folder: str) -> None:
-    "Its error is raised with the traceback of the other process, its requests end with an error, the next ones are answered."
+    """Its error is raised with the traceback of the other process, its requests end with an error,
+    the next ones are answered.
+    """
     engine = make_engine(folder, worker_cls=FailsOnce)
     engine.collective_rpc(set_fails)
     engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=4))
@@ -256,13 +293,20 @@ def test_stop_strings_leave_nothing(folder: str) -> None:
     llm = LLMEngine.from_engine_args(
         EngineArgs(**OPTIONS | {"skip_tokenizer_init": False}), enable_multiprocessing=True
     )
-    stops = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[" the", " a", "."], n=1)
+    stops = SamplingParams(
+        temperature=0, max_tokens=60, ignore_eos=True, stop=[" the", " a", "."], n=1
+    )
     for length in (2, 4, 6):
         (stopped,) = run_requests(llm, {"again": ("The capital of France is", stops)})
         assert stopped.outputs[0].finish_reason == "stop" and not llm.engine_core.running
         assert llm.step() == []  # it waits for nothing
         exact = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-        assert len(run_requests(llm, {"again": ("The future of AI is", exact)})[0].outputs[0].token_ids) == length
+        assert (
+            len(
+                run_requests(llm, {"again": ("The future of AI is", exact)})[0].outputs[0].token_ids
+            )
+            == length
+        )
     llm.close()
 
 
@@ -274,7 +318,9 @@ def test_a_worker_of_the_core_is_killed(folder: str) -> None:
     engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
     engine.step()
     os.kill(workers[1], signal.SIGKILL)
-    with pytest.raises(Exception, match=rf"worker rank=1 \(process {workers[1]}\) was killed by SIGKILL"):
+    with pytest.raises(
+        Exception, match=rf"worker rank=1 \(process {workers[1]}\) was killed by SIGKILL"
+    ):
         while True:
             engine.step()
     with pytest.raises(EngineDeadError, match="worker rank=1"):
@@ -289,11 +335,17 @@ def test_it_does_not_start(folder: str, monkeypatch: pytest.MonkeyPatch) -> None
     "The core's own error comes, and no process is left."
     found: list[Any] = []
     plain = MPClient._start_process
-    monkeypatch.setattr(MPClient, "_start_process", lambda self, address: (found.append(self), plain(self, address)))
+    monkeypatch.setattr(
+        MPClient, "_start_process", lambda self, address: (found.append(self), plain(self, address))
+    )
     with pytest.raises(ValueError, match="no memory for the KV cache") as caught:
         make_engine(folder, num_gpu_blocks_override=None, kv_cache_memory_bytes=1000)
     assert "in the engine core" in str(caught.value.__cause__)
-    assert found[0].process.returncode == 0 and found[0].sock.closed and not Path(found[0].folder).exists()
+    assert (
+        found[0].process.returncode == 0
+        and found[0].sock.closed
+        and not Path(found[0].folder).exists()
+    )
 
 
 PROGRAM = """
@@ -315,11 +367,15 @@ PROGRAM = """
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_the_program_is_stopped(folder: str, tmp_path: Path, how: int) -> None:
-    "Killed: the core goes, too. Ctrl-C, which a terminal sends to both processes: the request is dropped, the next one answered."
+    """Killed: the core goes, too. Ctrl-C, which a terminal sends to both processes: the request is
+    dropped, the next one answered.
+    """
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, str(tmp_path / "program.py"), folder]
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env) as program:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env
+    ) as program:
         assert program.stdout is not None
         core = int(program.stdout.readline())
         time.sleep(0.3)
@@ -391,8 +447,11 @@ for i in range(250):
 
 
 def test_a_dead_core_does_not_hold_up_the_end() -> None:
-    "What was on its way to the core when it died is dropped. With a socket that lingers, ZMQ on a busy machine waited for ever."
-    programs = [subprocess.Popen([sys.executable, "-c", DYING]) for _ in range(4)]  # which make the machine busy
+    """What was on its way to the core when it died is dropped. With a socket that lingers, ZMQ on a
+    busy machine waited for ever.
+    """
+    # which make the machine busy
+    programs = [subprocess.Popen([sys.executable, "-c", DYING]) for _ in range(4)]
     try:
         assert [program.wait(300) for program in programs] == [0] * 4
     finally:
@@ -404,6 +463,7 @@ def test_no_folder_is_left() -> None:
     "The private folder of each socket was deleted as soon as both sides were connected."
     for path in Path(tempfile.gettempdir()).glob("teachvllm-*"):
         with suppress(FileNotFoundError):  # another test's may go at any time
-            stat, bound = path.stat(), (path / "core").exists()
+            stat = path.stat()
+            bound = (path / "core").exists()
             old = BEGAN < stat.st_mtime < time.time() - 3 * SOON
             assert not (bound and old and stat.st_uid == os.getuid()), path

@@ -1,4 +1,6 @@
-"""Decode steps that were recorded on a CPU give what steps operation by operation give, and nothing of them stays behind."""
+"""Decode steps that were recorded on a CPU give what steps operation by operation give, and nothing
+of them stays behind.
+"""
 
 import json
 import threading
@@ -17,10 +19,16 @@ from teachvllm.model_executor.layers import import_compiled
 
 own = import_compiled("model_executor.numba_linear")
 pytestmark = pytest.mark.skipif(
-    own is None or torch.float32 not in own.dtypes_served(), reason="no Numba, or a processor without AVX-512"
+    own is None or torch.float32 not in own.dtypes_served(),
+    reason="no Numba, or a processor without AVX-512",
 )
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "block_size": 4}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "block_size": 4,
+}
 OPTIONS |= {"max_num_seqs": 6, "device": "cpu", "num_gpu_blocks_override": 150, "swap_space": 0.001}
 PROMPTS = random_prompts(9, 40)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -28,7 +36,9 @@ PARAMS = {
     "greedy": GREEDY,
     "seeds": SamplingParams(seed=3, max_tokens=12, ignore_eos=True),
     "n=3": SamplingParams(n=3, seed=1, max_tokens=9, ignore_eos=True),
-    "penalties": SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
+    "penalties": SamplingParams(
+        temperature=0, max_tokens=12, repetition_penalty=1.3, logprobs=2, ignore_eos=True
+    ),
 }
 
 
@@ -75,7 +85,8 @@ def test_equals_eager_when_preempted(folder: str, expected: dict, mode: str) -> 
 
 
 def test_beams(folder: str) -> None:
-    params, found = BeamSearchParams(beam_width=3, max_tokens=8), []
+    params = BeamSearchParams(beam_width=3, max_tokens=8)
+    found = []
     for eager in (True, False):
         with LLM(folder, enforce_eager=eager, **OPTIONS) as llm:
             outputs = llm.beam_search(PROMPTS[:3], params)
@@ -94,8 +105,15 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+def other(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+    }
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[request.param](sizes)).float()
@@ -108,7 +126,8 @@ def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_other_models(other: str, request: pytest.FixtureRequest) -> None:
     "Qwen3 puts queries and keys together with torch, so it is not recorded."
-    found, torch_too = [], request.node.callspec.params["other"] == "qwen3"
+    found = []
+    torch_too = request.node.callspec.params["other"] == "qwen3"
     for eager in (True, False):
         with LLM(other, enforce_eager=eager, **OPTIONS) as llm:
             assert (runner_of(llm).graphs is None) == (eager or torch_too)
@@ -116,7 +135,9 @@ def test_other_models(other: str, request: pytest.FixtureRequest) -> None:
     assert found[0] == found[1]
 
 
-def test_a_model_with_operations_of_torchs_runs_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_operations_of_torchs_runs_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     "OPT has torch's layer norms: the log says so, and the engine answers."
     make_tiny("opt", tmp_path)
     with caplog.at_level("INFO", logger="teachvllm"), LLM(str(tmp_path), **OPTIONS) as llm:
@@ -126,7 +147,8 @@ def test_a_model_with_operations_of_torchs_runs_without(tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize(
-    "options", [{"attention_backend": "torch_sdpa"}, {"kv_cache_dtype": "fp8"}, {"dtype": "float16"}]
+    "options",
+    [{"attention_backend": "torch_sdpa"}, {"kv_cache_dtype": "fp8"}, {"dtype": "float16"}],
 )
 def test_what_is_not_recorded(folder: str, options: dict) -> None:
     with LLM(folder, **(OPTIONS | options)) as llm:
@@ -163,7 +185,9 @@ def test_a_failed_step_leaves_the_recording_usable(folder: str, expected: dict) 
 
 
 def test_engines_in_threads(folder: str, expected: dict) -> None:
-    "One engine answers while others record: what one thread records, no other thread's kernels get into."
+    """One engine answers while others record: what one thread records, no other thread's kernels
+    get into.
+    """
     found: list[Any] = []
 
     def make_and_ask() -> None:

@@ -1,4 +1,6 @@
-"""Decode steps through graphs give what eager steps give; on a CPU through stand-ins, which run the same code path."""
+"""Decode steps through graphs give what eager steps give; on a CPU through stand-ins, which run the
+same code path.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -42,13 +44,16 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 class PoisonedOracle(ReferenceBackend):
-    "The plain attention, in which slots of -1 are written nowhere, and a row that only pads gets NaN."
+    """The plain attention, in which slots of -1 are written nowhere, and a row that only pads gets
+    NaN.
+    """
 
     supports_graphs = True
 
     def do_kv_cache_update(self, key: Any, value: Any, kv_cache: Any, meta: Any) -> None:
         real = meta.slot_mapping >= 0
-        slots, block_size = meta.slot_mapping[real], kv_cache.shape[2]
+        slots = meta.slot_mapping[real]
+        block_size = kv_cache.shape[2]
         kv_cache[0, slots // block_size, slots % block_size] = key[real]
         kv_cache[1, slots // block_size, slots % block_size] = value[real]
 
@@ -67,18 +72,24 @@ class Poison(StandInGraph):
 
 
 class StandInWorker(Worker):
-    "Records stand-ins, and notes of each step how many sequences it had, how long the longest was, and what ran."
+    """Records stand-ins, and notes of each step how many sequences it had, how long the longest
+    was, and what ran.
+    """
 
     def compile_or_warm_up_model(self) -> None:
         super().compile_or_warm_up_model()
         scheduler = self.config.scheduler_config
         sizes = graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
         if not self.config.model_config.enforce_eager:
-            self.model_runner.graphs = CudaGraphRunner(self.model_runner, sizes, self.cache_engine.gpu_cache, Poison)
-        self.steps: list[tuple[dict[int, int], int, int]] = []  # scheduled tokens, longest text, graph (0: eager)
+            self.model_runner.graphs = CudaGraphRunner(
+                self.model_runner, sizes, self.cache_engine.gpu_cache, Poison
+            )
+        # scheduled tokens, longest text, graph (0: eager)
+        self.steps: list[tuple[dict[int, int], int, int]] = []
 
     def submit(self, out: SchedulerOutput) -> None:
-        ran, replay = [0], Poison.replay
+        ran = [0]
+        replay = Poison.replay
 
         def noted(graph: StandInGraph) -> torch.Tensor:
             ran.append(len(graph.output))
@@ -88,7 +99,9 @@ class StandInWorker(Worker):
             super().submit(out)
         if out.num_scheduled_tokens:
             state = self.model_runner.input_batch
-            longest = max(int(state.num_computed_tokens[state.slot_of[i]]) for i in out.num_scheduled_tokens)
+            longest = max(
+                int(state.num_computed_tokens[state.slot_of[i]]) for i in out.num_scheduled_tokens
+            )
             self.steps.append((dict(out.num_scheduled_tokens), longest, ran[-1]))
 
 
@@ -107,20 +120,30 @@ def test_every_batch_has_a_graph_that_is_not_much_larger(max_num_seqs: int) -> N
 
 @given(st.integers(1, 9), st.integers(0, 7), st.integers(0, 6), st.randoms(use_true_random=False))
 def test_padding(num_seqs: int, more_seqs: int, more_blocks: int, rng: Any) -> None:
-    "What was there stays; a sequence that was added has no tokens, nothing to write and nothing to look up."
-    size, width = num_seqs + more_seqs, 3 + more_blocks
-    inputs = {name: np.array([rng.randrange(1, 99) for _ in range(num_seqs)]) for name in Batch.NAMES}
-    inputs["block_table"] = np.array([[rng.randrange(99) for _ in range(3)] for _ in range(num_seqs)], np.int32)
+    """What was there stays; a sequence that was added has no tokens, nothing to write and nothing
+    to look up.
+    """
+    size = num_seqs + more_seqs
+    width = 3 + more_blocks
+    inputs = {
+        name: np.array([rng.randrange(1, 99) for _ in range(num_seqs)]) for name in Batch.NAMES
+    }
+    inputs["block_table"] = np.array(
+        [[rng.randrange(99) for _ in range(3)] for _ in range(num_seqs)], np.int32
+    )
     inputs["query_start_loc"] = np.arange(num_seqs + 1)
     names = list(inputs)
     rng.shuffle(names)
     padded = pad_inputs({name: inputs[name] for name in names}, size, width)
-    assert list(padded) == [name for name in Batch.NAMES if name != "query_start_loc"]  # however they came
+    # however they came
+    assert list(padded) == [name for name in Batch.NAMES if name != "query_start_loc"]
     for name, array in padded.items():
         assert array.dtype == inputs[name].dtype and len(array) == size
         assert np.array_equal(array[tuple(map(slice, inputs[name].shape))], inputs[name])
     assert padded["block_table"].shape == (size, width)
-    assert (padded["slot_mapping"][num_seqs:] == -1).all() and (padded["token_indices"][num_seqs:] == -1).all()
+    assert (padded["slot_mapping"][num_seqs:] == -1).all() and (
+        padded["token_indices"][num_seqs:] == -1
+    ).all()
     assert not any(padded[name][num_seqs:].any() for name in ("token_ids", "positions", "seq_lens"))
 
 
@@ -147,29 +170,44 @@ def decodes(num_seqs: int, first: int = 1) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("num_banned", [0, 5, 10_000])
 def test_one_copy_into_the_same_buffer(num_banned: int) -> None:
-    "Addresses stay; a step is one copy, and where the sampling part is too large, it goes another way and is right."
+    """Addresses stay; a step is one copy, and where the sampling part is too large, it goes another
+    way and is right.
+    """
     static = StaticInputs(16, 4, "cpu")
     views = {size: static.views(size) for size in graph_sizes(16)}
-    addresses = {size: {name: x.data_ptr() for name, x in seen.items()} for size, seen in views.items()}
+    addresses = {
+        size: {name: x.data_ptr() for name, x in seen.items()} for size, seen in views.items()
+    }
     for step, num_seqs in enumerate((16, 3, 1, 8, 7)):
         size = min(size for size in views if size >= num_seqs)
         inputs = decodes(num_seqs, first=step)
-        sampling = {"top_p": np.linspace(0, 1, num_seqs, dtype=np.float32), "banned_ids": np.arange(num_banned)}
+        sampling = {
+            "top_p": np.linspace(0, 1, num_seqs, dtype=np.float32),
+            "banned_ids": np.arange(num_banned),
+        }
         with Copies() as copies:
             x = static.load(size, inputs, sampling)
         assert copies.count == 1
-        for name, array in (pad_inputs(inputs, size, 4) | {"query_start_loc": np.arange(size + 1)}).items():
+        for name, array in (
+            pad_inputs(inputs, size, 4) | {"query_start_loc": np.arange(size + 1)}
+        ).items():
             assert np.array_equal(views[size][name].numpy(), array)
-        assert all(np.array_equal(x[name].numpy(), array) and x[name].dtype for name, array in sampling.items())
+        assert all(
+            np.array_equal(x[name].numpy(), array) and x[name].dtype
+            for name, array in sampling.items()
+        )
         in_buffer = x["top_p"].untyped_storage().data_ptr() == static.buffer.data_ptr()
         assert in_buffer == (num_banned < 10_000)
-    assert addresses == {size: {name: x.data_ptr() for name, x in seen.items()} for size, seen in views.items()}
+    assert addresses == {
+        size: {name: x.data_ptr() for name, x in seen.items()} for size, seen in views.items()
+    }
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 64])
 def test_usual_sampling_fits_the_buffer(max_num_seqs: int) -> None:
     "Thirteen arrays for every sequence, and a stop id to ban for each."
-    static, n = StaticInputs(max_num_seqs, 1, "cpu"), max_num_seqs
+    static = StaticInputs(max_num_seqs, 1, "cpu")
+    n = max_num_seqs
     sampling: dict[str, np.ndarray] = {f"long {i}": np.zeros(n, np.int64) for i in range(9)}
     sampling |= {f"float {i}": np.zeros(n, np.float32) for i in range(4)}
     inputs = decodes(n) | {"block_table": np.zeros((n, 1), np.int32)}
@@ -178,7 +216,8 @@ def test_usual_sampling_fits_the_buffer(max_num_seqs: int) -> None:
 
 
 def test_an_output_lives_until_the_next_replay_of_any_graph() -> None:
-    x, pool = torch.arange(4.0), StandInGraph.new_pool()
+    x = torch.arange(4.0)
+    pool = StandInGraph.new_pool()
     four, two = (StandInGraph(lambda rows=x[:n]: rows + 1, pool) for n in (4, 2))
     kept = four.replay()
     assert kept.tolist() == [1, 2, 3, 4] and four.replay() is kept
@@ -190,13 +229,28 @@ def test_an_output_lives_until_the_next_replay_of_any_graph() -> None:
 
 
 class Runner:
-    "A runner whose sequences have computed their prompts, with a graph for each size, and a cache poisoned elsewhere."
+    """A runner whose sequences have computed their prompts, with a graph for each size, and a cache
+    poisoned elsewhere.
+    """
 
-    def __init__(self, folder: str, lengths: list[int], sizes: list[int], graph_class: Any = Poison, **options: Any):
-        defaults: dict[str, Any] = {"dtype": "float32", "block_size": 4, "attention_backend": PoisonedOracle}
+    def __init__(
+        self,
+        folder: str,
+        lengths: list[int],
+        sizes: list[int],
+        graph_class: Any = Poison,
+        **options: Any,
+    ):
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "block_size": 4,
+            "attention_backend": PoisonedOracle,
+        }
         options = {**defaults, **options, "skip_tokenizer_init": True, "max_model_len": 64}
         config = EngineArgs(model=folder, **options).create_engine_config()
-        self.runner = ModelRunner(config, "cuda:0" if config.device_config.device == "cuda" else "cpu")
+        self.runner = ModelRunner(
+            config, "cuda:0" if config.device_config.device == "cuda" else "cpu"
+        )
         self.runner.load_model()
         self.block_size = config.cache_config.block_size
         each = 64 // self.block_size
@@ -206,34 +260,45 @@ class Runner:
             layer.fill_(NAN)
         rng = np.random.default_rng(0)
         blocks = rng.permutation(pool).tolist()  # the last ones belong to no sequence
-        prompts, greedy = [rng.integers(3, VOCAB, n).tolist() for n in lengths], SamplingParams(temperature=0)
+        prompts = [rng.integers(3, VOCAB, n).tolist() for n in lengths]
+        greedy = SamplingParams(temperature=0)
         new = [
-            NewSequenceData(i, prompt, len(prompt), 0, blocks[each * i : each * (i + 1)], greedy, [], 0)
+            NewSequenceData(
+                i, prompt, len(prompt), 0, blocks[each * i : each * (i + 1)], greedy, [], 0
+            )
             for i, prompt in enumerate(prompts)
         ]
         scheduled = {i: len(prompt) for i, prompt in enumerate(prompts)}
-        self.runner.execute_model(SchedulerOutput(num_scheduled_tokens=scheduled, new_seqs=new), self.cache)
+        self.runner.execute_model(
+            SchedulerOutput(num_scheduled_tokens=scheduled, new_seqs=new), self.cache
+        )
         self.graphs = CudaGraphRunner(self.runner, sizes, self.cache, graph_class)
 
     def batch(self, scheduled: dict[int, int]) -> Batch:
         return Batch(self.runner.input_batch, scheduled)
 
     def check(self, seqs: list[int], tolerance: float = 1e-4) -> None:
-        "A decode of `seqs` through a graph: rows as of an eager step, and the cache changes in the new slots only."
-        batch, before = self.batch(dict.fromkeys(seqs, 1)), [layer.clone() for layer in self.cache]
+        """A decode of `seqs` through a graph: rows as of an eager step, and the cache changes in
+        the new slots only.
+        """
+        batch = self.batch(dict.fromkeys(seqs, 1))
+        before = [layer.clone() for layer in self.cache]
         hidden = self.graphs.run(batch.arrays(), {})[0].clone()
         after = [layer.clone() for layer in self.cache]
         for layer, old in zip(self.cache, before, strict=True):
             layer.copy_(old)
         x = to_device(batch.arrays(), self.runner.device)
         eager = self.runner.forward(x, batch.num_decodes, self.cache, batch)
-        torch.testing.assert_close(hidden, eager, atol=tolerance, rtol=tolerance)  # NaN is not close to NaN
+        # NaN is not close to NaN
+        torch.testing.assert_close(hidden, eager, atol=tolerance, rtol=tolerance)
         slots = torch.from_numpy(batch.slot_mapping).to(hidden.device)
         where = slice(None), slots // self.block_size, slots % self.block_size
         for new, old, wanted in zip(after, before, self.cache, strict=True):
             torch.testing.assert_close(new[where], wanted[where], atol=tolerance, rtol=tolerance)
             new[where] = old[where]
-            assert torch.equal(new.isnan(), old.isnan()) and torch.equal(new.nan_to_num(), old.nan_to_num())
+            assert torch.equal(new.isnan(), old.isnan()) and torch.equal(
+                new.nan_to_num(), old.nan_to_num()
+            )
         for layer, old in zip(self.cache, before, strict=True):
             layer.copy_(old)
 
@@ -241,12 +306,15 @@ class Runner:
 @torch.inference_mode()
 def test_padded_rows_touch_nothing(folder: str) -> None:
     "Batches of every size, in any order."
-    on, rng = Runner(folder, [5, 1, 9, 16, 3, 30, 4], [7, 4, 2, 1]), np.random.default_rng(1)
+    on = Runner(folder, [5, 1, 9, 16, 3, 30, 4], [7, 4, 2, 1])
+    rng = np.random.default_rng(1)
     for num_seqs in (7, 1, 3, 6, 2, 5, 4, 7):
         on.check(rng.permutation(7)[:num_seqs].tolist())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
+)
 @torch.inference_mode()
 def test_padded_rows_touch_nothing_in_triton_kernels(folder: str) -> None:
     on = Runner(folder, [5, 9, 2], [4, 2, 1], attention_backend="triton", block_size=16)
@@ -258,10 +326,13 @@ def test_can_run(folder: str) -> None:
     on = Runner(folder, [5, 1, 9, 3], [1, 3], max_seq_len_to_capture=9)
     assert on.graphs.longest == 9 and on.graphs.inputs.width == 3
     for scheduled, covered in (
-        ({0: 1}, True), ({0: 1, 1: 1, 3: 1}, True), ({1: 1}, True),
-        ({2: 1}, False), ({0: 1, 2: 1}, False),  # ten tokens
+        ({0: 1}, True),
+        ({0: 1, 1: 1, 3: 1}, True),
+        ({1: 1}, True),
+        ({2: 1}, False),
+        ({0: 1, 2: 1}, False),  # ten tokens
         ({0: 1, 1: 1, 2: 1, 3: 1}, False),  # more than three
-    ):  # fmt: skip
+    ):
         assert bool(on.graphs.can_run(on.batch(scheduled))) == covered, scheduled
     state = on.runner.input_batch
     state.num_computed_tokens[state.slot_of[0]] = 3  # two tokens of its prompt are missing
@@ -284,17 +355,26 @@ def test_recorded_from_the_largest_down_in_one_pool(folder: str) -> None:
 # The engine
 
 
-LIMITS = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 8, "max_num_seqs": 6, "max_model_len": 128,
-          "swap_space": 0.01}  # fmt: skip
+LIMITS = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "block_size": 8,
+    "max_num_seqs": 6,
+    "max_model_len": 128,
+    "swap_space": 0.01,
+}
 PROMPTS = random_prompts(7, longest=40, seed=5)
-PROMPTS += [PROMPTS[0] + [7, 8, 9], (PROMPTS[1] * 40)[:32], (PROMPTS[1] * 40)[:33]]  # they begin alike
+# they begin alike
+PROMPTS += [PROMPTS[0] + [7, 8, 9], (PROMPTS[1] * 40)[:32], (PROMPTS[1] * 40)[:33]]
 TOKENS = range(4, 4 + len(PROMPTS))
 PARAMS: dict[str, Any] = {
     "greedy": [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in TOKENS],
     "seeds": [SamplingParams(top_p=0.9, seed=n, max_tokens=n, ignore_eos=True) for n in TOKENS],
     "n=3": [SamplingParams(n=3, top_k=20, seed=n, max_tokens=n, ignore_eos=True) for n in TOKENS],
     "banned": [
-        SamplingParams(temperature=0, stop_token_ids=list(range(0, VOCAB, 2)), min_tokens=n, max_tokens=20)
+        SamplingParams(
+            temperature=0, stop_token_ids=list(range(0, VOCAB, 2)), min_tokens=n, max_tokens=20
+        )
         for n in TOKENS
     ],
     "beams": BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True),
@@ -318,7 +398,11 @@ def steps_of(llm: LLM) -> list[tuple[dict[int, int], int, int]]:
 
 @contextmanager
 def stand_in(folder: str, **options: Any) -> Iterator[LLM]:
-    mine = {"worker_cls": StandInWorker, "attention_backend": PoisonedOracle, "num_gpu_blocks_override": 100}
+    mine = {
+        "worker_cls": StandInWorker,
+        "attention_backend": PoisonedOracle,
+        "num_gpu_blocks_override": 100,
+    }
     with LLM(folder, **{**LIMITS, **mine, **options}) as llm:
         yield llm
 
@@ -332,7 +416,9 @@ def expected(folder: str) -> dict[str, list[list[list[int]]]]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_equals_eager(folder: str, expected: dict, asynchronous: bool) -> None:
-    "Greedy, seeded, several answers, banned tokens (too many for the buffer), beams: decodes through graphs, the rest eagerly."
+    """Greedy, seeded, several answers, banned tokens (too many for the buffer), beams: decodes
+    through graphs, the rest eagerly.
+    """
     with stand_in(folder, async_scheduling=asynchronous) as llm:
         for name, params in PARAMS.items():
             assert answers(llm, params) == expected[name], name
@@ -340,7 +426,8 @@ def test_equals_eager(folder: str, expected: dict, asynchronous: bool) -> None:
         for scheduled, _, graph in steps:
             assert graph == (0 if max(scheduled.values()) > 1 else fitting(len(scheduled)))
         assert {graph for *_, graph in steps} == {0, *graph_sizes(LIMITS["max_num_seqs"])}
-        assert any(not graph and min(scheduled.values()) == 1 for scheduled, _, graph in steps)  # mixed
+        # mixed
+        assert any(not graph and min(scheduled.values()) == 1 for scheduled, _, graph in steps)
         assert llm.get_metrics()["prefix_cache_hits"] > 0 == llm.get_metrics()["num_preemptions"]
 
 
@@ -350,13 +437,18 @@ def fitting(num_seqs: int) -> int:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_equals_eager_when_preempted(folder: str, expected: dict, mode: str, asynchronous: bool) -> None:
+def test_equals_eager_when_preempted(
+    folder: str, expected: dict, mode: str, asynchronous: bool
+) -> None:
     metrics = ["num_preemptions"] + ["num_swapped_in_blocks"] * (mode == "swap")
     for name, num_blocks in (("seeds", 12), ("n=3", 14), ("beams", 11)):
         options = {"num_gpu_blocks_override": num_blocks, "preemption_mode": mode}
         with stand_in(folder, async_scheduling=asynchronous, **options) as llm:
             assert answers(llm, PARAMS[name]) == expected[name]
-            assert all(llm.get_metrics()[metric] > 0 for metric in metrics), (name, llm.get_metrics())
+            assert all(llm.get_metrics()[metric] > 0 for metric in metrics), (
+                name,
+                llm.get_metrics(),
+            )
             assert any(graph for *_, graph in steps_of(llm))
 
 
@@ -364,7 +456,11 @@ def test_equals_eager_when_preempted(folder: str, expected: dict, mode: str, asy
 def test_long_texts_run_eagerly(folder: str, expected: dict, asynchronous: bool) -> None:
     with stand_in(folder, max_seq_len_to_capture=44, async_scheduling=asynchronous) as llm:
         assert answers(llm, PARAMS["greedy"]) == expected["greedy"]
-        steps = [(longest, graph) for scheduled, longest, graph in steps_of(llm) if max(scheduled.values()) == 1]
+        steps = [
+            (longest, graph)
+            for scheduled, longest, graph in steps_of(llm)
+            if max(scheduled.values()) == 1
+        ]
         assert all((longest <= 44) == bool(graph) for longest, graph in steps)
         assert len({bool(graph) for _, graph in steps}) == 2
 
@@ -417,7 +513,12 @@ def test_a_graph_is_warmed_up_recorded_and_sent_to_the_device() -> None:
         return torch.tensor(len(done))
 
     recorded = SimpleNamespace(replay=lambda: done.append("replay"))
-    with patch.multiple(torch.cuda, CUDAGraph=lambda: recorded, graph=recording, graph_pool_handle=lambda: "the pool"):
+    with patch.multiple(
+        torch.cuda,
+        CUDAGraph=lambda: recorded,
+        graph=recording,
+        graph_pool_handle=lambda: "the pool",
+    ):
         graph = CudaGraph(run, "the pool")
         assert done == ["run", ("begin", "the pool"), "run", "end", "replay"]
         assert graph.replay() is graph.replay() and int(graph.replay()) == 3
@@ -426,9 +527,11 @@ def test_a_graph_is_warmed_up_recorded_and_sent_to_the_device() -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_decode_step_reads_no_values_on_the_host(name: str) -> None:
-    """On the meta device tensors have no contents: whatever reads one on the host, or has a shape that depends on it, fails.
+    """On the meta device tensors have no contents: whatever reads one on the host, or has a shape
+    that depends on it, fails.
 
-    Model, runner and `TritonBackend` do not. Kernels are counted instead of launched: their grid comes from the shapes.
+    Model, runner and `TritonBackend` do not. Kernels are counted instead of launched: their grid
+    comes from the shapes.
     """
     from triton.runtime.jit import KernelInterface
 
@@ -438,9 +541,11 @@ def test_a_decode_step_reads_no_values_on_the_host(name: str) -> None:
     from teachvllm.model_executor.loader import default_tensors
     from teachvllm.model_executor.models.registry import get_model_class
 
-    config, grids = TINY[name](), []
+    config = TINY[name]()
+    grids = []
     config.architectures = ["OPTForCausalLM" if name.startswith("opt") else "LlamaForCausalLM"]
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
 
     def step(backend_class: type, num_seqs: int) -> torch.Tensor:
@@ -448,7 +553,10 @@ def test_a_decode_step_reads_no_values_on_the_host(name: str) -> None:
             model = get_model_class(config)(config, ModelContext(backend_class, 16, torch.float16))
             caches = [torch.zeros(2, 8, 16, kv_heads, head_size)] * config.num_hidden_layers
             last = torch.zeros(9, dtype=torch.int64)
-            x = {name: torch.from_numpy(array).to("meta") for name, array in decodes(num_seqs).items()}
+            x = {
+                name: torch.from_numpy(array).to("meta")
+                for name, array in decodes(num_seqs).items()
+            }
             layers = attention_layers(model)
             parts = {
                 "model": model,
@@ -464,16 +572,21 @@ def test_a_decode_step_reads_no_values_on_the_host(name: str) -> None:
 
     with patch.object(KernelInterface, "__getitem__", counted):
         assert step(TritonBackend, 5).shape[0] == 5
-        assert len(grids) >= 2 * config.num_hidden_layers and all(isinstance(n, int) for grid in grids for n in grid)
+        assert len(grids) >= 2 * config.num_hidden_layers and all(
+            isinstance(n, int) for grid in grids for n in grid
+        )
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
         step(ReferenceBackend, 5)
 
 
 class Pretended:
-    "Graphs on a pretended device, which shares scratch in a pool as CUDA does; `common` is taken once and stays."
+    """Graphs on a pretended device, which shares scratch in a pool as CUDA does; `common` is taken
+    once and stays.
+    """
 
     def __init__(self, common: int, scratch: int, output: int, launches: int):
-        self.taken, self.stays = 0, common
+        self.taken = 0
+        self.stays = common
         device = self
 
         class Graph(StandInGraph):
@@ -496,8 +609,11 @@ class Pretended:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 8, 40])
 def test_graph_memory(folder: str, max_num_seqs: int) -> None:
-    "Not less than what is taken in the end, and not much more; nothing is kept of the trial but what stays anyway."
-    on, sizes = Runner(folder, [4], [1]), graph_sizes(max_num_seqs)
+    """Not less than what is taken in the end, and not much more; nothing is kept of the trial but
+    what stays anyway.
+    """
+    on = Runner(folder, [4], [1])
+    sizes = graph_sizes(max_num_seqs)
     device = Pretended(common=5000, scratch=1000, output=10, launches=300)
     with patch.object(torch.cuda, "mem_get_info", device.mem_get_info):
         guess = graph_memory(on.runner, sizes, device.graph_class)
@@ -508,7 +624,8 @@ def test_graph_memory(folder: str, max_num_seqs: int) -> None:
 
 
 def test_a_neighbour_that_leaves_makes_no_negative_memory(folder: str) -> None:
-    on, free = Runner(folder, [4], [1]), iter([100, 200, 300])
+    on = Runner(folder, [4], [1])
+    free = iter([100, 200, 300])
     with patch.object(torch.cuda, "mem_get_info", lambda device: (next(free), 1000)):
         assert graph_memory(on.runner, [2, 1], StandInGraph) == 0
 
@@ -524,7 +641,9 @@ GPU = {"attention_backend": "triton", "dtype": "float32", "block_size": 16, "dev
 @torch.inference_mode()
 def test_replay_equals_eager(folder: str, dtype: str) -> None:
     "Real rows as eagerly, poison and padding touch nothing."
-    on = Runner(folder, [5, 1, 9, 16, 3, 30, 4, 47], [8, 4, 2, 1], CudaGraph, **{**GPU, "dtype": dtype})
+    on = Runner(
+        folder, [5, 1, 9, 16, 3, 30, 4, 47], [8, 4, 2, 1], CudaGraph, **{**GPU, "dtype": dtype}
+    )
     for num_seqs in (8, 1, 3, 6, 2, 5, 7, 4):
         on.check(list(range(num_seqs)), tolerance=1e-3 if dtype == "float32" else 5e-2)
 
@@ -546,12 +665,16 @@ def test_a_replay_waits_for_nothing(folder: str) -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_decode_step_waits_for_nothing(folder: str, temperature: float, graphs: bool) -> None:
-    "All of `execute_model`: orders, inputs, model, sampler, and the tokens' way back, which alone may be waited for."
+    """All of `execute_model`: orders, inputs, model, sampler, and the tokens' way back, which alone
+    may be waited for.
+    """
     on = Runner(folder, [5, 6, 7], [4], CudaGraph, **GPU)
     on.runner.graphs = on.graphs if graphs else None
     on.runner.input_batch.temperature[:] = temperature
-    out = SchedulerOutput(num_scheduled_tokens={0: 1, 1: 1, 2: 1})  # each has its blocks for 64 tokens already
-    on.runner.execute_model(out, on.cache).to_model_runner_output()  # warm-up: compiles, takes memory
+    # each has its blocks for 64 tokens already
+    out = SchedulerOutput(num_scheduled_tokens={0: 1, 1: 1, 2: 1})
+    # warm-up: compiles, takes memory
+    on.runner.execute_model(out, on.cache).to_model_runner_output()
     torch.cuda.synchronize()
     with patch.object(on.graphs, "run", wraps=on.graphs.run) as replayed:
         torch.cuda.set_sync_debug_mode("error")
@@ -562,7 +685,9 @@ def test_a_decode_step_waits_for_nothing(folder: str, temperature: float, graphs
     assert replayed.call_count == (len(steps) if graphs else 0)
     for step in steps:
         sampled = step.to_model_runner_output()
-        assert sampled.seq_ids == [0, 1, 2] and all(0 <= token_id < VOCAB for token_id in sampled.sampled_token_ids)
+        assert sampled.seq_ids == [0, 1, 2] and all(
+            0 <= token_id < VOCAB for token_id in sampled.sampled_token_ids
+        )
 
 
 @pytest.mark.gpu
@@ -573,7 +698,11 @@ def test_replays_follow_inputs_and_overwrite_outputs(folder: str) -> None:
         first = on.graphs.run(batches[0].arrays(), {})[0]
         kept = first.clone()
         second = on.graphs.run(batches[1].arrays(), {})[0]
-        assert second.data_ptr() == first.data_ptr() and torch.equal(first, second) and not torch.equal(first, kept)
+        assert (
+            second.data_ptr() == first.data_ptr()
+            and torch.equal(first, second)
+            and not torch.equal(first, kept)
+        )
         assert torch.equal(on.graphs.run(batches[0].arrays(), {})[0], kept)
 
 
@@ -582,19 +711,29 @@ def test_replays_follow_inputs_and_overwrite_outputs(folder: str) -> None:
 @pytest.mark.parametrize("name", PARAMS)
 def test_engine_on_a_gpu(folder: str, name: str, asynchronous: bool) -> None:
     "With graphs and without: the same tokens, where no two are so likely that rounding decides."
-    options = {**LIMITS, "num_gpu_blocks_override": 100, "block_size": 16, "async_scheduling": asynchronous}
+    options = {
+        **LIMITS,
+        "num_gpu_blocks_override": 100,
+        "block_size": 16,
+        "async_scheduling": asynchronous,
+    }
     got = []
     for eager in (True, False):
         with LLM(folder, enforce_eager=eager, **options) as llm:
             got.append(answers(llm, PARAMS[name]))
-            assert (llm.collective_rpc(lambda worker: worker.model_runner.graphs)[0] is None) == eager
-    pairs = [(a, b) for one, other in zip(*got, strict=True) for a, b in zip(one, other, strict=True)]
+            assert (
+                llm.collective_rpc(lambda worker: worker.model_runner.graphs)[0] is None
+            ) == eager
+    pairs = [
+        (a, b) for one, other in zip(*got, strict=True) for a, b in zip(one, other, strict=True)
+    ]
     assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs)
 
 
 @pytest.mark.gpu
 def test_memory_of_graphs_is_what_was_expected(folder: str) -> None:
-    on, sizes = Runner(folder, [4], [1], CudaGraph, **GPU), graph_sizes(64)
+    on = Runner(folder, [4], [1], CudaGraph, **GPU)
+    sizes = graph_sizes(64)
     guess = graph_memory(on.runner, sizes)
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]

@@ -1,4 +1,6 @@
-"""The engine as its users meet it: what it is given, what it refuses, and that nothing stops it or is left behind."""
+"""The engine as its users meet it: what it is given, what it refuses, and that nothing stops it or
+is left behind.
+"""
 
 import gc
 import json
@@ -25,7 +27,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def tiny(folder: str, **options: Any) -> LLM:
-    defaults = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 64, "swap_space": 0.001}
+    defaults = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": 64,
+        "swap_space": 0.001,
+    }
     return LLM(folder, **{**defaults, **options})
 
 
@@ -58,7 +65,10 @@ def all_blocks_free(llm: LLM) -> bool:
         ({"block_size": 0}, "block_size"),
         ({"block_size": 257}, "block_size"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"gpu_memory_utilization": 1e-6, "num_gpu_blocks_override": None}, "gpu_memory_utilization"),
+        (
+            {"gpu_memory_utilization": 1e-6, "num_gpu_blocks_override": None},
+            "gpu_memory_utilization",
+        ),
         ({"kv_cache_memory_bytes": 1000, "num_gpu_blocks_override": None}, "kv_cache_memory_bytes"),
         ({"max_model_len": 100_000}, "max_model_len"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
@@ -70,7 +80,10 @@ def all_blocks_free(llm: LLM) -> bool:
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size"),
         ({"swap_space": 1e6}, "swap_space"),
         ({"distributed_executor_backend": "mpi"}, "distributed_executor_backend"),
-        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "distributed_executor_backend"),
+        (
+            {"distributed_executor_backend": "uni", "tensor_parallel_size": 2},
+            "distributed_executor_backend",
+        ),
         ({"quantization": "awq"}, "quantization"),
         ({"attention_backend": "flash"}, "attention_backend"),
         ({"scheduler_cls": "nowhere.Scheduler"}, "nowhere"),
@@ -194,7 +207,9 @@ def test_prompt_forms_and_order(folder: str) -> None:
         one_by_one = [texts(llm, prompt)[0] for prompt in prompts]
         assert texts(llm, prompts) == one_by_one
         assert texts(llm, [{"prompt_token_ids": p} for p in prompts]) == one_by_one
-        many = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 1, 4, 2, 3)]
+        many = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 1, 4, 2, 3)
+        ]
         assert [len(t) for t in texts(llm, prompts, many)] == [5, 1, 4, 2, 3]
         assert llm.generate([], GREEDY, use_tqdm=False) == []
 
@@ -204,14 +219,22 @@ def test_output_fields(folder: str) -> None:
         output = llm.generate([1, 2, 3], GREEDY, use_tqdm=False)[0]
     assert output.finished and output.prompt is None and output.prompt_token_ids == [1, 2, 3]
     assert output.outputs[0].finish_reason == "length" and output.outputs[0].finished()
-    assert output.num_cached_tokens == 0 and output.metrics.finished_time >= output.metrics.first_token_time
+    assert (
+        output.num_cached_tokens == 0
+        and output.metrics.finished_time >= output.metrics.first_token_time
+    )
     assert "RequestOutput" in output._repr_html_()
 
 
 def test_seeds_do_not_see_their_neighbours(folder: str) -> None:
-    "A seeded request draws the same tokens alone, in a batch, in another order and when it is preempted."
+    """A seeded request draws the same tokens alone, in a batch, in another order and when it is
+    preempted.
+    """
     prompts = random_prompts(6)
-    params = [SamplingParams(temperature=1, top_p=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(6)]
+    params = [
+        SamplingParams(temperature=1, top_p=0.9, seed=i, max_tokens=20, ignore_eos=True)
+        for i in range(6)
+    ]
     with tiny(folder) as llm:
         together = texts(llm, prompts, params)
         assert [texts(llm, [p], [q])[0] for p, q in zip(prompts, params, strict=True)] == together
@@ -240,30 +263,44 @@ def test_max_model_len_is_the_boundary(folder: str) -> None:
 def test_alone_in_a_full_pool_ends_with_length(folder: str) -> None:
     "No other request will ever free a block: it must end, not hang."
     with tiny(folder, num_gpu_blocks_override=2) as llm:
-        output = llm.generate([1] * 20, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), use_tqdm=False)[
-            0
-        ]
-        assert output.outputs[0].finish_reason == "length" and len(output.outputs[0].token_ids) == 2 * 16 - 20 + 1
+        output = llm.generate(
+            [1] * 20, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), use_tqdm=False
+        )[0]
+        assert (
+            output.outputs[0].finish_reason == "length"
+            and len(output.outputs[0].token_ids) == 2 * 16 - 20 + 1
+        )
         assert all_blocks_free(llm)
 
 
 def test_min_tokens_and_stop_token_ids(folder: str) -> None:
     with tiny(folder) as llm:
-        free = texts(llm, [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0]
+        free = texts(
+            llm, [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        )[0]
         stop = free[3]
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+        params = SamplingParams(
+            temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop]
+        )
         output = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0]
         assert output.token_ids == free[: free.index(stop) + 1]
         assert (output.finish_reason, output.stop_reason) == ("stop", stop)
-        later = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop], min_tokens=10)
+        later = SamplingParams(
+            temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop], min_tokens=10
+        )
         output = llm.generate([5, 6, 7], later, use_tqdm=False)[0].outputs[0]
         assert len(output.token_ids) >= 10 and stop not in output.token_ids[:10]
 
 
 def test_delta_is_cumulative_in_pieces(folder: str) -> None:
     with tiny(folder) as llm:
-        engine, pieces, last = llm.llm_engine, [], []
-        for name, kind in (("delta", RequestOutputKind.DELTA), ("all", RequestOutputKind.CUMULATIVE)):
+        engine = llm.llm_engine
+        pieces = []
+        last = []
+        for name, kind in (
+            ("delta", RequestOutputKind.DELTA),
+            ("all", RequestOutputKind.CUMULATIVE),
+        ):
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_kind=kind)
             engine.add_request(name, [5, 6, 7], params)
         while engine.has_unfinished_requests():
@@ -296,7 +333,8 @@ def test_abort_in_every_state(folder: str) -> None:
 @contextmanager
 def failing(owner: Any, name: str, error: BaseException, after: int = 0) -> Iterator[None]:
     "Inside, one call of a method raises `error`, after `after` that do not."
-    method, calls = getattr(owner, name), count()
+    method = getattr(owner, name)
+    calls = count()
 
     def maybe(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == after:
@@ -309,7 +347,9 @@ def failing(owner: Any, name: str, error: BaseException, after: int = 0) -> Iter
 
 @pytest.mark.parametrize("error", [RuntimeError("the device fell over"), KeyboardInterrupt()])
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_a_failed_step_leaves_a_usable_engine(folder: str, error: BaseException, after: int) -> None:
+def test_a_failed_step_leaves_a_usable_engine(
+    folder: str, error: BaseException, after: int
+) -> None:
     prompts = random_prompts(4)
     with tiny(folder) as llm:
         expected = texts(llm, prompts)
@@ -333,18 +373,24 @@ def test_a_failed_step_leaves_a_usable_engine(folder: str, error: BaseException,
 def test_a_failed_step_ends_the_requests_that_ran(
     folder: str, error: BaseException, where: str, asynchronous: bool
 ) -> None:
-    "The next call says so, with the tokens they had; requests that waited answer as if nothing had been."
+    """The next call says so, with the tokens they had; requests that waited answer as if nothing
+    had been.
+    """
     prompts = random_prompts(4)
     with tiny(folder, max_num_seqs=2, async_scheduling=asynchronous) as llm:
-        expected, engine = texts(llm, prompts), llm.llm_engine
+        expected = texts(llm, prompts)
+        engine = llm.llm_engine
         for i, prompt in enumerate(prompts):
             engine.add_request(str(i), prompt, GREEDY)
         known: dict[str, Any] = {}
         for _ in range(3):
             known |= {output.request_id: output for output in engine.step()}
-        with failing(runner_of(llm) if where == "model_inputs" else core_of(llm).scheduler, where, error):
+        with failing(
+            runner_of(llm) if where == "model_inputs" else core_of(llm).scheduler, where, error
+        ):
             with pytest.raises(type(error)):
-                for _ in range(2):  # a worker in a thread may have done the step before: then the next one fails
+                # a worker in a thread may have done the step before: then the next one fails
+                for _ in range(2):
                     known |= {output.request_id: output for output in engine.step()}
         assert engine.get_num_unfinished_requests() == 4, "how they ended was not reported yet"
         ended = {output.request_id: output for output in engine.step()}
@@ -353,7 +399,10 @@ def test_a_failed_step_ends_the_requests_that_ran(
             assert ended[name].finished and output.finish_reason == "error"
             assert type(error).__name__ in output.stop_reason
             tokens = known[name].outputs[0].token_ids
-            assert output.token_ids[: len(tokens)] == tokens and expected[int(name)][: len(tokens)] == tokens
+            assert (
+                output.token_ids[: len(tokens)] == tokens
+                and expected[int(name)][: len(tokens)] == tokens
+            )
         while engine.has_unfinished_requests():
             ended |= {output.request_id: output for output in engine.step() if output.finished}
         assert [ended[name].outputs[0].token_ids for name in "23"] == expected[2:]
@@ -363,34 +412,49 @@ def test_a_failed_step_ends_the_requests_that_ran(
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_a_preempted_request_survives_a_failed_step(folder: str, mode: str) -> None:
     "Only what ran ends with an error: a request that was preempted goes on where it was."
-    prompts, params = [[3] * 30, [4] * 30], replace(GREEDY, max_tokens=24)
+    prompts = [[3] * 30, [4] * 30]
+    params = replace(GREEDY, max_tokens=24)
     with tiny(folder) as llm:
         expected = texts(llm, prompts, params)
     with tiny(folder, num_gpu_blocks_override=10, block_size=8, preemption_mode=mode) as llm:
-        engine, outputs = llm.llm_engine, []
+        engine = llm.llm_engine
+        outputs = []
         for i, prompt in enumerate(prompts):
             engine.add_request(str(i), prompt, params)
         while not llm.get_metrics()["num_preemptions"]:
             outputs += engine.step()
-        with failing(runner_of(llm), "model_inputs", RuntimeError("the device fell over")), pytest.raises(RuntimeError):
+        with (
+            failing(runner_of(llm), "model_inputs", RuntimeError("the device fell over")),
+            pytest.raises(RuntimeError),
+        ):
             engine.step()
         while engine.has_unfinished_requests():
             outputs += engine.step()
         ended = {output.request_id: output.outputs[0] for output in outputs if output.finished}
-        assert ended["0"].finish_reason == "error" and "the device fell over" in ended["0"].stop_reason
+        assert (
+            ended["0"].finish_reason == "error" and "the device fell over" in ended["0"].stop_reason
+        )
         assert ended["1"].token_ids == expected[1] and ended["1"].finish_reason == "length"
         assert all_blocks_free(llm) and texts(llm, prompts, params) == expected
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_engine_is_dead_when_the_workers_cannot_be_reset(folder: str, asynchronous: bool) -> None:
-    "What ran ended with an error, as always; every later call says why nothing runs any more. It can still be closed."
+def test_the_engine_is_dead_when_the_workers_cannot_be_reset(
+    folder: str, asynchronous: bool
+) -> None:
+    """What ran ended with an error, as always; every later call says why nothing runs any more. It
+    can still be closed.
+    """
     with tiny(folder, max_num_seqs=1, async_scheduling=asynchronous) as llm:
-        engine, runner = llm.llm_engine, runner_of(llm)
+        engine = llm.llm_engine
+        runner = runner_of(llm)
         engine.add_request("ran", [5, 6], GREEDY)
         engine.add_request("waited", [5, 6], GREEDY)
         engine.step()
-        with failing(runner, "model_inputs", RuntimeError("a cable")), failing(runner, "reset", OSError("no device")):
+        with (
+            failing(runner, "model_inputs", RuntimeError("a cable")),
+            failing(runner, "reset", OSError("no device")),
+        ):
             with pytest.raises(RuntimeError, match="a cable"):
                 for _ in range(2):  # a worker in a thread may have done the step before
                     engine.step()
@@ -411,11 +475,15 @@ def test_the_engine_is_dead_when_the_workers_cannot_be_reset(folder: str, asynch
 
 
 def test_logits_that_are_not_numbers(folder: str) -> None:
-    "The request that they were computed for ends with an error that says so; its neighbours do not notice."
+    """The request that they were computed for ends with an error that says so; its neighbours do
+    not notice.
+    """
     prompts = random_prompts(4)
     with tiny(folder) as llm:
-        expected, model = texts(llm, prompts), runner_of(llm).model
-        compute_logits, calls = model.compute_logits, count()
+        expected = texts(llm, prompts)
+        model = runner_of(llm).model
+        compute_logits = model.compute_logits
+        calls = count()
 
         def spoilt(hidden: torch.Tensor) -> torch.Tensor:
             logits = compute_logits(hidden)
@@ -423,10 +491,14 @@ def test_logits_that_are_not_numbers(folder: str) -> None:
             return logits
 
         with patch.object(model, "compute_logits", spoilt):
-            outputs = [output.outputs[0] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+            outputs = [
+                output.outputs[0] for output in llm.generate(prompts, GREEDY, use_tqdm=False)
+            ]
         assert [o.finish_reason for o in outputs] == ["length", "error", "length", "length"]
         assert "NaN" in outputs[1].stop_reason and outputs[1].token_ids == expected[1][:3]
-        assert [o.token_ids for o in outputs if o is not outputs[1]] == [expected[i] for i in (0, 2, 3)]
+        assert [o.token_ids for o in outputs if o is not outputs[1]] == [
+            expected[i] for i in (0, 2, 3)
+        ]
         assert all_blocks_free(llm) and texts(llm, prompts) == expected
 
 
@@ -460,9 +532,13 @@ def test_closed_engine_says_so(folder: str) -> None:
             call()
 
 
-@pytest.mark.parametrize("call", [lambda engine: engine.get_metrics(), lambda engine: engine.set_tokenizer(None)])
+@pytest.mark.parametrize(
+    "call", [lambda engine: engine.get_metrics(), lambda engine: engine.set_tokenizer(None)]
+)
 def test_what_asks_the_core_waits_for_the_step(folder: str, call: Any) -> None:
-    "Two threads must not read one socket: a call waits while another thread is in `step`, and does not wait for itself."
+    """Two threads must not read one socket: a call waits while another thread is in `step`, and
+    does not wait for itself.
+    """
     with tiny(folder) as llm:
         engine = llm.llm_engine
         with engine._lock:
@@ -486,7 +562,9 @@ def test_another_tokenizer_does_not_begin_the_seeds_again(folder: str) -> None:
 
 
 def test_memory_comes_back() -> None:
-    "With the default model, in a process of its own: after `close` within 5 % of what it was before the engine."
+    """With the default model, in a process of its own: after `close` within 5 % of what it was
+    before the engine.
+    """
     code = """
 import json
 from teachvllm import LLM, SamplingParams
@@ -518,7 +596,9 @@ def smol():
 
 def test_chat_knows_paris(smol: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    output = smol.chat(question, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)[0].outputs[0]
+    output = smol.chat(question, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)[
+        0
+    ].outputs[0]
     assert "Paris" in output.text and output.finish_reason == "stop" and output.stop_reason is None
     assert "<|im_end|>" not in output.text
 
@@ -526,7 +606,11 @@ def test_chat_knows_paris(smol: LLM) -> None:
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings(smol: LLM, include: bool) -> None:
     params = {"temperature": 0, "max_tokens": 40}
-    free = smol.generate("The capital of France is", SamplingParams(**params), use_tqdm=False)[0].outputs[0].text
+    free = (
+        smol.generate("The capital of France is", SamplingParams(**params), use_tqdm=False)[0]
+        .outputs[0]
+        .text
+    )
     stop = free[len(free) // 2 : len(free) // 2 + 4]
     stopping = SamplingParams(**params, stop=[stop], include_stop_str_in_output=include)
     output = smol.generate("The capital of France is", stopping, use_tqdm=False)[0].outputs[0]
@@ -539,7 +623,9 @@ def test_a_stop_string_ends_one_sample_of_several(smol: LLM) -> None:
     params = SamplingParams(n=4, seed=3, temperature=1, max_tokens=24, ignore_eos=True)
     free = [o.text for o in smol.generate("Once upon a time", params, use_tqdm=False)[0].outputs]
     stop = free[2][len(free[2]) // 3 :][:6]
-    outputs = smol.generate("Once upon a time", replace(params, stop=[stop]), use_tqdm=False)[0].outputs
+    outputs = smol.generate("Once upon a time", replace(params, stop=[stop]), use_tqdm=False)[
+        0
+    ].outputs
     assert [o.text for o in outputs] == [text.partition(stop)[0] for text in free]
     reasons = [("stop", stop) if stop in text else ("length", None) for text in free]
     assert [(o.finish_reason, o.stop_reason) for o in outputs] == reasons and len(set(reasons)) == 2
@@ -551,8 +637,11 @@ def test_streamed_text_is_the_whole_text(smol: LLM, stop: list[str] | None) -> N
     params = {"temperature": 0, "max_tokens": 40, "stop": stop}
     prompt = "A short poem about emoji 🙂 and Zürich:"
     whole = smol.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0].text
-    engine, pieces = smol.llm_engine, []
-    engine.add_request("stream", prompt, SamplingParams(**params, output_kind=RequestOutputKind.DELTA))
+    engine = smol.llm_engine
+    pieces = []
+    engine.add_request(
+        "stream", prompt, SamplingParams(**params, output_kind=RequestOutputKind.DELTA)
+    )
     while engine.has_unfinished_requests():
         pieces += [output.outputs[0].text for output in engine.step()]
     assert "".join(pieces) == whole and "\ufffd" not in whole
@@ -569,8 +658,12 @@ def test_command_line(tmp_path: Path) -> None:
         "--dtype=float32",
     ]
     done = subprocess.run(generate, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and done.stdout.startswith("The capital of France is Paris"), done.stderr
-    bad = subprocess.run([*run, "generate", "Hi", "--model=/no/such"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stdout.startswith("The capital of France is Paris"), (
+        done.stderr
+    )
+    bad = subprocess.run(
+        [*run, "generate", "Hi", "--model=/no/such"], capture_output=True, text=True, timeout=200
+    )
     assert bad.returncode == 1 and "does not exist" in bad.stderr and "Traceback" not in bad.stderr
     chat = [
         *run,
@@ -580,7 +673,9 @@ def test_command_line(tmp_path: Path) -> None:
         "--num-gpu-blocks-override=64",
         "--dtype=float32",
     ]
-    done = subprocess.run(chat, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        chat, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0 and "Paris" in done.stdout, done.stderr
 
 
@@ -601,10 +696,15 @@ def test_engine_from_args_and_custom_classes(folder: str) -> None:
             return f"hello from rank {self.rank}"
 
     args = EngineArgs(
-        model=folder, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=64,
-        scheduler_cls=MyScheduler, worker_cls=MyWorker, attention_backend="teachvllm.attention.backend.ReferenceBackend",
+        model=folder,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        num_gpu_blocks_override=64,
+        scheduler_cls=MyScheduler,
+        worker_cls=MyWorker,
+        attention_backend="teachvllm.attention.backend.ReferenceBackend",
         distributed_executor_backend="uni",
-    )  # fmt: skip
+    )
     engine = LLMEngine.from_engine_args(args)
     engine.add_request("a", [1, 2, 3], GREEDY)
     while engine.has_unfinished_requests():

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("engine_arguments", ROOT / "tools" / "engine_arguments.py")
+    spec = importlib.util.spec_from_file_location(
+        "engine_arguments", ROOT / "tools" / "engine_arguments.py"
+    )
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -36,16 +38,25 @@ def sections(tool: ModuleType) -> dict[str, list[list[str]]]:
 
 
 def test_the_page_is_what_the_tool_writes(tool: ModuleType) -> None:
-    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(), "run: python tools/engine_arguments.py"
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(), (
+        "run: python tools/engine_arguments.py"
+    )
 
 
 def test_each_argument_of_vllm_is_on_the_page_once(tool: ModuleType, sections: dict) -> None:
     listed = [row[0].strip("`") for rows in sections.values() for row in rows]
     assert len(listed) == len(set(listed))
-    assert set(listed) == {*FIELDS, *NOT_YET} == {name for names in tool.VLLM.values() for name in names}
+    assert (
+        set(listed)
+        == {*FIELDS, *NOT_YET}
+        == {name for names in tool.VLLM.values() for name in names}
+    )
     assert {version: len(names) for version, names in tool.VLLM.items()} == {
-        "0.6.6": 2, "0.8.5": 105, "0.33.0": 260, "0.33.0, vllm serve": 1,
-    }  # fmt: skip
+        "0.6.6": 2,
+        "0.8.5": 105,
+        "0.33.0": 260,
+        "0.33.0, vllm serve": 1,
+    }
     for row in (row for rows in sections.values() for row in rows):
         assert {v for v, names in tool.VLLM.items() if row[0].strip("`") in names} == set(
             re.findall(r"0\.\d.*?(?=, 0|$)", row[1])

@@ -1,4 +1,6 @@
-"""transformers in float32 is the oracle: the same greedy tokens, whatever the engine does to compute them."""
+"""transformers in float32 is the oracle: the same greedy tokens, whatever the engine does to
+compute them.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from teachvllm import LLM, SamplingParams
 from teachvllm.transformers_utils import DEFAULT_MODEL, find_model
 
-NUM_PROMPTS, NUM_TOKENS = 8, 64
+NUM_PROMPTS = 8
+NUM_TOKENS = 64
 TEXTS = [
     "Hello, my name is",
     "The president of the United States is",
@@ -22,7 +25,8 @@ TEXTS = [
     "Sehr geehrte Damen und Herren, leider muss ich Ihnen",
 ]
 
-# everything that must not change a token; 40 blocks of 16 hold less than half of what eight requests grow to
+# everything that must not change a token; 40 blocks of 16 hold less than half of what eight
+# requests grow to
 WAYS = {
     "default": {},
     "block_size=1": {"block_size": 1},
@@ -32,7 +36,11 @@ WAYS = {
     "chunks of 4096": {"max_num_batched_tokens": 4096},
     "few blocks": {"num_gpu_blocks_override": 20},
     "few blocks, small chunks": {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 7},
-    "few small blocks": {"num_gpu_blocks_override": 300, "block_size": 1, "max_num_batched_tokens": 64},
+    "few small blocks": {
+        "num_gpu_blocks_override": 300,
+        "block_size": 1,
+        "max_num_batched_tokens": 64,
+    },
     "whole prompts": {"enable_chunked_prefill": False, "max_model_len": 512},
 }
 
@@ -45,9 +53,12 @@ def tokens(llm: LLM, prompts: list, num_tokens: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[list[list[int]], list[list[int]]]:
     "The prompts' ids, and what transformers writes after each."
-    with LLM(dtype="float32", num_gpu_blocks_override=8) as llm:  # converts the GGUF file, if that was not done before
+    # converts the GGUF file, if that was not done before
+    with LLM(dtype="float32", num_gpu_blocks_override=8) as llm:
         tokenizer = llm.get_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(find_model(DEFAULT_MODEL), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        find_model(DEFAULT_MODEL), dtype=torch.float32
+    ).eval()
     prompts = [tokenizer(text).input_ids for text in TEXTS]
     return prompts, [greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
 

@@ -1,4 +1,6 @@
-"""The book's exercises: stubs fail kindly, solutions pass and run in the engine, known mistakes are recognised."""
+"""The book's exercises: stubs fail kindly, solutions pass and run in the engine, known mistakes are
+recognised.
+"""
 
 import ast
 import contextlib
@@ -24,7 +26,8 @@ with contextlib.suppress(ValueError):
     find_exercise("")  # imports the modules that register exercises
 NAMES = sorted(EXERCISES)
 LEADS = re.compile(
-    r"\*\*Exercise, (predict|write|design) \(\d+ min, (easy|medium|hard), (core path|second reading)\)\.\*\*"
+    r"\*\*Exercise, (predict|write|design) \(\d+ min, (easy|medium|hard), (core "
+    r"path|second reading)\)\.\*\*"
 )
 
 
@@ -38,13 +41,19 @@ def checked(source: str) -> str | None:
     "The name in the last line `check(name)` of a cell, if that is what it ends with."
     with contextlib.suppress(SyntaxError, IndexError):
         last = ast.parse(source).body[-1]
-        if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and ast.unparse(last.value.func) == "check":
+        if (
+            isinstance(last, ast.Expr)
+            and isinstance(last.value, ast.Call)
+            and ast.unparse(last.value.func) == "check"
+        ):
             return ast.unparse(last.value.args[0])
     return None
 
 
 def run_cells(sources: list[str]) -> Iterator[tuple[str, Any]]:
-    "Run cells in one namespace; yields the name and the report of each that ends with `check(name)`."
+    """Run cells in one namespace; yields the name and the report of each that ends with
+    `check(name)`.
+    """
     names: dict[str, Any] = {"__name__": "__main__"}
     for number, source in enumerate(sources):
         label = f"<cell {number}>"
@@ -59,7 +68,11 @@ def run_cells(sources: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def stubs(notebook: Path) -> dict[str, str]:
-    found = {checked(source): source for source in cells(notebook) if "raise NotImplementedError" in source}
+    found = {
+        checked(source): source
+        for source in cells(notebook)
+        if "raise NotImplementedError" in source
+    }
     return {name: source for name, source in found.items() if name in EXERCISES}
 
 
@@ -69,8 +82,11 @@ def imports_of(notebook: Path) -> list[str]:
     for source in cells(notebook):
         with contextlib.suppress(SyntaxError):
             body = [] if "eval: false" in source else ast.parse(source).body
-            found += [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return [line for line in found if "vllm" not in re.split(r"\W", line)]  # an alias that chapter 97 makes as it goes
+            found += [
+                ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)
+            ]
+    # an alias that chapter 97 makes as it goes
+    return [line for line in found if "vllm" not in re.split(r"\W", line)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,9 +144,13 @@ def test_solutions_pass_and_serve(notebook: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_chapter_has_exercises_of_three_kinds(notebook: Path) -> None:
     kinds = [lead[0] for text in cells(notebook, "markdown") for lead in LEADS.findall(text)]
     text = "\n".join(cells(notebook, "markdown"))
-    assert len(re.findall(r"\*\*Exercise", text)) == len(kinds), "a lead that is not of the usual form"
+    assert len(re.findall(r"\*\*Exercise", text)) == len(kinds), (
+        "a lead that is not of the usual form"
+    )
     assert {"predict", "design"} <= set(kinds)
-    assert ("write" in kinds) == bool(stubs(notebook)) and ("write" in kinds or notebook.stem[:2] in ("94", "95"))
+    assert ("write" in kinds) == bool(stubs(notebook)) and (
+        "write" in kinds or notebook.stem[:2] in ("94", "95")
+    )
     assert "**After this chapter you can**" in text and "**Time**" in text
 
 
@@ -159,7 +179,9 @@ def test_a_partly_written_class_is_told_how_far_it_came() -> None:
         raise NotImplementedError
 
     text = check(type("CountedBlocks", (right,), {"free": free}), engine=False).text
-    assert "`free` is not written yet" in text and re.search(r"[1-9] of \d+ tries are right", text), text
+    assert "`free` is not written yet" in text and re.search(
+        r"[1-9] of \d+ tries are right", text
+    ), text
     with pytest.raises(ValueError, match="itself, uncalled"):
         check(right(4))
 
@@ -170,7 +192,8 @@ def test_requests_that_wait_behind_are_not_counted_by_the_one_that_asks() -> Non
 
     class ReservesAll(Scheduler):
         def _can_admit(self, group: Any, *freed: Any) -> AllocStatus:
-            groups, manager = [*self.running, *self.waiting], self.block_manager
+            groups = [*self.running, *self.waiting]
+            manager = self.block_manager
             size = sum(num_blocks_for(g.first_seq.max_len or 0, manager.block_size) for g in groups)
             full = self.running and size > manager.num_gpu_blocks
             return AllocStatus.LATER if full else super()._can_admit(group, *freed)
@@ -179,7 +202,9 @@ def test_requests_that_wait_behind_are_not_counted_by_the_one_that_asks() -> Non
 
 
 def test_speed_is_compared_only_beyond_noise() -> None:
-    assert checks.compare_speed(2.9, 1.0) == checks.compare_speed(0.1, 1.0) == "its speed is like ours"
+    assert (
+        checks.compare_speed(2.9, 1.0) == checks.compare_speed(0.1, 1.0) == "its speed is like ours"
+    )
     assert checks.compare_speed(6.0, 1.5) == "serving took 4.0 times as long"
 
 
@@ -189,7 +214,9 @@ def test_an_answer_that_holds_all_text_back_does_not_pass_in_the_engine() -> Non
 
 
 def test_a_size_that_fits_exactly_is_asked_for_first() -> None:
-    "An answer that takes `>` for `>=` finds another size in the first case, so that it is told what is wrong."
+    """An answer that takes `>` for `>=` finds another size in the first case, so that it is told
+    what is wrong.
+    """
 
     def pad_to_bucket(inputs: Any, sizes: list[int], width: int) -> Any:
         size = next(size for size in sorted(sizes) if size > len(inputs["token_ids"]))
@@ -202,10 +229,13 @@ def test_data_offsets_from_the_beginning_of_the_file_are_named() -> None:
     import torch
 
     def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-        data, found = path.read_bytes(), {}
+        data = path.read_bytes()
+        found = {}
         for name, entry in json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).items():
             begin, end = entry["data_offsets"]
-            found[name] = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.float32).view(entry["shape"])
+            found[name] = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.float32).view(
+                entry["shape"]
+            )
         return found
 
     assert "count from the end of the header" in check(read_safetensors, engine=False).text
@@ -221,11 +251,14 @@ def test_a_stand_in_is_gone_afterwards_and_must_have_been_called() -> None:
         ours = checks.find_target(target)[2]
         with pytest.raises(ZeroDivisionError), checks.stand_in(target, lambda *args: 1 / 0):
             assert checks.find_target(target)[2] is not ours
-            block_manager.num_blocks_for(1, 1) if "num_blocks" in target else block_manager.BlockSpaceManager.free(
-                None, None
-            )
+            block_manager.num_blocks_for(
+                1, 1
+            ) if "num_blocks" in target else block_manager.BlockSpaceManager.free(None, None)
         assert checks.find_target(target)[2] is ours
-    with pytest.raises(ValueError, match="never called"), checks.stand_in(target, lambda *args: None):
+    with (
+        pytest.raises(ValueError, match="never called"),
+        checks.stand_in(target, lambda *args: None),
+    ):
         pass
 
 

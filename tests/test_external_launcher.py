@@ -48,8 +48,12 @@ def answers(llm: LLM) -> list[list[int]]:
     "Tokens of greedy requests (more than fit), of forks and of beams."
     prompts = [[3 + i, *range(20, 24 + 5 * i)] for i in range(4)]
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    found = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
-    forks = llm.generate(prompts[0], SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    found = [
+        output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)
+    ]
+    forks = llm.generate(
+        prompts[0], SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True), use_tqdm=False
+    )
     beams = llm.beam_search([prompts[1]], BeamSearchParams(beam_width=3, max_tokens=6))
     return found + [list(one.token_ids) for output in (*forks, *beams) for one in output.outputs]
 
@@ -73,8 +77,9 @@ def torchrun(folder: str, tmp_path: Path, *args: str) -> list[list]:
 
 @pytest.mark.parametrize("how", ["", "init", "pipeline"])
 def test_all_ranks_say_what_one_worker_says(folder: str, tmp_path: Path, how: str) -> None:
-    """On a small pool, with preemption, forks and beams, and again by a second engine in the same processes. "init": the script
-    has a default group of its own, and the engines look ahead. Different prompts are told on each, and then the engines end.
+    """On a small pool, with preemption, forks and beams, and again by a second engine in the same
+    processes. "init": the script has a default group of its own, and the engines look ahead.
+    Different prompts are told on each, and then the engines end.
     """
     with LLM(folder, num_gpu_blocks_override=12, **OPTIONS) as llm:
         small = answers(llm)
@@ -87,7 +92,11 @@ def test_all_ranks_say_what_one_worker_says(folder: str, tmp_path: Path, how: st
     assert num_blocks == (
         6 if how == "pipeline" else 12
     )  # half for each batch in the pipeline; else rank 1 had room for 13
-    assert told.startswith("ValueError") and "different prompts" in told and then.startswith("EngineDeadError")
+    assert (
+        told.startswith("ValueError")
+        and "different prompts" in told
+        and then.startswith("EngineDeadError")
+    )
     assert first == small and second == large
 
 

@@ -1,4 +1,6 @@
-"""Texts that cannot be decoded, two threads that generate, and steps decided ahead while a request is swapped out."""
+"""Texts that cannot be decoded, two threads that generate, and steps decided ahead while a request
+is swapped out.
+"""
 
 import threading
 from typing import Any
@@ -25,16 +27,24 @@ def test_a_text_that_cannot_be_decoded_ends_its_own_request_only() -> None:
     for more in ({}, {"stop": ["zz"]}, {"output_kind": RequestOutputKind.DELTA}):
         processor = OutputProcessor(PickyTokenizer())
         for name in ("bad", "good"):
-            processor.add_request(EngineCoreRequest(name, [1, 2], SamplingParams(max_tokens=9, **more), seed=0), "bc")
-        outputs, aborts = [], []
+            processor.add_request(
+                EngineCoreRequest(name, [1, 2], SamplingParams(max_tokens=9, **more), seed=0), "bc"
+            )
+        outputs = []
+        aborts = []
         for token_ids in ((3, 3), (500, 4), (5, 5)):
             news = [
-                EngineCoreOutput(n, 0, [i]) for n, i in zip(("bad", "good"), token_ids) if n in processor.request_states
+                EngineCoreOutput(n, 0, [i])
+                for n, i in zip(("bad", "good"), token_ids)
+                if n in processor.request_states
             ]
             made, ended = processor.process_outputs(news)
-            outputs, aborts = outputs + made, aborts + ended
+            outputs = outputs + made
+            aborts = aborts + ended
         [end] = [output for output in outputs if output.request_id == "bad" and output.finished]
-        assert end.outputs[0].finish_reason == "error" and "IndexError" in str(end.outputs[0].stop_reason)
+        assert end.outputs[0].finish_reason == "error" and "IndexError" in str(
+            end.outputs[0].stop_reason
+        )
         texts = [output.outputs[0].text for output in outputs if output.request_id == "good"]
         assert ("".join(texts) if "output_kind" in more else texts[-1]) in (
             "def",
@@ -46,7 +56,8 @@ def test_a_text_that_cannot_be_decoded_ends_its_own_request_only() -> None:
 
 def test_a_second_thread_in_generate_is_refused(folder: str) -> None:
     with LLM(folder, skip_tokenizer_init=True, dtype="float32", num_gpu_blocks_override=32) as llm:
-        started, refused = threading.Event(), []
+        started = threading.Event()
+        refused = []
 
         def slow_hook(*_: Any) -> None:
             if not started.is_set():
@@ -62,8 +73,12 @@ def test_a_second_thread_in_generate_is_refused(folder: str) -> None:
 
         thread = threading.Thread(target=second)
         thread.start()
-        llm.collective_rpc(lambda worker: worker.model_runner.model.register_forward_pre_hook(slow_hook))
-        [output] = llm.generate([[3, 4]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        llm.collective_rpc(
+            lambda worker: worker.model_runner.model.register_forward_pre_hook(slow_hook)
+        )
+        [output] = llm.generate(
+            [[3, 4]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False
+        )
         assert len(output.outputs[0].token_ids) == 3 and "another thread" in refused[0]
         assert llm.generate([5], SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
 
@@ -74,7 +89,9 @@ def test_no_step_ahead_while_a_swapped_request_outranks_a_running_one() -> None:
     scheduler = Scheduler(config, manager, Swapping(manager, "swap"))
 
     def add(name: str, priority: int, num_tokens: int = 8) -> SequenceGroup:
-        group = SequenceGroup(name, scheduler.make_seq([1] * num_tokens, 0, 40), SamplingParams(), priority=priority)
+        group = SequenceGroup(
+            name, scheduler.make_seq([1] * num_tokens, 0, 40), SamplingParams(), priority=priority
+        )
         scheduler.add_request(group)
         return group
 

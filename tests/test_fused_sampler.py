@@ -1,4 +1,6 @@
-"""The fused sampling kernel draws by `inverse_cdf`'s law, whatever the logits hold, and compiles for real chips."""
+"""The fused sampling kernel draws by `inverse_cdf`'s law, whatever the logits hold, and compiles
+for real chips.
+"""
 
 import os
 import subprocess
@@ -25,8 +27,13 @@ NEARLY_ONE = 1 - 2**-23
 sample_rows = fused_sampler.sample_rows
 
 
-def sample(logits: torch.Tensor, temperature: list[float], uniform: list[float], block: int = 4096) -> list[int]:
-    columns = [torch.tensor(column, dtype=torch.float32, device=DEVICE) for column in (temperature, uniform)]
+def sample(
+    logits: torch.Tensor, temperature: list[float], uniform: list[float], block: int = 4096
+) -> list[int]:
+    columns = [
+        torch.tensor(column, dtype=torch.float32, device=DEVICE)
+        for column in (temperature, uniform)
+    ]
     with patch.object(fused_sampler, "BLOCK", block), np.errstate(invalid="ignore"):
         ids = sample_rows(logits.to(DEVICE), *columns)
     assert ids.dtype == torch.int64 and ids.shape == (len(logits),)
@@ -34,7 +41,9 @@ def sample(logits: torch.Tensor, temperature: list[float], uniform: list[float],
 
 
 def interval(row: torch.Tensor, temperature: float, token: int) -> tuple[float, float, float]:
-    "Where the token begins and ends in the row's cumulative distribution, and its probability: float64."
+    """Where the token begins and ends in the row's cumulative distribution, and its probability:
+    float64.
+    """
     probs = (row.double() / temperature).softmax(-1)
     ends = probs.cumsum(-1)
     return float(ends[token] - probs[token]), float(ends[token]), float(probs[token])
@@ -44,14 +53,21 @@ def interval(row: torch.Tensor, temperature: float, token: int) -> tuple[float, 
 def batches(draw):
     "Rows of logits with bans, ties and any spread; a temperature and a number for each."
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    rows, vocab = draw(st.integers(1, 4)), draw(st.integers(1, 300))
-    logits = torch.from_numpy(rng.normal(size=(rows, vocab)) * draw(st.sampled_from([0.0, 1.0, 8.0, 50.0]))).float()
+    rows = draw(st.integers(1, 4))
+    vocab = draw(st.integers(1, 300))
+    logits = torch.from_numpy(
+        rng.normal(size=(rows, vocab)) * draw(st.sampled_from([0.0, 1.0, 8.0, 50.0]))
+    ).float()
     logits = logits.to(draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])))
     banned = rng.random((rows, vocab)) < draw(st.sampled_from([0.0, 0.5, 0.95]))
     banned[np.arange(rows), rng.integers(0, vocab, rows)] = False  # a token is left
     logits[torch.from_numpy(banned)] = -torch.inf
-    temperature = draw(st.lists(st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]), min_size=rows, max_size=rows))
-    numbers = st.one_of(st.sampled_from([0.0, NEARLY_ONE]), st.integers(0, 2**23 - 1).map(lambda i: i * 2.0**-23))
+    temperature = draw(
+        st.lists(st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]), min_size=rows, max_size=rows)
+    )
+    numbers = st.one_of(
+        st.sampled_from([0.0, NEARLY_ONE]), st.integers(0, 2**23 - 1).map(lambda i: i * 2.0**-23)
+    )
     return (
         logits,
         temperature,
@@ -64,7 +80,9 @@ def batches(draw):
 @given(batches())
 def test_every_row_draws_by_the_law(batch):
     logits, temperature, uniform, block = batch
-    for row, heat, u, token in zip(logits.float(), temperature, uniform, sample(logits, temperature, uniform, block)):
+    for row, heat, u, token in zip(
+        logits.float(), temperature, uniform, sample(logits, temperature, uniform, block)
+    ):
         if heat == 0:
             assert token == int(row.argmax())
         else:
@@ -74,15 +92,19 @@ def test_every_row_draws_by_the_law(batch):
 
 def test_the_law_exactly():
     "N evenly spread numbers: a token comes N times its probability, to within one draw."
-    n, row = 200, torch.randn(30, generator=torch.Generator().manual_seed(0))
-    counts = torch.bincount(torch.tensor(sample(row.expand(n, 30), [0.6] * n, [(i + 0.5) / n for i in range(n)], 16)))
+    n = 200
+    row = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    counts = torch.bincount(
+        torch.tensor(sample(row.expand(n, 30), [0.6] * n, [(i + 0.5) / n for i in range(n)], 16))
+    )
     exact = n * (row.double() / 0.6).softmax(-1)
     assert (torch.nn.functional.pad(counts, (0, 30 - len(counts))) - exact).abs().max() < 1
 
 
 def test_a_whole_vocabulary_as_torch():
     logits = torch.randn(6, 151_936, generator=torch.Generator().manual_seed(1)) * 2
-    temperature, uniform = [0.0, 1.0, 0.7, 1.3, 0.0, 1.0], [0.1, 0.9, 0.5, NEARLY_ONE, 0.2, 0.0]
+    temperature = [0.0, 1.0, 0.7, 1.3, 0.0, 1.0]
+    uniform = [0.1, 0.9, 0.5, NEARLY_ONE, 0.2, 0.0]
     heat = torch.tensor(temperature).clamp(min=1e-3)[:, None]
     drawn = inverse_cdf((logits / heat).softmax(-1), torch.tensor(uniform))
     expected = torch.where(torch.tensor(temperature) == 0, logits.argmax(-1), drawn)
@@ -94,8 +116,12 @@ def test_a_whole_vocabulary_as_torch():
 @pytest.mark.parametrize("size", [40, 41])
 def test_nan_gives_minus_one_and_other_nonsense_a_token_that_exists(temperature: float, size: int):
     "Wherever the NaN is: in the first block, the last, the only logit that is not banned."
-    nan, inf, rest = torch.nan, torch.inf, size - 1
-    rows = torch.tensor([[nan] * size, [nan] + [0.0] * rest, [0.0] * rest + [nan], [-inf] * rest + [nan]])
+    nan = torch.nan
+    inf = torch.inf
+    rest = size - 1
+    rows = torch.tensor(
+        [[nan] * size, [nan] + [0.0] * rest, [0.0] * rest + [nan], [-inf] * rest + [nan]]
+    )
     others = torch.tensor([[-inf] * size, [inf, inf] + [0.0] * (size - 2)])
     healthy = torch.arange(float(size))[None]
     ids = sample(torch.cat([rows, others, healthy]), [temperature] * 7, [NEARLY_ONE] * 7, 16)
@@ -109,28 +135,43 @@ def test_rows_of_something_wider():
 
 
 def test_the_sampler_draws_the_same_with_it():
-    "Greedy, plain, filtered and banned rows in one batch, some with a NaN: with the kernel as without."
+    """Greedy, plain, filtered and banned rows in one batch, some with a NaN: with the kernel as
+    without.
+    """
     generator = torch.Generator().manual_seed(3)
-    num_rows, vocab = 24, 400
+    num_rows = 24
+    vocab = 400
     logits = torch.randn(num_rows, vocab, generator=generator) * 3
     logits[-3:, 17] = torch.nan
     temperature = torch.tensor([0.0, 0.8, 1.0] * 8)
     filtered = (temperature == 1.0).nonzero()[:, 0]
     columns = {
-        "temperature": temperature, "top_p": torch.where(temperature == 1, 0.7, 1.0),
-        "top_k": torch.full((num_rows,), vocab), "min_p": torch.zeros(num_rows),
-        "uniform": torch.rand(num_rows, generator=generator), "plain_rows": (temperature == 0.8).nonzero()[:, 0],
-        "filtered_rows": filtered, "scored_rows": torch.tensor([0, 1, 2]),
-    }  # fmt: skip
+        "temperature": temperature,
+        "top_p": torch.where(temperature == 1, 0.7, 1.0),
+        "top_k": torch.full((num_rows,), vocab),
+        "min_p": torch.zeros(num_rows),
+        "uniform": torch.rand(num_rows, generator=generator),
+        "plain_rows": (temperature == 0.8).nonzero()[:, 0],
+        "filtered_rows": filtered,
+        "scored_rows": torch.tensor([0, 1, 2]),
+    }
     columns = {name: column.to(DEVICE) for name, column in columns.items()}
     banned = torch.arange(3, device=DEVICE)[:, None], logits[:3].topk(2).indices.to(DEVICE)
     meta = SamplingMetadata(False, **columns, num_top=2, banned=banned)
     answers = [Sampler(fused)(logits.clone().to(DEVICE), meta) for fused in (None, sample_rows)]
     (ids, logprobs), (fused_ids, fused_logprobs) = answers
     assert torch.equal(ids, fused_ids) and torch.equal(logprobs.logprobs, fused_logprobs.logprobs)
-    assert int(ids[0]) not in banned[1][0].tolist() and ids[-4:].tolist()[1:] == [-1] * 3 and (ids[:-3] >= 0).all()
-    greedy = SamplingMetadata(True, **columns | {"temperature": torch.zeros(num_rows, device=DEVICE)})
-    assert torch.equal(Sampler(sample_rows)(logits.to(DEVICE), greedy)[0], Sampler()(logits.to(DEVICE), greedy)[0])
+    assert (
+        int(ids[0]) not in banned[1][0].tolist()
+        and ids[-4:].tolist()[1:] == [-1] * 3
+        and (ids[:-3] >= 0).all()
+    )
+    greedy = SamplingMetadata(
+        True, **columns | {"temperature": torch.zeros(num_rows, device=DEVICE)}
+    )
+    assert torch.equal(
+        Sampler(sample_rows)(logits.to(DEVICE), greedy)[0], Sampler()(logits.to(DEVICE), greedy)[0]
+    )
 
 
 def test_who_can_run_it():
@@ -145,7 +186,8 @@ def test_who_can_run_it():
 
 def test_nothing_imports_triton_for_it():
     code = (
-        "import sys; sys.modules['triton'] = None; from teachvllm.worker.model_runner import find_fused_sampler as find"
+        "import sys; sys.modules['triton'] = None; from teachvllm.worker.model_runner import "
+        "find_fused_sampler as find"
     )
     code += "; assert find('cuda:0') is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=800)
@@ -176,7 +218,11 @@ for capability in (75, 80, 90):
 def test_it_compiles_for_real_chips():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=800
+        [sys.executable, "-W", "ignore", "-c", COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
     assert child.returncode == 0, child.stderr
     assert len(child.stdout.splitlines()) == 11

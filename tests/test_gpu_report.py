@@ -1,4 +1,6 @@
-"""tools/gpu_report.py: its page is what it would write, toy sizes run all of it, and failures are written down."""
+"""tools/gpu_report.py: its page is what it would write, toy sizes run all of it, and failures are
+written down.
+"""
 
 import importlib.util
 import json
@@ -30,7 +32,12 @@ def run(*options: str) -> str:
     "The tool's output, on a machine without a GPU."
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, TOOL, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=800
+        [sys.executable, TOOL, *options],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -47,22 +54,32 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_is_what_the_results_say(tool: ModuleType) -> None:
     raw = DOCS / "gpu-report.json"
     report = json.loads(raw.read_text()) if raw.exists() else None
-    assert (DOCS / "gpu-report.md").read_text() == tool.page(report), "run `python tools/gpu_report.py --render`"
+    assert (DOCS / "gpu-report.md").read_text() == tool.page(report), (
+        "run `python tools/gpu_report.py --render`"
+    )
     assert report is None or not report["toy"]
 
 
-def test_without_a_gpu_nothing_is_measured_and_nothing_lost(tool: ModuleType, tmp_path: Path, toy: Path) -> None:
+def test_without_a_gpu_nothing_is_measured_and_nothing_lost(
+    tool: ModuleType, tmp_path: Path, toy: Path
+) -> None:
     assert "no CUDA device" in run("--out", str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["gpu-report.md"]
     page = (tmp_path / "gpu-report.md").read_text()
-    assert page == tool.page(None) and page.count("not measured") == len(tool.BARS) and "make gpu-report" in page
+    assert (
+        page == tool.page(None)
+        and page.count("not measured") == len(tool.BARS)
+        and "make gpu-report" in page
+    )
     raw = (toy / "gpu-report.json").read_text()
     assert "stay" in run("--out", str(toy)) and (toy / "gpu-report.json").read_text() == raw
 
 
 def test_toy_sizes_run_every_benchmark(toy: Path) -> None:
     report = json.loads((toy / "gpu-report.json").read_text())
-    failed = [(row["bench"], row["args"], row["error"]) for row in report["results"] if "error" in row]
+    failed = [
+        (row["bench"], row["args"], row["error"]) for row in report["results"] if "error" in row
+    ]
     assert not failed
     ran = {row["bench"] for row in report["results"]}
     assert ran == {
@@ -80,12 +97,17 @@ def test_toy_sizes_run_every_benchmark(toy: Path) -> None:
                 assert result["deviation"] < 1e-3
     from teachvllm.bench_gpu import ABLATIONS
 
-    assert [row["turned_off"] for row in report["results"] if row["bench"] == "bench_engine"] == list(ABLATIONS)
+    assert [
+        row["turned_off"] for row in report["results"] if row["bench"] == "bench_engine"
+    ] == list(ABLATIONS)
 
 
 def test_a_toy_is_never_taken_for_a_measurement(tool: ModuleType, toy: Path) -> None:
-    page, report = (toy / "gpu-report.md").read_text(), json.loads((toy / "gpu-report.json").read_text())
-    assert "its figures mean nothing" in page and {bar["verdict"] for bar in report["bars"]} == {"not measured"}
+    page = (toy / "gpu-report.md").read_text()
+    report = json.loads((toy / "gpu-report.json").read_text())
+    assert "its figures mean nothing" in page and {bar["verdict"] for bar in report["bars"]} == {
+        "not measured"
+    }
     assert page == tool.page(report)
     for name in ("decode", "prefill", "engine"):
         assert (toy / "gpu-report" / f"{name}.png").read_bytes().startswith(
@@ -95,14 +117,22 @@ def test_a_toy_is_never_taken_for_a_measurement(tool: ModuleType, toy: Path) -> 
     assert done.returncode == 2 and "needs --out" in done.stderr
 
 
-def attention(bench: str, share: float | None = None, ratio: float | None = None, **size: int) -> dict[str, Any]:
+def attention(
+    bench: str, share: float | None = None, ratio: float | None = None, **size: int
+) -> dict[str, Any]:
     "A result as benchmarks give it, with a made-up share and ratio, to test the verdicts."
-    timing = {"seconds": 1.0, "share_of_copy": share, "share_of_roofline": 0.5} if share else {"error": "broken"}
+    timing = (
+        {"seconds": 1.0, "share_of_copy": share, "share_of_roofline": 0.5}
+        if share
+        else {"error": "broken"}
+    )
     row = {"bench": bench, "args": size, "num_heads": 16, "num_kv_heads": 8, "batch": 1, **size}
     return {**row, "results": {"triton": timing}, **({"ratio_to_sdpa": ratio} if ratio else {})}
 
 
-def verdicts(tool: ModuleType, *results: dict[str, Any], device: str = "NVIDIA H100 80GB HBM3") -> list[str]:
+def verdicts(
+    tool: ModuleType, *results: dict[str, Any], device: str = "NVIDIA H100 80GB HBM3"
+) -> list[str]:
     report = {"toy": False, "machine": {"device": device}, "results": list(results)}
     return [bar["verdict"] for bar in tool.judge(report)]
 
@@ -110,14 +140,23 @@ def verdicts(tool: ModuleType, *results: dict[str, Any], device: str = "NVIDIA H
 def test_verdicts(tool: ModuleType) -> None:
     "Results made up on both sides of each bar."
     engine = {"bench": "bench_engine", "turned_off": "everything on", "requests": 256}
-    other = {"bench": "bench_transformers", "method": "generate", "batch_size": 8, "tokens_per_second": 4000}
+    other = {
+        "bench": "bench_transformers",
+        "method": "generate",
+        "batch_size": 8,
+        "tokens_per_second": 4000,
+    }
     batched = {**other, "method": "generate_batch", "batch_size": None, "tokens_per_second": 3000}
     shapes = [(b, c, h) for b in (32, 128, 256) for c in (4096, 16384) for h in tool.HEADS.values()]
     good = [
         *(attention("bench_decode", 0.76, batch=b, context=c, **h) for b, c, h in shapes),
         *(attention("bench_decode", 0.61, context=16384, **h) for h in tool.HEADS.values()),
         attention("bench_decode", 0.1, batch=8, context=4096),  # no bar
-        *(attention("bench_prefill", 0.5, 0.61, length=n, **h) for n in tool.LENGTHS for h in tool.HEADS.values()),
+        *(
+            attention("bench_prefill", 0.5, 0.61, length=n, **h)
+            for n in tool.LENGTHS
+            for h in tool.HEADS.values()
+        ),
         {**engine, "tokens_per_second": 15001},
         other,
         batched,
@@ -138,7 +177,9 @@ def test_verdicts(tool: ModuleType) -> None:
             missing = {at, 4} if row is not good[-1] and row["bench"] == "bench_engine" else {at}
             want = ["not measured" if bar in missing else "met" for bar in range(5)]
             assert verdicts(tool, *good[:i], *good[i + 1 :]) == want, row
-    assert verdicts(tool, attention("bench_decode", batch=32, context=4096))[0] == "not measured", "it failed"
+    assert verdicts(tool, attention("bench_decode", batch=32, context=4096))[0] == "not measured", (
+        "it failed"
+    )
 
 
 def test_what_a_bar_compares_is_measured_early(tool: ModuleType) -> None:
@@ -149,7 +190,9 @@ def test_what_a_bar_compares_is_measured_early(tool: ModuleType) -> None:
     assert len(set(names)) == len(names)
 
 
-def test_resume_runs_what_is_missing_or_failed(tool: ModuleType, monkeypatch, tmp_path: Path) -> None:
+def test_resume_runs_what_is_missing_or_failed(
+    tool: ModuleType, monkeypatch, tmp_path: Path
+) -> None:
     tasks = [tool.task("copy_bandwidth", 0, num_bytes=i) for i in range(4)]
     ran: list[int] = []
 
@@ -161,15 +204,26 @@ def test_resume_runs_what_is_missing_or_failed(tool: ModuleType, monkeypatch, tm
     monkeypatch.setattr(tool, "toy_tasks", lambda: tasks)
     machine = subprocess.CompletedProcess([], 0, stdout=b'{"device": "a GPU"}')
     monkeypatch.setattr(tool.subprocess, "run", lambda *args, **options: machine)
-    rows = [{"bench": "copy_bandwidth", "args": {"num_bytes": i}} for i in (2, 0, 7)]  # 7 is no task any more
+    # 7 is no task any more
+    rows = [{"bench": "copy_bandwidth", "args": {"num_bytes": i}} for i in (2, 0, 7)]
     rows.append({"bench": "copy_bandwidth", "args": {"num_bytes": 1}, "error": "not begun"})
-    old = {"toy": True, "machine": {"device": "a GPU"}, "results": rows, "tests": None, "took": 50.0, "budget": 60}
+    old = {
+        "toy": True,
+        "machine": {"device": "a GPU"},
+        "results": rows,
+        "tests": None,
+        "took": 50.0,
+        "budget": 60,
+    }
     tool.save(old, tmp_path)
     report = tool.measure(tmp_path, 60, toy=True, tests=False, resume=True)
     assert ran == [1, 3] and report["budget"] == 120 and report["took"] >= 50
     assert [(row["args"]["num_bytes"], "new" in row) for row in report["results"]] == [
-        (0, False), (1, True), (2, False), (3, True),
-    ]  # fmt: skip
+        (0, False),
+        (1, True),
+        (2, False),
+        (3, True),
+    ]
     assert json.loads((tmp_path / "gpu-report.json").read_text())["results"] == report["results"]
     tool.measure(tmp_path, 60, toy=True, tests=False)
     assert ran == [0, 1, 2, 3]
@@ -185,7 +239,9 @@ def test_failures_are_written_down_and_the_rest_goes_on(tool: ModuleType) -> Non
         tool.task("copy_bandwidth", 0, num_bytes=1024, device="cpu"),
     ]
     saved: list[int] = []
-    rows = tool.run_tasks(tasks, time.time() + 120, toy=True, save=lambda rows: saved.append(len(rows)))
+    rows = tool.run_tasks(
+        tasks, time.time() + 120, toy=True, save=lambda rows: saved.append(len(rows))
+    )
     assert rows[0]["error"].startswith("ValueError: turned_off='gravity': choose one of")
     assert rows[1]["error"] == "not begun: the time budget was spent"
     assert rows[2]["bytes_per_second"] > 0 and saved[-1] == 3
@@ -193,7 +249,9 @@ def test_failures_are_written_down_and_the_rest_goes_on(tool: ModuleType) -> Non
     assert "gravity" in text and "not begun" in text
 
 
-def test_a_child_that_dies_or_hangs_takes_one_task_with_it(tool: ModuleType, monkeypatch, tmp_path: Path) -> None:
+def test_a_child_that_dies_or_hangs_takes_one_task_with_it(
+    tool: ModuleType, monkeypatch, tmp_path: Path
+) -> None:
     "Children that die at their second task, until the third one sleeps beyond the deadline."
     script = tmp_path / "child.py"
     script.write_text(
@@ -207,12 +265,20 @@ def test_a_child_that_dies_or_hangs_takes_one_task_with_it(tool: ModuleType, mon
     )
     monkeypatch.setattr(tool, "__file__", str(script))
     clock = SimpleNamespace(time=lambda: float((tmp_path / "asleep").exists()), sleep=time.sleep)
-    monkeypatch.setattr(tool, "time", clock)  # the deadline, 0.5, has passed once the third one sleeps
+    # the deadline, 0.5, has passed once the third one sleeps
+    monkeypatch.setattr(tool, "time", clock)
     tasks = [tool.task("copy_bandwidth", 0, num_bytes=i) for i in range(6)]
     rows = tool.run_tasks(tasks, 0.5, toy=True, save=lambda rows: None)
     assert [row["args"]["num_bytes"] for row in rows] == list(range(6))
     late = "stopped: the time budget was spent"
-    assert [row.get("error") for row in rows] == [None, None, "its process died with status 9", late, late, late]
+    assert [row.get("error") for row in rows] == [
+        None,
+        None,
+        "its process died with status 9",
+        late,
+        late,
+        late,
+    ]
 
 
 def test_only_files_with_gpu_tests_are_collected(tool: ModuleType) -> None:
@@ -233,12 +299,28 @@ def test_gpu_tests_are_counted(tool: ModuleType, tmp_path: Path) -> None:
 
 
 def test_the_single_stream_figure_is_without_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    "What is divided by is the time after the first token. Here a quarter of a second passes before it, on any machine."
+    """What is divided by is the time after the first token. Here a quarter of a second passes
+    before it, on any machine.
+    """
     from teachvllm import bench_gpu
 
-    shape = {**bench_gpu.QWEN3_0_6B, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 128,
-             "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 64, "max_position_embeddings": 256}  # fmt: skip
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "num_gpu_blocks_override": 32}
+    shape = {
+        **bench_gpu.QWEN3_0_6B,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 128,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": 256,
+    }
+    options = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "device": "cpu",
+        "num_gpu_blocks_override": 32,
+    }
     with bench_gpu.model_folder(shape) as folder, bench_gpu.LLM(folder, **options) as llm:
         bench_gpu.run_timed(llm, [([1, 2], 2)])
         add_request = llm.llm_engine.add_request
@@ -281,4 +363,6 @@ def test_on_a_gpu_the_l2_is_flushed_before_each_run_and_only_the_run_is_timed(mo
     assert log[:4] == ["run"] * 4, "three to warm up, one to see how long it takes to queue"
     rounds = " ".join(log[4:]).split(" wait")[:-1]
     assert len(rounds) == 4 and all(part.strip().endswith("event run event") for part in rounds)
-    assert all(5 <= part.count("flush") <= 51 for part in rounds), "1 + 2 × 0.02 s / 0.01 s, or more on a busy machine"
+    assert all(5 <= part.count("flush") <= 51 for part in rounds), (
+        "1 + 2 × 0.02 s / 0.01 s, or more on a busy machine"
+    )

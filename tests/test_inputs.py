@@ -1,4 +1,6 @@
-"""Prompts and parameters on their way in: what is refused and in which words, what a chat becomes, where EOS comes from."""
+"""Prompts and parameters on their way in: what is refused and in which words, what a chat becomes,
+where EOS comes from.
+"""
 
 import json
 from pathlib import Path
@@ -21,9 +23,15 @@ from teachvllm.inputs import (
 from teachvllm.sampling_params import BeamSearchParams, RequestOutputKind
 
 CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16,
-    "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16, "max_position_embeddings": 128,
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 16,
+    "max_position_embeddings": 128,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +46,11 @@ def model_config(folder: Path, generation: dict | None = None, **config):
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return EngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True).create_engine_config().model_config
+    return (
+        EngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True)
+        .create_engine_config()
+        .model_config
+    )
 
 
 # Words that people search for
@@ -58,7 +70,9 @@ def test_refusals_have_the_phrases_that_vllm_has(smollm) -> None:
 
 
 def test_a_far_too_long_prompt_is_refused_by_its_beginning(smollm) -> None:
-    "All of it would take about twenty seconds: the tokenizer sees some characters for each token that would fit."
+    """All of it would take about twenty seconds: the tokenizer sees some characters for each token
+    that would fit.
+    """
     config, tokenizer = smollm
     seen = []
 
@@ -81,10 +95,26 @@ def test_a_far_too_long_prompt_is_refused_by_its_beginning(smollm) -> None:
 
 def test_params_survive_msgpack() -> None:
     params = SamplingParams(
-        n=2, best_of=3, temperature=0.5, top_k=7, seed=3, stop="x", stop_token_ids=(5, 6), max_tokens=None, min_tokens=2,
-        output_kind=RequestOutputKind.FINAL_ONLY, truncate_prompt_tokens=9, presence_penalty=0.5, bad_words="no", logprobs=-1,
-        bad_words_token_ids=[[1, 2]], all_stop_token_ids=[3], logit_bias={3: 1.5}, allowed_token_ids=(3, 4), extra_args={"a": 1},
-    )  # fmt: skip
+        n=2,
+        best_of=3,
+        temperature=0.5,
+        top_k=7,
+        seed=3,
+        stop="x",
+        stop_token_ids=(5, 6),
+        max_tokens=None,
+        min_tokens=2,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        truncate_prompt_tokens=9,
+        presence_penalty=0.5,
+        bad_words="no",
+        logprobs=-1,
+        bad_words_token_ids=[[1, 2]],
+        all_stop_token_ids=[3],
+        logit_bias={3: 1.5},
+        allowed_token_ids=(3, 4),
+        extra_args={"a": 1},
+    )
     assert msgspec.msgpack.Decoder(SamplingParams).decode(msgspec.msgpack.encode(params)) == params
     beam = BeamSearchParams(beam_width=3, max_tokens=7, length_penalty=0.5)
     assert msgspec.msgpack.Decoder(BeamSearchParams).decode(msgspec.msgpack.encode(beam)) == beam
@@ -94,7 +124,9 @@ def test_greedy_sampling_has_one_answer() -> None:
     for options in ({"n": 2}, {"best_of": 2}, {"n": 2, "best_of": 2}):
         with pytest.raises(ValueError, match="n must be 1 when using greedy sampling, got 2"):
             SamplingParams(temperature=0, **options)
-    with pytest.raises(ValueError, match="best_of must be greater than or equal to n, got n=3 and best_of=2"):
+    with pytest.raises(
+        ValueError, match="best_of must be greater than or equal to n, got n=3 and best_of=2"
+    ):
         SamplingParams(n=3, best_of=2)
     with pytest.raises(ValueError, match="must be greater than or equal to 0"):
         SamplingParams(min_tokens=-1)
@@ -106,7 +138,9 @@ def test_what_is_not_there_is_refused_by_name() -> None:
             SamplingParams(**{name: value})
     with pytest.raises(NotSupportedYet, match="GuidedDecodingParams"):
         from teachvllm.sampling_params import GuidedDecodingParams  # noqa: F401
-    neutral = SamplingParams(structured_outputs=None, guided_decoding=None, bad_words=[], logit_bias={}, logprobs=None)
+    neutral = SamplingParams(
+        structured_outputs=None, guided_decoding=None, bad_words=[], logit_bias={}, logprobs=None
+    )
     assert neutral.temperature == 1 and not hasattr(neutral, "structured_outputs")
 
 
@@ -134,19 +168,30 @@ def test_eos_is_what_the_files_say_not_transformers_default(tmp_path: Path) -> N
         ({"eos_token_id": [9, 10]}, {5, 9, 10}),
         ({"eos_token_id": None}, {5}),
         ({}, {5, 7}),
-        (lambda hf_config: setattr(hf_config, "eos_token_id", hf_config.eos_token_id + 1) or hf_config, {5, 8}),
+        (
+            lambda hf_config: (
+                setattr(hf_config, "eos_token_id", hf_config.eos_token_id + 1) or hf_config
+            ),
+            {5, 8},
+        ),
     ],
 )
 def test_eos_may_be_overridden(tmp_path: Path, overrides: Any, ends: set[int]) -> None:
     "In place of what config.json says; the other places count beside it."
     model_config(tmp_path, {"eos_token_id": 5}, eos_token_id=7)
-    args = EngineArgs(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, hf_overrides=overrides)
+    args = EngineArgs(
+        str(tmp_path), load_format="dummy", skip_tokenizer_init=True, hf_overrides=overrides
+    )
     assert get_eos_token_ids(args.create_engine_config().model_config) == ends
 
 
 def test_an_overridden_eos_ends_an_answer(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path)
-    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 8}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": 8,
+    }
     params = SamplingParams(temperature=0, max_tokens=12)
     with LLM(str(tmp_path), generation_config="vllm", **options) as llm:
         whole = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -189,21 +234,29 @@ def test_eos_of_a_gguf_file_is_its_headers(tmp_path: Path) -> None:
 
 def test_a_message_in_openais_parts_is_its_text(smollm) -> None:
     tokenizer = smollm[1]
-    parts = [{"type": "text", "text": "What is the capital of France?"}, {"type": "text", "text": "In one word."}]
+    parts = [
+        {"type": "text", "text": "What is the capital of France?"},
+        {"type": "text", "text": "In one word."},
+    ]
     plain = [{"role": "user", "content": "What is the capital of France?\nIn one word."}]
-    assert apply_chat_template(tokenizer, [{"role": "user", "content": parts}]) == apply_chat_template(tokenizer, plain)
+    assert apply_chat_template(
+        tokenizer, [{"role": "user", "content": parts}]
+    ) == apply_chat_template(tokenizer, plain)
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(NotSupportedYet, match="'image_url'"):
         apply_chat_template(tokenizer, picture)
 
 
 def test_tools_that_the_template_ignores_are_refused(smollm) -> None:
-    messages, tools = [{"role": "user", "content": "Hi"}], [{"type": "function", "function": {"name": "now"}}]
+    messages = [{"role": "user", "content": "Hi"}]
+    tools = [{"type": "function", "function": {"name": "now"}}]
     with pytest.raises(ValueError, match="tools= has no effect"):
         apply_chat_template(smollm[1], messages, tools=tools)
     knows = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}"
     assert smollm[1].decode(apply_chat_template(smollm[1], messages, knows, tools=tools)) == "nowHi"
-    assert apply_chat_template(smollm[1], messages, tools=[]) == apply_chat_template(smollm[1], messages)
+    assert apply_chat_template(smollm[1], messages, tools=[]) == apply_chat_template(
+        smollm[1], messages
+    )
 
 
 def test_a_template_that_fails_without_tools_uses_them(smollm) -> None:

@@ -1,4 +1,6 @@
-"""Paged memory end to end, on tiny models: preempted, swapped, forked, cached or none of it, the tokens are the same."""
+"""Paged memory end to end, on tiny models: preempted, swapped, forked, cached or none of it, the
+tokens are the same.
+"""
 
 import random
 import threading
@@ -30,9 +32,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Any
     from transformers import MistralConfig
 
     window = MistralConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, sliding_window=16, head_dim=16,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        sliding_window=16,
+        head_dim=16,
+    )
     TINY.setdefault("mistral", lambda: window)
     made = {}
     for name in ("llama", "opt", "mistral"):
@@ -47,7 +56,12 @@ def folder(models: dict[str, tuple[str, Any]]) -> str:
 
 
 def tiny(folder: str, num_blocks: int = 400, **options: Any) -> LLM:
-    defaults = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "swap_space": SWAP}
+    defaults = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "block_size": 4,
+        "swap_space": SWAP,
+    }
     return LLM(folder, num_gpu_blocks_override=num_blocks, **{**defaults, **options})
 
 
@@ -59,7 +73,9 @@ def samples(llm: LLM, prompts: list, params: Any = GREEDY, **more: Any) -> list[
 
 
 def several(n: int, **more: Any) -> SamplingParams:
-    "Parameters of n answers. They are random in name only, each is the greedy one: of greedy requests no more than one is given."
+    """Parameters of n answers. They are random in name only, each is the greedy one: of greedy
+    requests no more than one is given.
+    """
     return replace(GREEDY, n=n, temperature=1, top_k=1, **more)
 
 
@@ -68,7 +84,9 @@ def core_of(llm: LLM) -> Any:
 
 
 def just_enough(prompts: list[list[int]], num_seqs: int, num_tokens: int, block_size: int) -> int:
-    "The smallest pool in which the largest of these requests, with all its sequences, can finish alone."
+    """The smallest pool in which the largest of these requests, with all its sequences, can finish
+    alone.
+    """
 
     def needed(length: int) -> int:
         shared = length // block_size
@@ -88,7 +106,9 @@ def run(llm: LLM, finished: dict[str, Any] | None = None) -> dict[str, Any]:
     "Step to the end; the finished outputs by id."
     finished = {} if finished is None else finished
     while llm.llm_engine.has_unfinished_requests():
-        finished |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
+        finished |= {
+            output.request_id: output for output in llm.llm_engine.step() if output.finished
+        }
     return finished
 
 
@@ -106,18 +126,32 @@ def wanted(models: dict[str, tuple[str, Any]]) -> tuple[list[list[int]], list[li
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("budget", [7, 256])
 @pytest.mark.parametrize("mode", ["roomy", "recompute", "swap"])
-def test_equals_transformers(folder: str, wanted: Any, block_size: int, budget: int, mode: str) -> None:
-    "With caching and without, one sample or three, in a pool that holds them all or one that hardly holds one request."
+def test_equals_transformers(
+    folder: str, wanted: Any, block_size: int, budget: int, mode: str
+) -> None:
+    """With caching and without, one sample or three, in a pool that holds them all or one that
+    hardly holds one request.
+    """
     prompts, expected = wanted
     num_blocks = just_enough(prompts, 3, 16, block_size) if mode != "roomy" else 2000 // block_size
     for caching in (False, True):
-        options = {"block_size": block_size, "max_num_batched_tokens": budget, "enable_prefix_caching": caching}
-        with tiny(folder, num_blocks, preemption_mode=None if mode == "roomy" else mode, **options) as llm:
+        options = {
+            "block_size": block_size,
+            "max_num_batched_tokens": budget,
+            "enable_prefix_caching": caching,
+        }
+        with tiny(
+            folder, num_blocks, preemption_mode=None if mode == "roomy" else mode, **options
+        ) as llm:
             params = [*[GREEDY] * len(prompts), *[several(3)] * len(prompts)]
             got = samples(llm, prompts * 2, params)
             assert got == [[tokens] * p.n for tokens, p in zip(expected * 2, params, strict=True)]
             metrics = llm.get_metrics()
-            assert metrics["num_preemptions"] >= 3 if mode != "roomy" else metrics["num_preemptions"] == 0, metrics
+            assert (
+                metrics["num_preemptions"] >= 3
+                if mode != "roomy"
+                else metrics["num_preemptions"] == 0
+            ), metrics
             assert (metrics["num_swapped_out_blocks"] > 0) == (mode == "swap")
             assert metrics["num_swapped_in_blocks"] == metrics["num_swapped_out_blocks"]
             assert (metrics["prefix_cache_hits"] > 0) == caching
@@ -135,28 +169,45 @@ def test_without_chunked_prefill(folder: str, wanted: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_num_batched_tokens": 7}, {"num_blocks": 20}, {"num_blocks": 20, "mode": "swap"}]
+    "options",
+    [{"max_num_batched_tokens": 7}, {"num_blocks": 20}, {"num_blocks": 20, "mode": "swap"}],
 )
 def test_sliding_window(models: dict[str, tuple[str, Any]], options: dict[str, Any]) -> None:
-    "Blocks behind the window are let go: a text longer than the pool goes on, and no later token needs them."
+    """Blocks behind the window are let go: a text longer than the pool goes on, and no later token
+    needs them.
+    """
     folder, model = models["mistral"]
     options = dict(options)
-    num_blocks, mode = options.pop("num_blocks", 400), options.pop("mode", None)
+    num_blocks = options.pop("num_blocks", 400)
+    mode = options.pop("mode", None)
     prompts = [*random_prompts(7, longest=8, seed=5), random_prompts(1, seed=5)[0]]
     expected = [greedy(model, prompt, 40) for prompt in prompts]
     with tiny(folder, num_blocks, preemption_mode=mode, **options) as llm:
-        assert samples(llm, prompts, replace(GREEDY, max_tokens=40)) == [[tokens] for tokens in expected]
+        assert samples(llm, prompts, replace(GREEDY, max_tokens=40)) == [
+            [tokens] for tokens in expected
+        ]
         assert (llm.get_metrics()["num_preemptions"] > 0) == (num_blocks < 100)
     with tiny(folder, 10, **options) as llm:
-        assert samples(llm, [prompts[0][:8]], replace(GREEDY, max_tokens=60)) == [[greedy(model, prompts[0][:8], 60)]]
+        assert samples(llm, [prompts[0][:8]], replace(GREEDY, max_tokens=60)) == [
+            [greedy(model, prompts[0][:8], 60)]
+        ]
 
 
 def test_default_model_with_a_long_shared_prefix() -> None:
-    "SmolLM2: two samples of two prompts that begin alike, cached or not, roomy or not, are the same text."
-    start = "The following is a list of the largest cities of Europe, with a sentence about each of them. " * 4
-    prompts, params = [start + "Paris", start + "Zürich"], SamplingParams(n=2, top_k=1, max_tokens=12)
+    """SmolLM2: two samples of two prompts that begin alike, cached or not, roomy or not, are the
+    same text.
+    """
+    start = (
+        "The following is a list of the largest cities of Europe, with a sentence about "
+        "each of them. "
+    ) * 4
+    prompts = [start + "Paris", start + "Zürich"]
+    params = SamplingParams(n=2, top_k=1, max_tokens=12)
     texts = []
-    for options in ({"enable_prefix_caching": False, "num_gpu_blocks_override": 64}, {"num_gpu_blocks_override": 8}):
+    for options in (
+        {"enable_prefix_caching": False, "num_gpu_blocks_override": 64},
+        {"num_gpu_blocks_override": 8},
+    ):
         with LLM(dtype="float32", max_num_batched_tokens=64, **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             texts.append([[completion.text for completion in output.outputs] for output in outputs])
@@ -170,33 +221,57 @@ def test_default_model_with_a_long_shared_prefix() -> None:
 
 
 @torch.inference_mode()
-def beams_of_transformers(model: Any, prompt: list[int], params: BeamSearchParams, eos: list[int]) -> list[list[int]]:
+def beams_of_transformers(
+    model: Any, prompt: list[int], params: BeamSearchParams, eos: list[int]
+) -> list[list[int]]:
     out = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), num_beams=params.beam_width,
-        num_return_sequences=params.beam_width, max_new_tokens=params.max_tokens, do_sample=False,
-        length_penalty=params.length_penalty, early_stopping=False, eos_token_id=eos, pad_token_id=0,
-    )  # fmt: skip
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        num_beams=params.beam_width,
+        num_return_sequences=params.beam_width,
+        max_new_tokens=params.max_tokens,
+        do_sample=False,
+        length_penalty=params.length_penalty,
+        early_stopping=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
     answers = [tokens[len(prompt) :].tolist() for tokens in out]
-    ends = [next((i + 1 for i, token_id in enumerate(tokens) if token_id in eos), len(tokens)) for tokens in answers]
+    ends = [
+        next((i + 1 for i, token_id in enumerate(tokens) if token_id in eos), len(tokens))
+        for tokens in answers
+    ]
     return [tokens[:end] for tokens, end in zip(answers, ends, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
-@pytest.mark.parametrize("pool", [{}, {"num_blocks": 24}, {"num_blocks": 24, "preemption_mode": "recompute"}])
-def test_beam_search_equals_transformers(models: dict[str, tuple[str, Any]], name: str, pool: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "pool", [{}, {"num_blocks": 24}, {"num_blocks": 24, "preemption_mode": "recompute"}]
+)
+def test_beam_search_equals_transformers(
+    models: dict[str, tuple[str, Any]], name: str, pool: dict[str, Any]
+) -> None:
     folder, model = models[name]
     prompts = random_prompts(4, longest=30, seed=7)
     with tiny(folder, **pool) as llm:
-        for eos, width, penalty in (([10**9], 3, 1.0), ([2, 5, 17, 40], 4, 0.0), ([2, 5, 17, 40], 2, 2.0)):
+        for eos, width, penalty in (
+            ([10**9], 3, 1.0),
+            ([2, 5, 17, 40], 4, 0.0),
+            ([2, 5, 17, 40], 2, 2.0),
+        ):
             llm.llm_engine.processor.eos_token_ids = frozenset(eos)
             params = BeamSearchParams(beam_width=width, max_tokens=14, length_penalty=penalty)
             outputs = llm.beam_search(prompts, params)
             for prompt, output in zip(prompts, outputs, strict=True):
-                assert [o.token_ids for o in output.outputs] == beams_of_transformers(model, prompt, params, eos)
+                assert [o.token_ids for o in output.outputs] == beams_of_transformers(
+                    model, prompt, params, eos
+                )
             check_all_free(llm)
         metrics = llm.get_metrics()
         assert metrics["num_cow_copies"] > 0 and (metrics["num_preemptions"] >= 3) == bool(pool)
-        assert (metrics["num_swapped_in_blocks"] > 0) == (bool(pool) and "preemption_mode" not in pool)
+        assert (metrics["num_swapped_in_blocks"] > 0) == (
+            bool(pool) and "preemption_mode" not in pool
+        )
 
 
 # Several answers
@@ -206,24 +281,34 @@ def test_four_samples_share_their_prompt(tmp_path: Path) -> None:
     "What the engine counts: blocks of the prompt once, of the answers each."
     from transformers import LlamaConfig
 
-    TINY["long"] = lambda: LlamaConfig(**{**TINY["llama"]().to_dict(), "max_position_embeddings": 1024})
+    TINY["long"] = lambda: LlamaConfig(
+        **{**TINY["llama"]().to_dict(), "max_position_embeddings": 1024}
+    )
     make_tiny("long", tmp_path)
-    prompt, peaks = random_prompts(1, seed=1)[0][:1] * 512, []
+    prompt = random_prompts(1, seed=1)[0][:1] * 512
+    peaks = []
     for n in (1, 4):
         with tiny(str(tmp_path), 400, block_size=16, enable_prefix_caching=False) as llm:
-            got = samples(llm, [prompt], SamplingParams(n=n, seed=1, max_tokens=32, ignore_eos=True))[0]
+            got = samples(
+                llm, [prompt], SamplingParams(n=n, seed=1, max_tokens=32, ignore_eos=True)
+            )[0]
             assert len(got) == n and all(len(tokens) == 32 for tokens in got)
             peaks.append(llm.get_metrics()["peak_gpu_blocks_used"])
     assert peaks[0] == 34 and peaks[1] < 1.3 * peaks[0], peaks
 
 
-@pytest.mark.parametrize("options", [{}, {"num_blocks": 21}, {"num_blocks": 21, "preemption_mode": "recompute"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_blocks": 21}, {"num_blocks": 21, "preemption_mode": "recompute"}]
+)
 def test_sample_j_has_a_seed_of_its_own(folder: str, options: dict[str, Any]) -> None:
     prompts = random_prompts(3, longest=20, seed=2)
     params = SamplingParams(temperature=1, seed=12, max_tokens=12, ignore_eos=True)
     with tiny(folder) as llm:
         seeds = [sequence_seed(12, j) for j in range(4)]
-        alone = [[samples(llm, [prompt], replace(params, seed=seed))[0][0] for seed in seeds] for prompt in prompts]
+        alone = [
+            [samples(llm, [prompt], replace(params, seed=seed))[0][0] for seed in seeds]
+            for prompt in prompts
+        ]
     with tiny(folder, **options) as llm:
         assert samples(llm, prompts, replace(params, n=4)) == alone
         assert samples(llm, prompts, replace(params, n=4, top_p=0.9, top_k=20)) != alone
@@ -245,7 +330,8 @@ def test_best_of_gives_the_likeliest(folder: str) -> None:
         every = llm.generate(prompt, replace(params, n=6, best_of=6), use_tqdm=False)[0].outputs
         best = llm.generate(prompt, replace(params, n=2, best_of=6), use_tqdm=False)[0].outputs
         scores = {}
-        for tokens in [output.token_ids for output in every]:  # the log-probabilities, from the model's own logits
+        # the log-probabilities, from the model's own logits
+        for tokens in [output.token_ids for output in every]:
             scores[tuple(tokens)] = logprob_of(folder, prompt, tokens)
     assert [output.index for output in best] == [0, 1]
     likeliest = sorted(scores, key=lambda tokens: -scores[tokens])[:2]
@@ -258,20 +344,24 @@ def test_best_of_gives_the_likeliest(folder: str) -> None:
 def logprob_of(folder: str, prompt: list[int], tokens: list[int]) -> float:
     from transformers import AutoModelForCausalLM
 
-    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([prompt + tokens])).logits[
-        0
-    ]
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+        torch.tensor([prompt + tokens])
+    ).logits[0]
     scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     return scores[range(len(tokens)), tokens].sum().item()
 
 
 def test_samples_end_each_on_its_own_and_stream(folder: str) -> None:
-    params = SamplingParams(n=3, temperature=1, seed=3, max_tokens=20, ignore_eos=True, stop_token_ids=list(range(40)))
+    params = SamplingParams(
+        n=3, temperature=1, seed=3, max_tokens=20, ignore_eos=True, stop_token_ids=list(range(40))
+    )
     with tiny(folder) as llm:
         whole = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs
         assert len({len(output.token_ids) for output in whole}) > 1
         pieces: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        llm.llm_engine.add_request("a", [5, 6, 7], replace(params, output_kind=RequestOutputKind.DELTA))
+        llm.llm_engine.add_request(
+            "a", [5, 6, 7], replace(params, output_kind=RequestOutputKind.DELTA)
+        )
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():
                 for completion in output.outputs:
@@ -287,7 +377,9 @@ def test_samples_end_each_on_its_own_and_stream(folder: str) -> None:
 def test_two_hundred_random_requests_and_aborts(folder: str) -> None:
     rng = random.Random(0)
     with tiny(folder, 24, max_num_seqs=8, max_num_batched_tokens=48) as llm:
-        engine, open_ids, ended = llm.llm_engine, set(), set()
+        engine = llm.llm_engine
+        open_ids = set()
+        ended = set()
         todo = [str(i) for i in range(200)]
         while todo or engine.has_unfinished_requests():
             while todo and len(open_ids) < 12:
@@ -324,16 +416,24 @@ def test_two_hundred_random_requests_and_aborts(folder: str) -> None:
 def test_abort_of_a_forked_request_in_every_state(folder: str, state: str) -> None:
     mode = "swap" if state == "swapped" else "recompute"
     with tiny(folder, 24, preemption_mode=mode, max_num_batched_tokens=16) as llm:
-        engine, scheduler = llm.llm_engine, core_of(llm).scheduler
+        engine = llm.llm_engine
+        scheduler = core_of(llm).scheduler
         alone = samples(llm, [[5] * 20], replace(GREEDY, max_tokens=30))[0]
         engine.add_request("first", [5] * 20, several(2, max_tokens=30))
         engine.add_request("forked", [6] * 21, several(3, max_tokens=30))
-        group, done = scheduler.groups["forked"], {}
+        group = scheduler.groups["forked"]
+        done = {}
 
         def now() -> str:
             if group in scheduler.running:
                 prefill = any(seq.num_new_tokens > 1 for seq in group.unfinished)
-                return "prompt" if len(group.unfinished) == 1 else "computed again" if prefill else "running"
+                return (
+                    "prompt"
+                    if len(group.unfinished) == 1
+                    else "computed again"
+                    if prefill
+                    else "running"
+                )
             return "swapped" if group in scheduler.swapped else "waiting"
 
         while now() != state:
@@ -345,12 +445,21 @@ def test_abort_of_a_forked_request_in_every_state(folder: str, state: str) -> No
         check_all_free(llm)
 
 
-@pytest.mark.parametrize("params", [replace(GREEDY, max_tokens=3), several(3, max_tokens=3), BeamSearchParams(3, 3)])
+@pytest.mark.parametrize(
+    "params", [replace(GREEDY, max_tokens=3), several(3, max_tokens=3), BeamSearchParams(3, 3)]
+)
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_abort_while_a_step_runs(folder: str, params: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    "From another thread: it waits for the step, which may bring the last token; then the request is gone."
+def test_abort_while_a_step_runs(
+    folder: str, params: Any, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another thread: it waits for the step, which may bring the last token; then the request
+    is gone.
+    """
     with tiny(folder) as llm:
-        engine, executor, steps, threads = llm.llm_engine, core_of(llm).executor, count(1), []
+        engine = llm.llm_engine
+        executor = core_of(llm).executor
+        steps = count(1)
+        threads = []
         collect = executor.collect
 
         def aborting() -> Any:
@@ -365,7 +474,9 @@ def test_abort_while_a_step_runs(folder: str, params: Any, step: int, monkeypatc
         engine.add_request("a", [5] * 9, params)
         outputs = [engine.step() for _ in range(step)]
         threads[0].join()
-        assert bool(outputs[-1]) == (step == 3 or isinstance(params, SamplingParams)) and not any(run(llm))
+        assert bool(outputs[-1]) == (step == 3 or isinstance(params, SamplingParams)) and not any(
+            run(llm)
+        )
         assert not engine.has_unfinished_requests()
         engine.step()
         check_all_free(llm)
@@ -374,12 +485,16 @@ def test_abort_while_a_step_runs(folder: str, params: Any, step: int, monkeypatc
 
 
 def test_requests_come_and_go_from_other_threads(folder: str) -> None:
-    "While one thread steps, others add requests, abort some, and read the metrics; each answer is right."
+    """While one thread steps, others add requests, abort some, and read the metrics; each answer is
+    right.
+    """
     prompts = random_prompts(24, longest=20, seed=8)
     with tiny(folder) as llm:
         expected = samples(llm, prompts)
     with tiny(folder, 30, max_num_seqs=8) as llm:
-        engine, done, errors = llm.llm_engine, {}, []
+        engine = llm.llm_engine
+        done = {}
+        errors = []
 
         def client(number: int) -> None:
             try:
@@ -397,8 +512,12 @@ def test_requests_come_and_go_from_other_threads(folder: str) -> None:
         while any(thread.is_alive() for thread in threads) or engine.has_unfinished_requests():
             done |= {output.request_id: output for output in engine.step() if output.finished}
         assert not errors  # one of those that go may have ended before it is aborted
-        assert {name for name in done if not name.startswith("gone")} == {str(i) for i in range(len(prompts))}
-        assert [done[str(i)].outputs[0].token_ids for i in range(len(prompts))] == [answer for (answer,) in expected]
+        assert {name for name in done if not name.startswith("gone")} == {
+            str(i) for i in range(len(prompts))
+        }
+        assert [done[str(i)].outputs[0].token_ids for i in range(len(prompts))] == [
+            answer for (answer,) in expected
+        ]
         engine.step()
         check_all_free(llm)
 
@@ -407,15 +526,23 @@ def test_requests_come_and_go_from_other_threads(folder: str) -> None:
 
 
 def test_no_request_starves_under_a_stream_of_short_ones(folder: str) -> None:
-    "A long prompt with forks waits only for requests that came before it, though short ones keep coming."
-    for options in ({}, {"enable_chunked_prefill": False, "max_model_len": 120, "max_num_batched_tokens": 120}):
+    """A long prompt with forks waits only for requests that came before it, though short ones keep
+    coming.
+    """
+    for options in (
+        {},
+        {"enable_chunked_prefill": False, "max_model_len": 120, "max_num_batched_tokens": 120},
+    ):
         with tiny(folder, 40, max_num_seqs=6, **options) as llm:
-            engine, done = llm.llm_engine, {}
+            engine = llm.llm_engine
+            done = {}
             for i in range(4):
                 engine.add_request(f"early{i}", [i + 3] * 10, GREEDY)
             engine.add_request("long", [9] * 100, several(3, max_tokens=6))
             for step in range(150):
-                engine.add_request(f"short{step}", [step % 50 + 3] * 5, replace(GREEDY, max_tokens=4))
+                engine.add_request(
+                    f"short{step}", [step % 50 + 3] * 5, replace(GREEDY, max_tokens=4)
+                )
                 done |= {output.request_id: step for output in engine.step() if output.finished}
             assert done["long"] < 60, done.get("long")
             engine.abort_request(list(engine.output_processor.request_states))
@@ -423,9 +550,12 @@ def test_no_request_starves_under_a_stream_of_short_ones(folder: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_a_preempted_request_with_forks_comes_back_before_later_ones(folder: str, mode: str) -> None:
+def test_a_preempted_request_with_forks_comes_back_before_later_ones(
+    folder: str, mode: str
+) -> None:
     with tiny(folder, 40, max_num_seqs=8, preemption_mode=mode, max_num_batched_tokens=24) as llm:
-        engine, done = llm.llm_engine, {}
+        engine = llm.llm_engine
+        done = {}
         engine.add_request("first", [4] * 60, several(2, max_tokens=40))
         engine.add_request("second", [5] * 50, several(3, max_tokens=40))
         for step in range(300):
@@ -439,12 +569,15 @@ def test_a_preempted_request_with_forks_comes_back_before_later_ones(folder: str
 def test_a_sequence_that_decodes_gets_a_token_in_every_step(folder: str) -> None:
     "However long the prompts are that come in meanwhile."
     with tiny(folder, max_num_batched_tokens=12) as llm:
-        engine, lengths = llm.llm_engine, []
+        engine = llm.llm_engine
+        lengths = []
         engine.add_request("decodes", [5, 6, 7], replace(GREEDY, max_tokens=40))
         for i in range(4):
             engine.add_request(str(i), [i + 3] * 100, several(2))
         for _ in range(40):
-            lengths += [len(o.outputs[0].token_ids) for o in engine.step() if o.request_id == "decodes"]
+            lengths += [
+                len(o.outputs[0].token_ids) for o in engine.step() if o.request_id == "decodes"
+            ]
         assert lengths == list(range(1, 41))
         run(llm)
         check_all_free(llm)
@@ -452,12 +585,16 @@ def test_a_sequence_that_decodes_gets_a_token_in_every_step(folder: str) -> None
 
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
 def test_priorities_hold(folder: str, mode: str | None) -> None:
-    "The more important requests finish first, though they come last; the others are preempted, and answered all the same."
+    """The more important requests finish first, though they come last; the others are preempted,
+    and answered all the same.
+    """
     prompts = [[i + 3] * 20 for i in range(6)]
     with tiny(folder) as llm:
         expected = samples(llm, prompts, several(2))
     with tiny(folder, 20, scheduling_policy="priority", preemption_mode=mode) as llm:
-        engine, order, done = llm.llm_engine, [], {}
+        engine = llm.llm_engine
+        order = []
+        done = {}
         for i, prompt in enumerate(prompts):
             engine.add_request(str(i), prompt, several(2), priority=-(i // 2))
             for _ in range(3):
@@ -470,7 +607,9 @@ def test_priorities_hold(folder: str, mode: str | None) -> None:
         assert finished == [4, 5, 2, 3, 0, 1], finished
         assert llm.get_metrics()["num_preemptions"] > 0
         check_all_free(llm)
-        assert [len(s) for s in samples(llm, prompts, GREEDY, priority=[2, 1, 0, 2, 1, 0])] == [1] * 6
+        assert [len(s) for s in samples(llm, prompts, GREEDY, priority=[2, 1, 0, 2, 1, 0])] == [
+            1
+        ] * 6
         with pytest.raises(ValueError, match="priority"):
             llm.generate(prompts, GREEDY, use_tqdm=False, priority=[1])
 
@@ -498,16 +637,23 @@ def test_a_policy_of_ones_own(folder: str) -> None:
         with tiny(folder, max_num_seqs=1, scheduling_policy=policy) as llm:
             for i, prompt in enumerate(prompts):
                 llm.llm_engine.add_request(str(i), prompt, GREEDY)
-            assert list(run(llm)) == (["1", "2", "0"] if policy is ShortestFirst else ["0", "1", "2"])
+            assert list(run(llm)) == (
+                ["1", "2", "0"] if policy is ShortestFirst else ["0", "1", "2"]
+            )
             check_all_free(llm)
 
 
 # Steps that fail
 
 
-def fail_once(llm: LLM, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool]) -> list[set[str]]:
-    "The first step in which `when()` holds, once the model has run, raises; the requests that it ran are in what is returned."
-    core, failed = core_of(llm), []
+def fail_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool]
+) -> list[set[str]]:
+    """The first step in which `when()` holds, once the model has run, raises; the requests that it
+    ran are in what is returned.
+    """
+    core = core_of(llm)
+    failed = []
     execute = core.executor.collect
 
     def failing() -> Any:
@@ -523,7 +669,10 @@ def fail_once(llm: LLM, monkeypatch: pytest.MonkeyPatch, when: Callable[[], bool
 
 def run_failing(llm: LLM) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     "Step to the end: all outputs by id, and what the steps after a failed one returned."
-    engine, done, after, failed = llm.llm_engine, {}, [], False
+    engine = llm.llm_engine
+    done = {}
+    after = []
+    failed = False
     while engine.has_unfinished_requests():
         try:
             outputs = {output.request_id: output for output in engine.step() if output.finished}
@@ -545,20 +694,29 @@ def test_a_failed_step_ends_what_it_ran_and_nothing_else(
 ) -> None:
     "Forks, beams and swapped requests are around: those that waited finish with the right tokens."
     requests = {
-        "forks": ([5] * 17, several(3)), "beams": ([6] * 14, BeamSearchParams(3, 10, True)),
-        "plain": ([7] * 19, GREEDY), "more": ([5] * 18, several(2)), "late": ([8] * 9, GREEDY),
-    }  # fmt: skip
+        "forks": ([5] * 17, several(3)),
+        "beams": ([6] * 14, BeamSearchParams(3, 10, True)),
+        "plain": ([7] * 19, GREEDY),
+        "more": ([5] * 18, several(2)),
+        "late": ([8] * 9, GREEDY),
+    }
     with tiny(folder) as llm:
         for name, request in requests.items():
             llm.llm_engine.add_request(name, *request)
-        expected = {name: [o.token_ids for o in output.outputs] for name, output in run(llm).items()}
+        expected = {
+            name: [o.token_ids for o in output.outputs] for name, output in run(llm).items()
+        }
     with tiny(folder, 22, preemption_mode=mode, max_num_batched_tokens=32, max_num_seqs=6) as llm:
         calls = count(1)
         failed = fail_once(llm, monkeypatch, lambda: next(calls) == failing)
         for name, request in requests.items():
             llm.llm_engine.add_request(name, *request)
         done, (after,) = run_failing(llm)
-        ended = {name for name, output in done.items() if any(o.finish_reason == "error" for o in output.outputs)}
+        ended = {
+            name
+            for name, output in done.items()
+            if any(o.finish_reason == "error" for o in output.outputs)
+        }
         assert failed == [ended] and ended <= set(after) and len(ended) < len(requests) == len(done)
         for name, output in done.items():
             if name in ended:
@@ -580,13 +738,21 @@ def test_a_window_request_longer_than_the_pool_is_computed_again(
     fails: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    "Chunk by chunk, in few blocks, when it was preempted, or when another request's step failed meanwhile."
+    """Chunk by chunk, in few blocks, when it was preempted, or when another request's step failed
+    meanwhile.
+    """
     folder, model = models["mistral"]
     prompts = [random_prompts(1, seed=seed)[0][:8] for seed in range(3)]
     expected = [greedy(model, prompt, 100) for prompt in prompts]
-    options = {"scheduling_policy": "priority", "preemption_mode": mode, "swap_space": swap_space, "max_num_seqs": 2}
+    options = {
+        "scheduling_policy": "priority",
+        "preemption_mode": mode,
+        "swap_space": swap_space,
+        "max_num_seqs": 2,
+    }
     with tiny(folder, 12, **options) as llm:  # 48 slots; each request writes 108 tokens
-        engine, scheduler = llm.llm_engine, core_of(llm).scheduler
+        engine = llm.llm_engine
+        scheduler = core_of(llm).scheduler
         begun = lambda: any(g.num_preemptions for g in [*scheduler.waiting, *scheduler.swapped])  # noqa: E731
         failed = fail_once(llm, monkeypatch, lambda: fails and begun())
         engine.add_request("0", prompts[0], replace(GREEDY, max_tokens=100), 1)
@@ -602,13 +768,18 @@ def test_a_window_request_longer_than_the_pool_is_computed_again(
         check_all_free(llm)
 
 
-def test_requests_with_a_window_are_not_swapped_again_and_again(models: dict[str, tuple[str, Any]]) -> None:
-    "Four of them on 14 blocks, of which each wants five: of those, one was swapped 33 times before."
+def test_requests_with_a_window_are_not_swapped_again_and_again(
+    models: dict[str, tuple[str, Any]],
+) -> None:
+    """Four of them on 14 blocks, of which each wants five: of those, one was swapped 33 times
+    before.
+    """
     folder, model = models["mistral"]
     prompts = random_prompts(4, longest=8, seed=5)
     expected = [greedy(model, prompt, 80) for prompt in prompts]
     with tiny(folder, 14) as llm:
-        scheduler, times = core_of(llm).scheduler, Counter()
+        scheduler = core_of(llm).scheduler
+        times = Counter()
         schedule = scheduler.schedule
 
         def counting() -> Any:
@@ -617,7 +788,9 @@ def test_requests_with_a_window_are_not_swapped_again_and_again(models: dict[str
             return out
 
         scheduler.schedule = counting
-        assert samples(llm, prompts, replace(GREEDY, max_tokens=80)) == [[tokens] for tokens in expected]
+        assert samples(llm, prompts, replace(GREEDY, max_tokens=80)) == [
+            [tokens] for tokens in expected
+        ]
         metrics = llm.get_metrics()
         assert 0 < max(times.values()) <= 3, times
         assert metrics["num_swapped_out_blocks"] <= 6 * sum(times.values())
@@ -644,10 +817,15 @@ def make_poisoned(path: Path, weights: Callable[[Any], torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        GREEDY, several(3), BeamSearchParams(3, 8), replace(GREEDY, temperature=1), replace(GREEDY, temperature=1, top_p=0.5),
-        replace(GREEDY, n=2, best_of=3, temperature=1), replace(GREEDY, stop_token_ids=[3], min_tokens=4),
+        GREEDY,
+        several(3),
+        BeamSearchParams(3, 8),
+        replace(GREEDY, temperature=1),
+        replace(GREEDY, temperature=1, top_p=0.5),
+        replace(GREEDY, n=2, best_of=3, temperature=1),
+        replace(GREEDY, stop_token_ids=[3], min_tokens=4),
     ],
-)  # fmt: skip
+)
 def test_nan_logits_end_a_request_with_an_error(tmp_path: Path, params: Any) -> None:
     "A model whose head is broken answers nothing, and says why."
     make_poisoned(tmp_path, lambda model: model.get_output_embeddings().weight)
@@ -656,20 +834,28 @@ def test_nan_logits_end_a_request_with_an_error(tmp_path: Path, params: Any) -> 
         for output in ask([[5, 6, 7], [8] * 20], params, use_tqdm=False):
             assert output.finished and output.outputs
             for answer in output.outputs:
-                assert answer.finish_reason == "error" and "NaN" in answer.stop_reason and answer.token_ids == []
+                assert (
+                    answer.finish_reason == "error"
+                    and "NaN" in answer.stop_reason
+                    and answer.token_ids == []
+                )
         check_all_free(llm)
 
 
 def test_nan_logits_of_one_request_are_no_other_requests_fault(poisoned: str) -> None:
     "Not in its batch, and not in the blocks that it leaves behind."
     prompts = [[9] * 20, [5] * 20, [5, 6, 7], [7, 9], [8] * 33]
-    sound, params = [1, 2, 4], replace(GREEDY, max_tokens=8)  # their answers have no token 9
+    # their answers have no token 9
+    sound = [1, 2, 4]
+    params = replace(GREEDY, max_tokens=8)
     with tiny(poisoned) as llm:
         expected = samples(llm, [prompts[i] for i in sound], params)
     with tiny(poisoned, 30, enable_prefix_caching=False) as llm:
         for _ in range(3):
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            assert [o.outputs[0].finish_reason == "error" for o in outputs] == [i not in sound for i in range(5)]
+            assert [o.outputs[0].finish_reason == "error" for o in outputs] == [
+                i not in sound for i in range(5)
+            ]
             assert [[outputs[i].outputs[0].token_ids] for i in sound] == expected
             check_all_free(llm)
         assert not any(9 in tokens for (tokens,) in expected)
@@ -679,15 +865,26 @@ def test_nan_logits_of_one_request_are_no_other_requests_fault(poisoned: str) ->
 
 
 METRICS = {
-    "num_waiting", "num_running", "num_swapped",
-    "num_gpu_blocks", "num_cpu_blocks", "num_gpu_blocks_used", "peak_gpu_blocks_used", "num_preemptions",
-    "num_swapped_out_blocks", "num_swapped_in_blocks", "num_cow_copies", "num_evicted_blocks", "prefix_cache_queries",
+    "num_waiting",
+    "num_running",
+    "num_swapped",
+    "num_gpu_blocks",
+    "num_cpu_blocks",
+    "num_gpu_blocks_used",
+    "peak_gpu_blocks_used",
+    "num_preemptions",
+    "num_swapped_out_blocks",
+    "num_swapped_in_blocks",
+    "num_cow_copies",
+    "num_evicted_blocks",
+    "prefix_cache_queries",
     "prefix_cache_hits",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
-    "block_size, length", [(1, 1), (1, 17), (4, 1), (4, 15), (4, 16), (4, 17), (16, 16), (16, 17), (16, 64)]
+    "block_size, length",
+    [(1, 1), (1, 17), (4, 1), (4, 15), (4, 16), (4, 17), (16, 16), (16, 17), (16, 64)],
 )
 def test_a_repeated_prompt_is_found(folder: str, block_size: int, length: int) -> None:
     prompt = (random_prompts(1, seed=9)[0] * 64)[:length]
@@ -698,11 +895,16 @@ def test_a_repeated_prompt_is_found(folder: str, block_size: int, length: int) -
         assert first.outputs[0].token_ids == again.outputs[0].token_ids
         metrics = llm.get_metrics()
         assert set(metrics) == METRICS and all(isinstance(value, int) for value in metrics.values())
-        assert (metrics["prefix_cache_queries"], metrics["prefix_cache_hits"]) == (2 * length, known)
-        assert (
-            metrics["num_gpu_blocks"] == 400 and metrics["num_gpu_blocks_used"] == 0 < metrics["peak_gpu_blocks_used"]
+        assert (metrics["prefix_cache_queries"], metrics["prefix_cache_hits"]) == (
+            2 * length,
+            known,
         )
-        both = llm.generate([prompt[::-1] + [3]] * 2, GREEDY, use_tqdm=False)  # admitted in one step
+        assert (
+            metrics["num_gpu_blocks"] == 400
+            and metrics["num_gpu_blocks_used"] == 0 < metrics["peak_gpu_blocks_used"]
+        )
+        # admitted in one step
+        both = llm.generate([prompt[::-1] + [3]] * 2, GREEDY, use_tqdm=False)
         assert both[1].num_cached_tokens == length // block_size * block_size
         assert both[0].outputs[0].token_ids == both[1].outputs[0].token_ids
         llm.reset_prefix_cache()
@@ -710,7 +912,9 @@ def test_a_repeated_prompt_is_found(folder: str, block_size: int, length: int) -
     with tiny(folder, block_size=block_size, enable_prefix_caching=False) as llm:
         outputs = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2)]
         assert [output.num_cached_tokens for output in outputs] == [0, 0]
-        assert [output.outputs[0].token_ids for output in outputs] == [first.outputs[0].token_ids] * 2
+        assert [output.outputs[0].token_ids for output in outputs] == [
+            first.outputs[0].token_ids
+        ] * 2
         assert llm.get_metrics()["prefix_cache_hits"] == 0
 
 
@@ -762,7 +966,10 @@ def test_refused_arguments(folder: str, options: dict[str, Any], says: str) -> N
         (lambda: BeamSearchParams(beam_width=0, max_tokens=5), "beam_width=0"),
         (lambda: BeamSearchParams(beam_width=2, max_tokens=0), "max_tokens=0"),
         (lambda: BeamSearchParams(beam_width=2, max_tokens=5, temperature=1.0), "temperature"),
-        (lambda: BeamSearchParams(beam_width=2, max_tokens=5, length_penalty=float("nan")), "length_penalty"),
+        (
+            lambda: BeamSearchParams(beam_width=2, max_tokens=5, length_penalty=float("nan")),
+            "length_penalty",
+        ),
     ],
 )
 def test_refused_parameters(make: Any, says: str) -> None:

@@ -1,4 +1,6 @@
-"""A GPU's memory, shared by engines and neighbours: every byte is charged to whom it belongs. torch.cuda is mocked."""
+"""A GPU's memory, shared by engines and neighbours: every byte is charged to whom it belongs.
+torch.cuda is mocked.
+"""
 
 import os
 import sys
@@ -15,10 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachvllm.config import CacheConfig
-from teachvllm.worker.memory_profiling import GiB, MemoryProfile, MemoryProfiler, MemorySnapshot, process_gpu_memory
+from teachvllm.worker.memory_profiling import (
+    GiB,
+    MemoryProfile,
+    MemoryProfiler,
+    MemorySnapshot,
+    process_gpu_memory,
+)
 
-MiB, PIECE, BLOCK = 1 << 20, 2 << 20, 589_824
-NEIGHBOUR, GPU = 999, "cuda:1"
+MiB = 1 << 20
+PIECE = 2 << 20
+BLOCK = 589_824
+NEIGHBOUR = 999
+GPU = "cuda:1"
 MODEL = torch.nn.Module()  # on a GPU the allocator knows what the weights took
 
 
@@ -27,10 +38,14 @@ def in_pieces(num_bytes: int) -> int:
 
 
 class FakeCard:
-    "Keeps books of a GPU: tensors by name, memory reserved for tensors, and other memory, of each process."
+    """Keeps books of a GPU: tensors by name, memory reserved for tensors, and other memory, of each
+    process.
+    """
 
     def __init__(self, total: int, nvml: bool = True):
-        self.total, self.nvml, self.now = total, nvml, NEIGHBOUR
+        self.total = total
+        self.nvml = nvml
+        self.now = NEIGHBOUR
         self.tensors: dict[int, dict[str, int]] = {}
         self.reserved: dict[int, int] = {}
         self.non_torch: dict[int, int] = {}
@@ -48,7 +63,9 @@ class FakeCard:
     def take(self, name: str, num_bytes: int) -> None:
         more = in_pieces(max(0, self.allocated() + num_bytes - self.reserved[self.now]))
         if more > self.free():
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes / GiB:.2f} GiB. GPU 0 has")
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {num_bytes / GiB:.2f} GiB. GPU 0 has"
+            )
         self.reserved[self.now] += more
         self.tensors[self.now][name] = num_bytes
         self.peak[self.now] = max(self.peak[self.now], self.allocated())
@@ -71,7 +88,9 @@ class FakeCard:
             "max_memory_allocated": lambda: self.peak[pid],
             "reset_peak_memory_stats": lambda: self.peak.update({pid: self.allocated()}),
         }
-        functions: dict[str, Any] = {name: lambda gpu, ask=ask: {GPU: ask}[gpu]() for name, ask in of_gpu.items()}
+        functions: dict[str, Any] = {
+            name: lambda gpu, ask=ask: {GPU: ask}[gpu]() for name, ask in of_gpu.items()
+        }
         functions["is_available"] = lambda: True
         functions["empty_cache"] = lambda: self.reserved.update({pid: in_pieces(self.allocated())})
         nvml = SimpleNamespace(
@@ -85,10 +104,19 @@ class FakeCard:
 
 
 def start_engine(
-    card: FakeCard, pid: int, utilization: float, weights: int = GiB, activations: int = 300 * MiB + 5,
-    context: int = 300 * MiB, libraries: int = 100 * MiB, graphs: int = 0, meanwhile: int = 0,
-) -> MemoryProfile:  # fmt: skip
-    "The worker's steps; while the largest step runs, a neighbour takes `meanwhile` bytes (or gives them back)."
+    card: FakeCard,
+    pid: int,
+    utilization: float,
+    weights: int = GiB,
+    activations: int = 300 * MiB + 5,
+    context: int = 300 * MiB,
+    libraries: int = 100 * MiB,
+    graphs: int = 0,
+    meanwhile: int = 0,
+) -> MemoryProfile:
+    """The worker's steps; while the largest step runs, a neighbour takes `meanwhile` bytes (or
+    gives them back).
+    """
 
     def largest_step() -> None:
         card.take("activations", activations)
@@ -124,17 +152,32 @@ def test_a_snapshot_tells_tensors_cache_and_the_rest_apart():
         card.take("a", 3 * MiB + 1)
         card.take("b", 10 * MiB)
         del card.tensors[1]["b"]
-        now, others = MemorySnapshot.take(GPU), GiB + 200 * MiB
+        now = MemorySnapshot.take(GPU)
+        others = GiB + 200 * MiB
         assert now == MemorySnapshot(
-            8 * GiB, 8 * GiB - others - (3 * MiB + 1), 3 * MiB + 1, 13 * MiB + 1, others, non_torch_memory=200 * MiB
+            8 * GiB,
+            8 * GiB - others - (3 * MiB + 1),
+            3 * MiB + 1,
+            13 * MiB + 1,
+            others,
+            non_torch_memory=200 * MiB,
         )
-        assert process_gpu_memory(GPU) == card.used(1) > 200 * MiB + now.torch_memory  # with what its cache keeps
+        # with what its cache keeps
+        assert process_gpu_memory(GPU) == card.used(1) > 200 * MiB + now.torch_memory
         MemorySnapshot.reset_peak(GPU)
         assert MemorySnapshot.take(GPU).torch_peak == 3 * MiB + 1
 
 
 @pytest.mark.parametrize(
-    "fault", ["not installed", "not listed", "no number", "less than its tensors", "more than is used", "raises"]
+    "fault",
+    [
+        "not installed",
+        "not listed",
+        "no number",
+        "less than its tensors",
+        "more than is used",
+        "raises",
+    ],
 )
 def test_without_a_usable_answer_of_nvml_nothing_is_claimed(fault: str):
     card = with_neighbour(8 * GiB, GiB, nvml=fault != "not installed")
@@ -146,28 +189,36 @@ def test_without_a_usable_answer_of_nvml_nothing_is_claimed(fault: str):
         if fault == "raises":
             sys.modules["pynvml"].nvmlInit = None  # type: ignore[attr-defined]
         assert MemorySnapshot.take(GPU) == MemorySnapshot(
-            8 * GiB, 7 * GiB - 300 * MiB, 100 * MiB, 100 * MiB, GiB + 200 * MiB, non_torch_memory=None
+            8 * GiB,
+            7 * GiB - 300 * MiB,
+            100 * MiB,
+            100 * MiB,
+            GiB + 200 * MiB,
+            non_torch_memory=None,
         )
 
 
 @pytest.mark.parametrize("nvml", [True, False])
 def test_two_engines_and_a_neighbour_to_the_byte(nvml: bool):
-    total, weights, activations, context, libraries, graphs = (
-        24 * GiB,
-        GiB,
-        300 * MiB + 5,
-        300 * MiB,
-        100 * MiB,
-        64 * MiB,
-    )
+    total = 24 * GiB
+    weights = GiB
+    activations = 300 * MiB + 5
+    context = 300 * MiB
+    libraries = 100 * MiB
+    graphs = 64 * MiB
     card = with_neighbour(total, 2 * GiB, nvml)
     of_first = 0
     for pid in (1, 2):
         profile = start_engine(card, pid, 0.4, graphs=graphs)
         non_torch = libraries + (context if nvml else 0)
         others = 2 * GiB + of_first + (0 if nvml else context)
-        assert profile == MemoryProfile(total, int(0.4 * total), weights, activations, non_torch, graphs, others)
-        assert profile.available_kv_cache == int(0.4 * total) - weights - activations - non_torch - graphs
+        assert profile == MemoryProfile(
+            total, int(0.4 * total), weights, activations, non_torch, graphs, others
+        )
+        assert (
+            profile.available_kv_cache
+            == int(0.4 * total) - weights - activations - non_torch - graphs
+        )
         used = card.used(pid) + activations - (0 if nvml else context)
         assert -BLOCK < used - profile.budget < 2 * PIECE
         of_first = card.used(1)
@@ -175,11 +226,16 @@ def test_two_engines_and_a_neighbour_to_the_byte(nvml: bool):
 
 def test_what_a_neighbour_takes_meanwhile_is_not_ours_if_that_can_be_known():
     calm = start_engine(with_neighbour(24 * GiB, GiB), 1, 0.4)
-    assert start_engine(with_neighbour(24 * GiB, GiB), 1, 0.4, meanwhile=GiB) == replace(calm, other_memory=2 * GiB)
+    assert start_engine(with_neighbour(24 * GiB, GiB), 1, 0.4, meanwhile=GiB) == replace(
+        calm, other_memory=2 * GiB
+    )
     left = start_engine(with_neighbour(24 * GiB, GiB), 1, 0.4, meanwhile=-GiB // 2)
     assert left == calm  # what a neighbour gives back is not ours either
     guessed = start_engine(with_neighbour(24 * GiB, GiB, nvml=False), 1, 0.4, meanwhile=GiB)
-    assert guessed.non_torch == GiB + 100 * MiB and guessed.available_kv_cache < calm.available_kv_cache
+    assert (
+        guessed.non_torch == GiB + 100 * MiB
+        and guessed.available_kv_cache < calm.available_kv_cache
+    )
 
 
 sizes = st.integers(0, 3 * GiB)
@@ -187,30 +243,48 @@ sizes = st.integers(0, 3 * GiB)
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    total=st.integers(8 * GiB, 40 * GiB), nvml=st.booleans(), neighbour=st.integers(0, 6 * GiB), meanwhile=sizes,
+    total=st.integers(8 * GiB, 40 * GiB),
+    nvml=st.booleans(),
+    neighbour=st.integers(0, 6 * GiB),
+    meanwhile=sizes,
     engines=st.lists(
-        st.fixed_dictionaries({
-            "utilization": st.floats(0.05, 1.0), "weights": st.integers(1, 4 * GiB), "activations": sizes,
-            "context": st.integers(1, GiB), "libraries": st.integers(0, GiB), "graphs": st.integers(0, GiB),
-        }), min_size=1, max_size=3,
+        st.fixed_dictionaries(
+            {
+                "utilization": st.floats(0.05, 1.0),
+                "weights": st.integers(1, 4 * GiB),
+                "activations": sizes,
+                "context": st.integers(1, GiB),
+                "libraries": st.integers(0, GiB),
+                "graphs": st.integers(0, GiB),
+            }
+        ),
+        min_size=1,
+        max_size=3,
     ),
-)  # fmt: skip
+)
 def test_an_engine_fits_into_its_budget_or_is_refused(total, nvml, neighbour, meanwhile, engines):
     "With numbers and knobs, never by running out of memory later."
     card = with_neighbour(total, neighbour, nvml)
     for pid, engine in enumerate(engines, start=1):
-        before, room = total - card.free(), card.free() - engine["context"] - engine["libraries"]
-        grows = min(meanwhile, max(0, room - in_pieces(engine["weights"] + engine["activations"]) - 1))
+        before = total - card.free()
+        room = card.free() - engine["context"] - engine["libraries"]
+        grows = min(
+            meanwhile, max(0, room - in_pieces(engine["weights"] + engine["activations"]) - 1)
+        )
         if room < 0:
             break
         try:
             profile = start_engine(card, pid, **engine, meanwhile=grows)
         except ValueError as error:
-            assert "GiB" in str(error) and ("gpu_memory_utilization" in str(error) or "processes" in str(error))
-            assert "allocating the KV cache" not in str(error)  # that would have been promised and not kept
+            assert "GiB" in str(error) and (
+                "gpu_memory_utilization" in str(error) or "processes" in str(error)
+            )
+            # that would have been promised and not kept
+            assert "allocating the KV cache" not in str(error)
             break
         assert card.free() >= 0
-        kv_cache, waterfall = card.tensors[pid]["KV cache"], profile.waterfall(card.tensors[pid]["KV cache"])
+        kv_cache = card.tensors[pid]["KV cache"]
+        waterfall = profile.waterfall(card.tensors[pid]["KV cache"])
         assert sum(waterfall.values()) == total and min(waterfall.values()) >= 0
         assert waterfall.get("graphs", 0) == engine["graphs"]
         assert profile.available_kv_cache - BLOCK < kv_cache <= profile.available_kv_cache
@@ -218,7 +292,8 @@ def test_an_engine_fits_into_its_budget_or_is_refused(total, nvml, neighbour, me
         known = engine["context"] + engine["libraries"] if nvml else engine["libraries"] + grows
         assert (
             profile.non_torch == known
-            and profile.other_memory + known == before + grows + engine["context"] + engine["libraries"]
+            and profile.other_memory + known
+            == before + grows + engine["context"] + engine["libraries"]
         )
         with card.as_process(pid):
             card.take("activations", engine["activations"])  # the step that was measured still fits
@@ -237,9 +312,13 @@ def test_graphs_are_shown_only_where_there_are_any():
 
 
 def test_a_refusal_names_what_others_hold():
-    with pytest.raises(ValueError, match=r"asks for 7\.20, but others hold 6\.50.*end other processes"):
+    with pytest.raises(
+        ValueError, match=r"asks for 7\.20, but others hold 6\.50.*end other processes"
+    ):
         start_engine(with_neighbour(8 * GiB, 6 * GiB + GiB // 2), 1, 0.9, weights=700 * MiB)
-    with pytest.raises(ValueError, match="no memory for the KV cache.*raise gpu_memory_utilization"):
+    with pytest.raises(
+        ValueError, match="no memory for the KV cache.*raise gpu_memory_utilization"
+    ):
         start_engine(with_neighbour(8 * GiB, GiB), 1, 0.2)
 
 
@@ -250,8 +329,18 @@ def test_out_of_memory_gives_numbers_and_knobs():
         with MemoryProfiler(GPU, CacheConfig()).explain_out_of_memory("doing too much"):
             card.take("more", GiB)
     message = str(caught.value)
-    for part in ("doing too much (tried to allocate 1.00 GiB)", "holds 2.50 GiB", "others 5.00", "free are 0.50 of 8.00",
-                 "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "model", "dtype", "processes"):  # fmt: skip
+    for part in (
+        "doing too much (tried to allocate 1.00 GiB)",
+        "holds 2.50 GiB",
+        "others 5.00",
+        "free are 0.50 of 8.00",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "model",
+        "dtype",
+        "processes",
+    ):
         assert part in message, part
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
@@ -259,9 +348,17 @@ def test_out_of_memory_gives_numbers_and_knobs():
 @pytest.mark.parametrize(
     ("error", "explained"),
     [
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1125899906842624 bytes."),
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+                "1125899906842624 bytes."
+            ),
             True,
         ),
         (RuntimeError("CUDA error: out of memory"), True),
@@ -271,7 +368,10 @@ def test_out_of_memory_gives_numbers_and_knobs():
 )
 def test_only_running_out_of_memory_is_explained(error: Exception, explained: bool):
     profiler = MemoryProfiler("cpu", CacheConfig())
-    with pytest.raises(ValueError if explained else type(error)) as caught, profiler.explain_out_of_memory("trying"):
+    with (
+        pytest.raises(ValueError if explained else type(error)) as caught,
+        profiler.explain_out_of_memory("trying"),
+    ):
         raise error
     assert (caught.value is error) != explained
     if "1125899906842624" in str(error):
@@ -283,4 +383,7 @@ def test_a_cpu_knows_nothing_of_it():
     now = profiler.start
     assert now.non_torch_memory is None and now.other_memory == 0 and now.total == now.free
     profile = profiler.profile
-    assert profile.budget == now.total and profile.non_torch == profile.graphs == profile.other_memory == 0
+    assert (
+        profile.budget == now.total
+        and profile.non_torch == profile.graphs == profile.other_memory == 0
+    )

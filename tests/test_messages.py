@@ -1,8 +1,10 @@
-"""What crosses between the engine's two halves is data: as msgpack bytes it is the same, and so are all answers.
+"""What crosses between the engine's two halves is data: as msgpack bytes it is the same, and so are
+all answers.
 
-The engine's tests run here once more with a client that encodes and decodes everything on its way to the core and back: all of
-test_memory, test_stress and test_engine but those that send no request, or take long and send nothing that others do not; of
-test_equals_transformers the tiny models; of test_blocks random loads and the cases.
+The engine's tests run here once more with a client that encodes and decodes everything on its way
+to the core and back: all of test_memory, test_stress and test_engine but those that send no
+request, or take long and send nothing that others do not; of test_equals_transformers the tiny
+models; of test_blocks random loads and the cases.
 """
 
 import random
@@ -55,30 +57,48 @@ class BytesClient(InprocClient):
 @pytest.fixture(scope="module", autouse=True)
 def as_bytes() -> Any:
     "Every engine that is made in this file has a `BytesClient`."
-    with patch.object(LLMEngine, "__init__", partialmethod(LLMEngine.__init__, client_class=BytesClient)):
+    with patch.object(
+        LLMEngine, "__init__", partialmethod(LLMEngine.__init__, client_class=BytesClient)
+    ):
         yield
 
 
 AGAIN: dict[ModuleType, set[str]] = {  # which tests run again: all but these
     test_memory: {
-        "test_refused_arguments", "test_refused_parameters", "test_default_model_with_a_long_shared_prefix",
-        "test_four_samples_share_their_prompt", "test_a_policy_of_ones_own",
+        "test_refused_arguments",
+        "test_refused_parameters",
+        "test_default_model_with_a_long_shared_prefix",
+        "test_four_samples_share_their_prompt",
+        "test_a_policy_of_ones_own",
         "test_a_preempted_request_with_forks_comes_back_before_later_ones",
     },
     test_stress: {"test_impossible_sizes"},
     test_engine: {
-        "test_refused_arguments", "test_unknown_argument_suggests_the_nearest", "test_missing_model", "test_damaged_weights",
-        "test_unsupported_architecture_lists_the_supported", "test_formats", "test_memory_comes_back", "test_command_line",
+        "test_refused_arguments",
+        "test_unknown_argument_suggests_the_nearest",
+        "test_missing_model",
+        "test_damaged_weights",
+        "test_unsupported_architecture_lists_the_supported",
+        "test_formats",
+        "test_memory_comes_back",
+        "test_command_line",
     },
     test_equals_transformers: {"test_smollm2_in_one_batch", "test_smollm2_alone"},
     test_blocks: {
-        "test_any_order_of_calls_allocator", "test_any_order_of_calls_manager", "test_any_order_of_calls_engine",
-        "test_that_was_ten_thousand_operations", "test_two_thousand_random_requests",
+        "test_any_order_of_calls_allocator",
+        "test_any_order_of_calls_manager",
+        "test_any_order_of_calls_engine",
+        "test_that_was_ten_thousand_operations",
+        "test_two_thousand_random_requests",
     },
-}  # fmt: skip
+}
 
 for module, left_out in AGAIN.items():
-    tests = {name: value for name, value in vars(module).items() if name.startswith("test_") and callable(value)}
+    tests = {
+        name: value
+        for name, value in vars(module).items()
+        if name.startswith("test_") and callable(value)
+    }
     assert left_out <= set(tests), f"{module.__name__} has no {left_out - set(tests)}"
     for name in sorted(set(tests) - left_out):
         globals()[f"{module.__name__}_{name.removeprefix('test_')}"] = tests[name]
@@ -86,7 +106,8 @@ for module, left_out in AGAIN.items():
 
 @pytest.mark.parametrize("seed", range(1000, 1020))
 def test_random_requests_on_a_simulated_worker(seed: int) -> None:
-    rng, crossings = random.Random(seed), len(CROSSINGS)
+    rng = random.Random(seed)
+    crossings = len(CROSSINGS)
     simulation = test_blocks.Simulation(**test_blocks.random_options(rng))
     assert isinstance(simulation.engine.engine_core, BytesClient)
     test_blocks.load(simulation, rng, 20)
@@ -102,20 +123,44 @@ def test_random_requests_on_a_simulated_worker(seed: int) -> None:
         (SamplingParams(), None),
         (
             SamplingParams(
-                n=2, best_of=5, temperature=0.7, top_p=0.9, top_k=7, min_p=0.1, seed=-3, stop=["a", "日本"], stop_token_ids=[1],
-                ignore_eos=True, max_tokens=None, min_tokens=3, detokenize=True, skip_special_tokens=False,
-                include_stop_str_in_output=True, truncate_prompt_tokens=9, output_kind=RequestOutputKind.FINAL_ONLY,
+                n=2,
+                best_of=5,
+                temperature=0.7,
+                top_p=0.9,
+                top_k=7,
+                min_p=0.1,
+                seed=-3,
+                stop=["a", "日本"],
+                stop_token_ids=[1],
+                ignore_eos=True,
+                max_tokens=None,
+                min_tokens=3,
+                detokenize=True,
+                skip_special_tokens=False,
+                include_stop_str_in_output=True,
+                truncate_prompt_tokens=9,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             ),
             None,
         ),
-        (BeamSearchParams(3, 8).sampling_params(), BeamSearchParams(3, 8, True, length_penalty=0.5)),
+        (
+            BeamSearchParams(3, 8).sampling_params(),
+            BeamSearchParams(3, 8, True, length_penalty=0.5),
+        ),
     ],
-)  # fmt: skip
-def test_a_request_arrives_as_it_was_sent(params: SamplingParams, beam: BeamSearchParams | None) -> None:
+)
+def test_a_request_arrives_as_it_was_sent(
+    params: SamplingParams, beam: BeamSearchParams | None
+) -> None:
     request = EngineCoreRequest("a", [1, 2, 2**31], params, 2**64 - 1, [2, 5], -7, beam)
     there = cross(request, EngineCoreRequest)
-    assert there == request and there is not request and type(there.sampling_params) is SamplingParams
-    assert there.sampling_params.output_kind is params.output_kind and there.sampling_params.num_seqs == params.num_seqs
+    assert (
+        there == request and there is not request and type(there.sampling_params) is SamplingParams
+    )
+    assert (
+        there.sampling_params.output_kind is params.output_kind
+        and there.sampling_params.num_seqs == params.num_seqs
+    )
 
 
 def test_outputs_arrive_as_they_were_sent() -> None:
@@ -143,11 +188,18 @@ def test_a_recording_crosses(folder: str) -> None:  # noqa: F811
     assert all(cross(step, StepTrace) == step for step in trace.steps)
     kinds = {kind for step in trace.steps for kind, _, _ in step.block_events}
     assert kinds >= {"allocate", "share", "free", "cache", "copy", "swap_out", "swap_in"}
-    assert {name for step in trace.steps for name in step.finished} >= {"0", "0.1", "0.2", "2", "2.1"}
+    assert {name for step in trace.steps for name in step.finished} >= {
+        "0",
+        "0.1",
+        "0.2",
+        "2",
+        "2.1",
+    }
 
 
 def test_what_the_user_changes_afterwards_does_not_arrive(folder: str) -> None:  # noqa: F811
-    prompt, params = [5, 6, 7], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop_token_ids=[3])
+    prompt = [5, 6, 7]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop_token_ids=[3])
     with test_memory.tiny(folder) as llm:
         expected = test_memory.samples(llm, [prompt], params)[0]
         llm.llm_engine.add_request("a", prompt, params)

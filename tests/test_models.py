@@ -1,4 +1,6 @@
-"""Models on pages equal transformers, layer by layer as configured; what a configuration asks for is served or refused."""
+"""Models on pages equal transformers, layer by layer as configured; what a configuration asks for
+is served or refused.
+"""
 
 import importlib
 import re
@@ -73,18 +75,35 @@ from teachvllm.model_executor.rotary_embedding import (
 )
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 2,
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 OPT_SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 48, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "word_embed_proj_dim": 48,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "ffn_dim": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "word_embed_proj_dim": 48,
+}
 NEOX: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "rotary_pct": 0.5,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "rotary_pct": 0.5,
+}
 CONTEXT = ModelContext(TorchSDPABackend, 4, torch.float32)
 
 
@@ -108,7 +127,9 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 CONFIGS = {
     "llama": llama,
     "one KV head": lambda: llama(num_key_value_heads=1),
-    "head_dim, biases, tied": lambda: llama(head_dim=20, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "head_dim, biases, tied": lambda: llama(
+        head_dim=20, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
     "gelu": lambda: llama(hidden_act="gelu"),
     "gelu_pytorch_tanh": lambda: llama(hidden_act="gelu_pytorch_tanh"),
     "relu2": lambda: llama(hidden_act="relu2"),
@@ -116,7 +137,9 @@ CONFIGS = {
     "dynamic": lambda: scaled("dynamic", factor=3.0),
     "llama3": lambda: scaled("llama3", factor=8.0, **LLAMA3),
     "yarn": lambda: scaled("yarn", **YARN),
-    "yarn with everything": lambda: scaled("yarn", **YARN, mscale=1.3, mscale_all_dim=0.7, beta_fast=8, beta_slow=2),
+    "yarn with everything": lambda: scaled(
+        "yarn", **YARN, mscale=1.3, mscale_all_dim=0.7, beta_fast=8, beta_slow=2
+    ),
     "yarn, attention_factor": lambda: scaled("yarn", **YARN, attention_factor=0.9),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=6),
     "mistral without window": lambda: MistralConfig(**SIZES, sliding_window=None),
@@ -127,9 +150,15 @@ CONFIGS = {
     "a Llama's window": lambda: llama(sliding_window=3, layer_types=["sliding_attention"] * 3),
     "a Mistral's biases": lambda: MistralConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "opt": lambda: OPTConfig(**OPT_SIZES),
-    "opt-350m": lambda: OPTConfig(**OPT_SIZES | {"word_embed_proj_dim": 24}, do_layer_norm_before=False),
-    "opt, gelu, untied": lambda: OPTConfig(**OPT_SIZES, activation_function="gelu", tie_word_embeddings=False),
-    "opt, galactica's": lambda: OPTConfig(**OPT_SIZES, enable_bias=False, layer_norm_elementwise_affine=False),
+    "opt-350m": lambda: OPTConfig(
+        **OPT_SIZES | {"word_embed_proj_dim": 24}, do_layer_norm_before=False
+    ),
+    "opt, gelu, untied": lambda: OPTConfig(
+        **OPT_SIZES, activation_function="gelu", tie_word_embeddings=False
+    ),
+    "opt, galactica's": lambda: OPTConfig(
+        **OPT_SIZES, enable_bias=False, layer_norm_elementwise_affine=False
+    ),
 }
 
 
@@ -143,31 +172,46 @@ def test_logits_equal_transformers(name: str) -> None:
 
 ODD: dict[str, Any] = SIZES | {"vocab_size": 97}  # which two ranks do not share equally
 GEMMA: dict[str, Any] = ODD | {
-    "head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 10, "attn_implementation": "eager", "bos_token_id": 1,
-}  # fmt: skip
+    "head_dim": 20,
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 10,
+    "attn_implementation": "eager",
+    "bos_token_id": 1,
+}
 CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0], "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0]}
+LONGROPE = {
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
+}
 
 
 def phi3_longrope(trained_for: int = 16) -> Phi3Config:
     return Phi3Config(
-        **ODD, original_max_position_embeddings=trained_for, rope_scaling={"type": "longrope", **LONGROPE}
+        **ODD,
+        original_max_position_embeddings=trained_for,
+        rope_scaling={"type": "longrope", **LONGROPE},
     )
 
 
 FAMILIES = {
     "qwen2": lambda: Qwen2Config(**ODD),
-    "qwen2, tied, one KV head": lambda: Qwen2Config(**ODD | {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2, tied, one KV head": lambda: Qwen2Config(
+        **ODD | {"tie_word_embeddings": True, "num_key_value_heads": 1}
+    ),
     "qwen2, windows": lambda: Qwen2Config(**ODD, **WINDOWS),
     "qwen3": lambda: Qwen3Config(**ODD, head_dim=20),
     "qwen3, tied, biases, windows": lambda: Qwen3Config(
         **ODD | {"tie_word_embeddings": True}, head_dim=8, attention_bias=True, **WINDOWS
     ),
     "gemma2": lambda: Gemma2Config(**GEMMA, **CAPS),
-    "gemma2, tied, no caps": lambda: Gemma2Config(**GEMMA | {"tie_word_embeddings": True} | dict.fromkeys(CAPS)),
+    "gemma2, tied, no caps": lambda: Gemma2Config(
+        **GEMMA | {"tie_word_embeddings": True} | dict.fromkeys(CAPS)
+    ),
     "gemma3": lambda: Gemma3TextConfig(
-        **GEMMA, layer_types=["sliding_attention", "full_attention", "sliding_attention"], final_logit_softcapping=3.0
+        **GEMMA,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        final_logit_softcapping=3.0,
     ),
     "gemma3, tied, squeezed": lambda: Gemma3TextConfig(
         **GEMMA | {"num_hidden_layers": 7, "tie_word_embeddings": True},
@@ -182,17 +226,24 @@ FAMILIES = {
 def test_families_equal_transformers(name: str) -> None:
     config = FAMILIES[name]()
     assert largest_difference(get_model_class(config), config) < 1e-4
-    hf_model, sequences = tiny_model(config), random_sequences(97)
+    hf_model = tiny_model(config)
+    sequences = random_sequences(97)
     wanted = torch.cat([hf_model(torch.tensor([ids])).logits[0] for ids in sequences])
     for split in ((2, 1), (1, 2)):
-        ranks = run_ranks(lambda parallel: torch.cat(paged_logits(Ranked(hf_model, parallel), sequences, 5)), *split)
+        ranks = run_ranks(
+            lambda parallel: torch.cat(paged_logits(Ranked(hf_model, parallel), sequences, 5)),
+            *split,
+        )
         assert max((logits - wanted).abs().max() for logits in ranks) < 1e-4, split
 
 
-@pytest.mark.parametrize("name", ["qwen2, windows", "qwen3", "gemma2", "gemma3", "phi3, longrope, short texts"])
+@pytest.mark.parametrize(
+    "name", ["qwen2, windows", "qwen3", "gemma2", "gemma3", "phi3, longrope, short texts"]
+)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_families_in_the_engine(name: str, workers: int, tmp_path: Path) -> None:
-    hf_model, prompts = tiny_model(FAMILIES[name]()), random_sequences(97)
+    hf_model = tiny_model(FAMILIES[name]())
+    prompts = random_sequences(97)
     hf_model.save_pretrained(tmp_path)
     options: dict[str, Any] = {
         "dtype": "float32",
@@ -200,8 +251,12 @@ def test_families_in_the_engine(name: str, workers: int, tmp_path: Path) -> None
         "num_gpu_blocks_override": 64,
         "block_size": 4,
     }
-    with LLM(str(tmp_path), max_num_batched_tokens=16, tensor_parallel_size=workers, **options) as llm:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    with LLM(
+        str(tmp_path), max_num_batched_tokens=16, tensor_parallel_size=workers, **options
+    ) as llm:
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False
+        )
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     assert tokens == [greedy(hf_model, prompt, 8) for prompt in prompts]
     assert len({token for answer in tokens for token in answer}) > 4  # no loop of one token
@@ -219,24 +274,36 @@ def limited(max_model_len: int) -> Any:
 
 @torch.inference_mode()
 def test_longrope_is_chosen_once_for_the_engine() -> None:
-    "Its keys stay in the cache, so a text that grows cannot change lists; transformers computes it anew."
+    """Its keys stay in the cache, so a text that grows cannot change lists; transformers computes
+    it anew.
+    """
     hf_model = tiny_model(phi3_longrope())
-    short, long = random_sequences(97, (13, 1, 16)), random_sequences(97, (30, 17, 41))
-    for max_model_len, sequences, equal in ((16, short, True), (128, long, True), (128, short, False)):
+    short = random_sequences(97, (13, 1, 16))
+    long = random_sequences(97, (30, 17, 41))
+    for max_model_len, sequences, equal in (
+        (16, short, True),
+        (128, long, True),
+        (128, short, False),
+    ):
         got = paged_logits(Paged(limited(max_model_len), hf_model), sequences, 5)
         wanted = [hf_model(torch.tensor([ids])).logits[0] for ids in sequences]
         worst = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
         assert (worst < 1e-4) == equal, (max_model_len, worst)
 
 
-@pytest.mark.skipif("max_model_len" not in ModelContext.__dataclass_fields__, reason="the layers are not told it yet")
+@pytest.mark.skipif(
+    "max_model_len" not in ModelContext.__dataclass_fields__,
+    reason="the layers are not told it yet",
+)
 def test_longrope_in_the_engine(tmp_path: Path) -> None:
     hf_model = tiny_model(phi3_longrope())
     hf_model.save_pretrained(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for max_model_len, lengths in ((16, (9, 1, 10)), (None, (30, 17))):
         prompts = random_sequences(97, lengths)
-        with LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_model_len=max_model_len) as llm:
+        with LLM(
+            str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_model_len=max_model_len
+        ) as llm:
             tokens = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
         assert tokens == [greedy(hf_model, prompt, 6) for prompt in prompts]
 
@@ -250,15 +317,25 @@ def test_longrope_in_the_engine(tmp_path: Path) -> None:
     ],
 )
 def test_squeezed_positions_serve_longer_texts(make: Any, longest: int, tmp_path: Path) -> None:
-    "As long as vLLM derives: factor times what it was trained for. There, too, tokens equal transformers'."
+    """As long as vLLM derives: factor times what it was trained for. There, too, tokens equal
+    transformers'.
+    """
     hf_model = tiny_model(make())
     hf_model.save_pretrained(tmp_path)
-    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 64}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": 64,
+    }
     prompts = random_sequences(96, (longest - 8, 140, 3))
     with LLM(str(tmp_path), **options) as llm:
         assert llm.llm_engine.model_config.max_model_len == longest
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in outputs] == [greedy(hf_model, prompt, 6) for prompt in prompts]
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False
+        )
+    assert [o.outputs[0].token_ids for o in outputs] == [
+        greedy(hf_model, prompt, 6) for prompt in prompts
+    ]
     with pytest.raises(ValueError, match=f"the derived max_model_len={longest}"):
         EngineArgs(str(tmp_path), max_model_len=longest + 1).create_engine_config()
     config = AutoConfig.from_pretrained(tmp_path)
@@ -271,7 +348,8 @@ def test_dynamic_scaling_is_refused_where_it_acts(tmp_path: Path) -> None:
     tiny_model(scaled("dynamic", factor=3.0)).save_pretrained(tmp_path)
     assert EngineArgs(str(tmp_path)).create_engine_config().model_config.max_model_len == 128
     with pytest.raises(
-        NotSupportedYet, match='rope_type="dynamic" .* beyond 128 positions all frequencies would change'
+        NotSupportedYet,
+        match='rope_type="dynamic" .* beyond 128 positions all frequencies would change',
     ):
         LLM(str(tmp_path), max_model_len=129)
 
@@ -280,14 +358,17 @@ def test_dynamic_scaling_is_refused_where_it_acts(tmp_path: Path) -> None:
 def test_gemmas_norm_and_embedding_in_bfloat16() -> None:
     "To the last bit: the sum 1 + weight and the factor are rounded where transformers rounds them."
     hf_model = tiny_model(Gemma3TextConfig(**GEMMA)).bfloat16()
-    norm, theirs = GemmaRMSNorm(48, 1e-6), hf_model.model.norm
+    norm = GemmaRMSNorm(48, 1e-6)
+    theirs = hf_model.model.norm
     norm.weight.weight_loader(norm.weight, theirs.weight)  # type: ignore[operator]
     x = torch.randn(9, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(norm(x), theirs(x)) and norm.weight.dtype == torch.float32
-    embedding, ids = GemmaEmbedding(97, 48).bfloat16(), torch.arange(97)
+    embedding = GemmaEmbedding(97, 48).bfloat16()
+    ids = torch.arange(97)
     embedding.weight.data.copy_(hf_model.model.embed_tokens.weight)
     assert torch.equal(
-        embedding(ids[:30]), hf_model.model(ids[None, :30], output_hidden_states=True).hidden_states[0][0]
+        embedding(ids[:30]),
+        hf_model.model(ids[None, :30], output_hidden_states=True).hidden_states[0][0],
     )
 
 
@@ -310,7 +391,10 @@ def test_which_layers_have_windows() -> None:
         assert "".join(kind[0] for kind in layer_types(config)) == marks
     assert layer_types(ministral()) == ["sliding_attention", "full_attention", "sliding_attention"]
     new = Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 7})
-    windows = [layer.kv_cache_spec.window for layer in attention_layers(Gemma3ForCausalLM(new, CONTEXT)).values()]
+    windows = [
+        layer.kv_cache_spec.window
+        for layer in attention_layers(Gemma3ForCausalLM(new, CONTEXT)).values()
+    ]
     assert windows == [7, 7, 7, 7, 7, None, 7]
 
 
@@ -323,7 +407,9 @@ def test_gemma_3s_two_tables_in_either_version() -> None:
     )
     new = Gemma3TextConfig(**GEMMA, rope_scaling={"rope_type": "linear", "factor": 8.0})
     for config in (old, new):
-        local, whole = (rope_parameters(config, f"{kind}_attention") for kind in ("sliding", "full"))
+        local, whole = (
+            rope_parameters(config, f"{kind}_attention") for kind in ("sliding", "full")
+        )
         assert (local["rope_type"], local["rope_theta"]) == ("default", 1e4)
         assert (whole["rope_type"], whole["rope_theta"], whole["factor"]) == ("linear", 1e6, 8.0)
 
@@ -345,19 +431,31 @@ def byte_letters() -> list[str]:
     return [chr(byte) for byte in kept] + [chr(256 + i) for i in range(256 - len(kept))]
 
 
-GGUF_SIZES: dict[str, Any] = SIZES | {"vocab_size": 260, "eos_token_id": 259, "bos_token_id": 258, "head_dim": 16}
+GGUF_SIZES: dict[str, Any] = SIZES | {
+    "vocab_size": 260,
+    "eos_token_id": 259,
+    "bos_token_id": 258,
+    "head_dim": 16,
+}
 WITH_WINDOW: dict[str, Any] = GGUF_SIZES | {
-    "num_hidden_layers": 7, "sliding_window": 5, "query_pre_attn_scalar": 16, "attn_implementation": "eager",
+    "num_hidden_layers": 7,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 16,
+    "attn_implementation": "eager",
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 SCALED = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, **LLAMA3}
 SHARED_OUT = {name: value for name, value in GGUF_SIZES.items() if name != "head_dim"}
 GGUF_CONFIGS = {
     "llama": lambda: LlamaConfig(**SHARED_OUT, rope_scaling=SCALED),
     "qwen2": lambda: Qwen2Config(**SHARED_OUT),
-    "qwen3": lambda: Qwen3Config(**GGUF_SIZES, rope_scaling={"rope_type": "yarn", "rope_theta": 5e5, **YARN}),
+    "qwen3": lambda: Qwen3Config(
+        **GGUF_SIZES, rope_scaling={"rope_type": "yarn", "rope_theta": 5e5, **YARN}
+    ),
     "gemma2": lambda: Gemma2Config(**WITH_WINDOW, **CAPS),
-    "gemma3": lambda: Gemma3TextConfig(**WITH_WINDOW, rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    "gemma3": lambda: Gemma3TextConfig(
+        **WITH_WINDOW, rope_scaling={"rope_type": "linear", "factor": 8.0}
+    ),
     "phi3": lambda: Phi3Config(
         **SHARED_OUT,
         original_max_position_embeddings=20,
@@ -366,10 +464,21 @@ GGUF_CONFIGS = {
     ),
     "mixtral": lambda: MixtralConfig(**SHARED_OUT, num_local_experts=3, num_experts_per_tok=2),
     "qwen3moe": lambda: Qwen3MoeConfig(
-        **GGUF_SIZES, moe_intermediate_size=40, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True
+        **GGUF_SIZES,
+        moe_intermediate_size=40,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
     ),
     "gpt2": lambda: GPT2Config(
-        vocab_size=260, n_embd=48, n_layer=3, n_head=4, n_positions=64, n_inner=80, eos_token_id=259, bos_token_id=258
+        vocab_size=260,
+        n_embd=48,
+        n_layer=3,
+        n_head=4,
+        n_positions=64,
+        n_inner=80,
+        eos_token_id=259,
+        bos_token_id=258,
     ),
     "gptneox": lambda: GPTNeoXConfig(
         **{k: v for k, v in SHARED_OUT.items() if k != "num_key_value_heads"},
@@ -380,8 +489,11 @@ GGUF_CONFIGS = {
 
 
 def gguf_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    "The experts of a layer in three tensors, whichever way transformers has them: 4 one by one, 5 gate and up together."
-    parts, stacks = {}, {}
+    """The experts of a layer in three tensors, whichever way transformers has them: 4 one by one, 5
+    gate and up together.
+    """
+    parts = {}
+    stacks = {}
     for name, tensor in state.items():
         expert = re.search(r"experts\.\d+", name)
         if expert:
@@ -395,35 +507,52 @@ def gguf_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_gguf(path: Path, architecture: str, hf_model: Any) -> None:
-    """As llama.cpp's converter does: its names, Gemma's norms plus one, Llama's rows of q and k in another order, GPT-2's
-    matrices upright, GPT-NeoX's queries, keys and values each together."""
+    """As llama.cpp's converter does: its names, Gemma's norms plus one, Llama's rows of q and k in
+    another order, GPT-2's matrices upright, GPT-NeoX's queries, keys and values each together.
+    """
     import gguf
 
     architecture = "llama" if architecture == "mixtral" else architecture
 
-    config, writer = hf_model.config, gguf.GGUFWriter(path, architecture)
-    rope, heads = rope_parameters(config, "full_attention"), config.num_attention_heads
+    config = hf_model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    rope = rope_parameters(config, "full_attention")
+    heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     more = {
-        "head_count_kv": "num_key_value_heads", "layer_norm_rms_eps": "rms_norm_eps", "key_length": "head_dim",
-        "parallel_residual": "use_parallel_residual", "expert_count": "num_local_experts",
-        "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
-    }  # fmt: skip
+        "head_count_kv": "num_key_value_heads",
+        "layer_norm_rms_eps": "rms_norm_eps",
+        "key_length": "head_dim",
+        "parallel_residual": "use_parallel_residual",
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    }
     values = {
-        "context_length": config.max_position_embeddings, "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
         "feed_forward_length": getattr(config, "intermediate_size", None) or config.n_inner,
-        "embedding_length": config.hidden_size, "head_count": heads, "rope_freq_base": rope["rope_theta"],
+        "embedding_length": config.hidden_size,
+        "head_count": heads,
+        "rope_freq_base": rope["rope_theta"],
         "rope_dimension_count": int(size * rope["partial_rotary_factor"]),
-        "layer_norm_eps": getattr(config, "layer_norm_epsilon", None) or getattr(config, "layer_norm_eps", None),
-        "vocab_size": config.vocab_size, "tokenizer_model": "gpt2",
-        "token_list": [*byte_letters(), "th", "the", "<s>", "</s>"], "token_types": [1] * 258 + [3] * 2,
-        "token_merges": ["t h", "th e"], "bos_token_id": 258, "eos_token_id": 259,
+        "layer_norm_eps": getattr(config, "layer_norm_epsilon", None)
+        or getattr(config, "layer_norm_eps", None),
+        "vocab_size": config.vocab_size,
+        "tokenizer_model": "gpt2",
+        "token_list": [*byte_letters(), "th", "the", "<s>", "</s>"],
+        "token_types": [1] * 258 + [3] * 2,
+        "token_merges": ["t h", "th e"],
+        "bos_token_id": 258,
+        "eos_token_id": 259,
         "sliding_window": getattr(config, "sliding_window", None),
         **{name: getattr(config, name, None) for name in CAPS},
         **{name: getattr(config, field, None) for name, field in more.items()},
-    }  # fmt: skip
+    }
     state = {
-        k: v for k, v in hf_model.state_dict().items() if not (k == "lm_head.weight" and config.tie_word_embeddings)
+        k: v
+        for k, v in hf_model.state_dict().items()
+        if not (k == "lm_head.weight" and config.tie_word_embeddings)
     }
     if rope["rope_type"] in ("linear", "yarn"):
         kind = gguf.RopeScalingType(rope["rope_type"])
@@ -431,15 +560,23 @@ def write_gguf(path: Path, architecture: str, hf_model: Any) -> None:
     if rope["rope_type"] in ("yarn", "longrope"):
         values["rope_scaling_orig_ctx_len"] = rope["original_max_position_embeddings"]
     if rope["rope_type"] == "longrope":
-        state |= {f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"]) for kind in ("short", "long")}
-        values["rope_scaling_attn_factors"] = ROPE_KINDS["longrope"](size, rope | {"max_position": 1})[1]
+        state |= {
+            f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"])
+            for kind in ("short", "long")
+        }
+        values["rope_scaling_attn_factors"] = ROPE_KINDS["longrope"](
+            size, rope | {"max_position": 1}
+        )[1]
     if rope["rope_type"] == "llama3":
-        state["rope_freqs.weight"] = default_frequencies(size, rope)[0] / llama3_frequencies(size, rope)[0]
+        state["rope_freqs.weight"] = (
+            default_frequencies(size, rope)[0] / llama3_frequencies(size, rope)[0]
+        )
     for name, value in values.items():
         if value is not None:
             getattr(writer, f"add_{name}")(value)
     names = gguf.get_tensor_name_map(
-        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
+        config.num_hidden_layers,
     )
     for name, tensor in gguf_state(state).items():
         base, _, leaf = name.rpartition(".")
@@ -448,7 +585,9 @@ def write_gguf(path: Path, architecture: str, hf_model: Any) -> None:
         if base.endswith("query_key_value"):
             tensor = torch.cat(tensor.unflatten(0, (heads, 3, -1)).unbind(1)).flatten(0, 1)
         if architecture == "llama" and base.endswith(("q_proj", "k_proj")):
-            tensor = tensor.view(-1, 2, size // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+            tensor = (
+                tensor.view(-1, 2, size // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+            )
         if architecture.startswith("gemma") and "norm" in base:
             tensor = tensor + 1
         writer.add_tensor(f"{names.get_name(base) or base}.{leaf}", tensor.numpy())
@@ -461,15 +600,19 @@ def write_gguf(path: Path, architecture: str, hf_model: Any) -> None:
 @pytest.mark.parametrize("architecture", GGUF_CONFIGS)
 @torch.inference_mode()
 def test_gguf(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    "Configuration, weights and tokenizer of a file, converted to a folder: transformers' logits, and the text's tokens."
+    """Configuration, weights and tokenizer of a file, converted to a folder: transformers' logits,
+    and the text's tokens.
+    """
     pytest.importorskip("gguf")
-    if architecture == "gptneox":  # earlier versions of transformers read no tokenizer from such a file
+    # earlier versions of transformers read no tokenizer from such a file
+    if architecture == "gptneox":
         pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     monkeypatch.setenv("TEACHVLLM_CACHE", str(tmp_path / "cache"))
     hf_model = tiny_model(GGUF_CONFIGS[architecture]())
     write_gguf(tmp_path / "model.gguf", architecture, hf_model)
     folder = convert_gguf(tmp_path / "model.gguf")
-    config, weights = AutoConfig.from_pretrained(folder), load_file(folder / "model.safetensors")
+    config = AutoConfig.from_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
     assert config.eos_token_id == 259 and get_model_class(config).__module__.startswith("teachvllm")
     stored = SimpleNamespace(config=config, dtype=torch.float32, state_dict=lambda: weights)
     sequences = random_sequences(260, (30, 21, 25))
@@ -486,12 +629,24 @@ def test_a_gguf_file_that_is_not_served_is_refused_by_name(tmp_path: Path) -> No
         (
             "mamba",
             "block_count",
-            "architecture 'mamba' are not supported; only llama, qwen2, qwen3, gemma2, gemma3, phi3, gpt2, gptneox, qwen3moe are",
+            (
+                "architecture 'mamba' are not supported; only llama, qwen2, qwen3, gemma2, "
+                "gemma3, phi3, gpt2, gptneox, qwen3moe are"
+            ),
         ),
-        ("qwen2", "rope.scaling.yarn_ext_factor", "scaled positions of kind 'none'.*not supported yet"),
+        (
+            "qwen2",
+            "rope.scaling.yarn_ext_factor",
+            "scaled positions of kind 'none'.*not supported yet",
+        ),
     ):
         writer = gguf.GGUFWriter(tmp_path / "a.gguf", architecture)
-        for name, value in {"block_count": 1, "embedding_length": 16, "attention.head_count": 2, key: 1}.items():
+        for name, value in {
+            "block_count": 1,
+            "embedding_length": 16,
+            "attention.head_count": 2,
+            key: 1,
+        }.items():
             writer.add_uint32(f"{architecture}.{name}", value)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -509,17 +664,23 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         LlamaForCausalLM(llama(hidden_act="tanhshrink"), CONTEXT)
     with pytest.raises(ValueError, match="activation_function.*'mish'"):
         OPTForCausalLM(OPTConfig(**OPT_SIZES, activation_function="mish"), CONTEXT)
-    with pytest.raises(NotSupportedYet, match="rope_type='spiral' is not supported yet; supported are default, linear"):
+    with pytest.raises(
+        NotSupportedYet,
+        match="rope_type='spiral' is not supported yet; supported are default, linear",
+    ):
         get_rope(12, 128, {"rope_type": "spiral"})
     with pytest.raises(NotSupportedYet, match="use_bidirectional_attention=True"):
         get_model_class(Gemma3TextConfig(**GEMMA, use_bidirectional_attention=True))
-    with pytest.raises(NotSupportedYet, match="attn_logit_softcapping=5.0"):  # which transformers reads, and leaves out
+    # which transformers reads, and leaves out
+    with pytest.raises(NotSupportedYet, match="attn_logit_softcapping=5.0"):
         get_model_class(Gemma3TextConfig(**GEMMA, attn_logit_softcapping=5.0))
     with pytest.raises(NotSupportedYet, match="quantization_config="):
         get_model_class(llama(quantization_config={"quant_method": "gptq", "bits": 4}))
 
 
-def test_a_field_of_the_configurations_class_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_of_the_configurations_class_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     "Granite is a Llama with four factors: said to be one, it would be run without them."
     from transformers import GraniteConfig
 
@@ -536,7 +697,9 @@ def test_a_field_of_the_configurations_class_is_not_passed_over(monkeypatch: pyt
     assert get_model_class(granite) is Own
 
 
-@pytest.mark.parametrize("changes", [{"pretraining_tp": 2}, {"attention_dropout": 0.1}, {"use_cache": False}])
+@pytest.mark.parametrize(
+    "changes", [{"pretraining_tp": 2}, {"attention_dropout": 0.1}, {"use_cache": False}]
+)
 def test_fields_without_effect_are_accepted(changes: dict[str, Any]) -> None:
     assert get_model_class(llama(**changes)) is LlamaForCausalLM
 
@@ -576,14 +739,17 @@ def test_layers_of_one_window_share_a_steps_plan() -> None:
 
 
 def test_soft_cap_and_scale_are_a_layers_own() -> None:
-    heads, size = 2, 8
+    heads = 2
+    size = 8
     context = ModelContext(TorchSDPABackend, 4, torch.float32)
     layers = [
         Attention(heads, size, 1, 0.3, context),
         Attention(heads, size, 2, 0.1, context, window=2, soft_cap=1.5),
     ]
     table = torch.tensor([[1, 0]])
-    meta = AttentionMetadata(torch.tensor([0, 6]), torch.tensor([6]), table, torch.tensor([4, 5, 6, 7, 0, 1]))
+    meta = AttentionMetadata(
+        torch.tensor([0, 6]), torch.tensor([6]), table, torch.tensor([4, 5, 6, 7, 0, 1])
+    )
     for layer in layers:
         layer.backend.build(meta, 4)
     g = torch.Generator().manual_seed(0)
@@ -593,7 +759,8 @@ def test_soft_cap_and_scale_are_a_layers_own() -> None:
         k, v = torch.randn(2, 6, kv_heads, size, generator=g)
         order = layer.backend.get_kv_cache_stride_order()
         cache = torch.empty_permuted((2, 2, 4, kv_heads, size), order).fill_(torch.nan)
-        got, own = layer(q, k, v, cache, meta), layer.backend
+        got = layer(q, k, v, cache, meta)
+        own = layer.backend
         oracle = ReferenceBackend(heads, size, kv_heads, own.scale, own.window, own.soft_cap)
         torch.testing.assert_close(got, oracle.forward(q, cache, meta).flatten(1))
 
@@ -606,7 +773,9 @@ def fused(state: dict[str, torch.Tensor], joined: dict[str, list[str]]) -> dict[
     out = dict(state)
     for whole, parts in joined.items():
         for name in [name for name in state if f".{parts[0]}." in name]:
-            out[name.replace(parts[0], whole)] = torch.cat([out.pop(name.replace(parts[0], part)) for part in parts])
+            out[name.replace(parts[0], whole)] = torch.cat(
+                [out.pop(name.replace(parts[0], part)) for part in parts]
+            )
     return out
 
 
@@ -625,31 +794,43 @@ def test_a_checkpoint_may_store_what_the_model_stacks(wholes: tuple[str, ...]) -
 
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name() -> None:
     hf_model = tiny_model(llama())
-    model, state = LlamaForCausalLM(hf_model.config, CONTEXT), dict(hf_model.state_dict())
-    short = {name: tensor for name, tensor in state.items() if "layers.1.self_attn.k_proj" not in name}
+    model = LlamaForCausalLM(hf_model.config, CONTEXT)
+    state = dict(hf_model.state_dict())
+    short = {
+        name: tensor for name, tensor in state.items() if "layers.1.self_attn.k_proj" not in name
+    }
     with pytest.raises(WeightsError, match="lacks 1 of .*layers.1.self_attn.qkv_proj.weight"):
         load_weights(model, short.items())
     name = "model.layers.0.self_attn.k_proj.weight"
     with pytest.raises(
-        WeightsError, match=r"0.self_attn.k_proj.weight has shape \(3, 48\), the model needs \(24, 48\)"
+        WeightsError,
+        match=r"0.self_attn.k_proj.weight has shape \(3, 48\), the model needs \(24, 48\)",
     ):
         load_weights(model, (state | {name: state[name][:3]}).items())
     name = "model.layers.0.self_attn.qkv_proj.weight"
     with pytest.raises(
-        WeightsError, match=r"0.self_attn.qkv_proj.weight has shape \(24, 48\), the model needs \(96, 48\)"
+        WeightsError,
+        match=r"0.self_attn.qkv_proj.weight has shape \(24, 48\), the model needs \(96, 48\)",
     ):
         load_weights(model, (state | {name: torch.zeros(24, 48)}).items())
 
 
 def test_every_parameter_is_loaded_through_its_weight_loader() -> None:
-    "A parameter with a loader of its own gets the checkpoint's tensor and the number of the matrix."
-    hf_model, calls = tiny_model(llama(num_hidden_layers=1)), []
+    """A parameter with a loader of its own gets the checkpoint's tensor and the number of the
+    matrix.
+    """
+    hf_model = tiny_model(llama(num_hidden_layers=1))
+    calls = []
     model = LlamaForCausalLM(hf_model.config, CONTEXT)
     parameter = model.model.layers[0].self_attn.qkv_proj.weight
-    parameter.weight_loader = lambda param, weight, shard_id=None: calls.append((param, tuple(weight.shape), shard_id))
+    parameter.weight_loader = lambda param, weight, shard_id=None: calls.append(
+        (param, tuple(weight.shape), shard_id)
+    )
     load_weights(model, hf_model.state_dict().items())
     shapes = {(shape, shard) for _, shape, shard in calls}
-    assert shapes == {((48, 48), 0), ((24, 48), 1), ((24, 48), 2)} and all(p is parameter for p, *_ in calls)
+    assert shapes == {((48, 48), 0), ((24, 48), 1), ((24, 48), 2)} and all(
+        p is parameter for p, *_ in calls
+    )
 
 
 # Linear methods
@@ -660,7 +841,9 @@ class Int8Rows(LinearMethod):
 
     def create_weights(self, layer, input_size, output_sizes, bias, dtype):
         rows = sum(output_sizes)
-        layer.weight = nn.Parameter(torch.empty(rows, input_size, dtype=torch.int8), requires_grad=False)
+        layer.weight = nn.Parameter(
+            torch.empty(rows, input_size, dtype=torch.int8), requires_grad=False
+        )
         layer.scale = nn.Buffer(torch.empty(rows, 1, dtype=dtype))
 
         def quantize(param, weight, shard_id=None):
@@ -679,7 +862,10 @@ class Quantize:
     "A `quant_config` that quantizes the MLP's matrices."
 
     def get_quant_method(self, layer: LinearBase) -> LinearMethod:
-        mlp = isinstance(layer, MergedColumnParallelLinear) or layer.input_size == SIZES["intermediate_size"]
+        mlp = (
+            isinstance(layer, MergedColumnParallelLinear)
+            or layer.input_size == SIZES["intermediate_size"]
+        )
         return Int8Rows() if mlp else UnquantizedLinearMethod()
 
 

@@ -1,4 +1,6 @@
-"""GPT-2, GPT-NeoX, Mixtral and Qwen3-MoE equal transformers: on one rank and on several, from memory and from a folder."""
+"""GPT-2, GPT-NeoX, Mixtral and Qwen3-MoE equal transformers: on one rank and on several, from
+memory and from a folder.
+"""
 
 import threading
 from collections.abc import Callable
@@ -25,24 +27,45 @@ from teachvllm.model_executor.models import moe
 from teachvllm.model_executor.models.gpt2 import GPT2LMHeadModel, TransposedSlice
 from teachvllm.model_executor.models.gpt_neox import GPTNeoXAttention
 from teachvllm.model_executor.models.moe import FusedMoE, MixtralForCausalLM, select_experts
-from teachvllm.model_executor.models.parity import Paged, largest_difference, paged_logits, random_sequences, tiny_model
+from teachvllm.model_executor.models.parity import (
+    Paged,
+    largest_difference,
+    paged_logits,
+    random_sequences,
+    tiny_model,
+)
 from teachvllm.model_executor.models.registry import get_model_class
 
 CONTEXT = ModelContext(TorchSDPABackend, 4, torch.float32)
-EAGER: dict[str, Any] = {"attn_implementation": "eager"}  # transformers 4's other one forgets GPT-2's scales
+# transformers 4's other one forgets GPT-2's scales
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 IDS: dict[str, Any] = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def gpt2(**changes: Any) -> GPT2Config:
-    return GPT2Config(**IDS | {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128} | changes)
+    return GPT2Config(
+        **IDS | {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128} | changes
+    )
 
 
 def neox(**changes: Any) -> GPTNeoXConfig:
-    sizes = {"hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6}
-    return GPTNeoXConfig(**IDS | sizes | {"max_position_embeddings": 128, "rotary_pct": 0.5} | changes)
+    sizes = {
+        "hidden_size": 72,
+        "intermediate_size": 100,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+    }
+    return GPTNeoXConfig(
+        **IDS | sizes | {"max_position_embeddings": 128, "rotary_pct": 0.5} | changes
+    )
 
 
-LLAMA = IDS | {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+LLAMA = IDS | {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
 
 
 def mixtral(**changes: Any) -> MixtralConfig:
@@ -56,20 +79,40 @@ def mixtral(**changes: Any) -> MixtralConfig:
 
 
 def qwen(**changes: Any) -> Qwen3MoeConfig:
-    experts = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "intermediate_size": 80}
-    more = {"head_dim": 16, "max_position_embeddings": 128, "mlp_only_layers": [1], "norm_topk_prob": True}
+    experts = {
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "intermediate_size": 80,
+    }
+    more = {
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    }
     return Qwen3MoeConfig(**LLAMA | experts | more | changes)
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": gpt2,
-    "gpt2, n_inner, relu, untied": lambda: gpt2(n_inner=52, activation_function="relu", tie_word_embeddings=False),
-    "gpt2, scaled by layer": lambda: gpt2(scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True, **EAGER),
+    "gpt2, n_inner, relu, untied": lambda: gpt2(
+        n_inner=52, activation_function="relu", tie_word_embeddings=False
+    ),
+    "gpt2, scaled by layer": lambda: gpt2(
+        scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True, **EAGER
+    ),
     "gpt2, no scale": lambda: gpt2(scale_attn_weights=False, **EAGER),
     "gpt_neox": neox,
-    "gpt_neox, one after the other": lambda: neox(use_parallel_residual=False, hidden_act="gelu_new"),
-    "gpt_neox, no biases, tied": lambda: neox(attention_bias=False, tie_word_embeddings=True, rotary_pct=0.25),
-    "gpt_neox, all turned": lambda: neox(rotary_pct=1.0, rotary_emb_base=500, num_attention_heads=2),
+    "gpt_neox, one after the other": lambda: neox(
+        use_parallel_residual=False, hidden_act="gelu_new"
+    ),
+    "gpt_neox, no biases, tied": lambda: neox(
+        attention_bias=False, tie_word_embeddings=True, rotary_pct=0.25
+    ),
+    "gpt_neox, all turned": lambda: neox(
+        rotary_pct=1.0, rotary_emb_base=500, num_attention_heads=2
+    ),
     "gpt_neox, linear": lambda: neox(rope_scaling={"rope_type": "linear", "factor": 3.0}),
     "mixtral": mixtral,
     "mixtral, window, one expert, tied": lambda: mixtral(
@@ -77,8 +120,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "mixtral, all experts, gelu": lambda: mixtral(num_experts_per_tok=5, hidden_act="gelu"),
     "qwen3_moe": qwen,
-    "qwen3_moe, not to one": lambda: qwen(norm_topk_prob=False, mlp_only_layers=None, tie_word_embeddings=True),
-    "qwen3_moe, every second": lambda: qwen(decoder_sparse_step=2, mlp_only_layers=[], attention_bias=True),
+    "qwen3_moe, not to one": lambda: qwen(
+        norm_topk_prob=False, mlp_only_layers=None, tie_word_embeddings=True
+    ),
+    "qwen3_moe, every second": lambda: qwen(
+        decoder_sparse_step=2, mlp_only_layers=[], attention_bias=True
+    ),
     "qwen3_moe, window": lambda: qwen(use_sliding_window=True, sliding_window=6),
     "qwen3_moe, no experts": lambda: qwen(num_experts=0, num_experts_per_tok=0),
 }
@@ -92,11 +139,18 @@ def test_logits_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*MAIN, "gpt2, n_inner, relu, untied", "gpt_neox, no biases, tied", "mixtral, window, one expert, tied"]
+    "name",
+    [
+        *MAIN,
+        "gpt2, n_inner, relu, untied",
+        "gpt_neox, no biases, tied",
+        "mixtral, window, one expert, tied",
+    ],
 )
 @torch.inference_mode()
 def test_every_split_gives_the_logits_of_transformers(name: str) -> None:
-    hf_model, sequences = tiny_model(CONFIGS[name]()), random_sequences(97)
+    hf_model = tiny_model(CONFIGS[name]())
+    sequences = random_sequences(97)
     wanted = torch.cat([hf_model(torch.tensor([ids])).logits[0] for ids in sequences])
     tokens = greedy(hf_model, sequences[0], 8)
 
@@ -107,14 +161,17 @@ def test_every_split_gives_the_logits_of_transformers(name: str) -> None:
     for split in ((2, 1), (1, 2), (2, 2)):
         results = run_ranks(run, *split)
         for logits, chosen in results:
-            assert (logits - wanted).abs().max() < 1e-4 and wanted.abs().max() > 1 and chosen == tokens, split
+            assert (
+                (logits - wanted).abs().max() < 1e-4 and wanted.abs().max() > 1 and chosen == tokens
+            ), split
             assert torch.equal(logits, results[0][0])  # the same on all ranks
 
 
 @pytest.mark.parametrize("config", [gpt2, neox, lambda: neox(num_attention_heads=1), mixtral, qwen])
 def test_the_heads_of_a_token_lie_together(config: Callable[[], Any]) -> None:
     "As the kernels that write the cache want keys and values."
-    hf_model, seen = tiny_model(config()), []
+    hf_model = tiny_model(config())
+    seen = []
 
     def look(layer: Attention, args: tuple) -> None:
         _, k, v, *_ = args
@@ -131,7 +188,9 @@ def test_the_heads_of_a_token_lie_together(config: Callable[[], Any]) -> None:
 
 
 @pytest.fixture(scope="module", params=MAIN)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     "As save_pretrained writes it: in transformers 5 with other names than the model's own."
     hf_model = tiny_model(MAIN[request.param]())
     for parameter in hf_model.parameters():
@@ -172,25 +231,44 @@ def test_greedy_tokens_equal_transformers(saved: tuple[Path, Any]) -> None:
     expected = [greedy(hf_model, prompt, 16) for prompt in prompts]
     assert len({token for tokens in expected for token in tokens}) > 10
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    options: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 16}
-    with LLM(folder, dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64, **options) as llm:
+    options: dict[str, Any] = {
+        "block_size": 4,
+        "num_gpu_blocks_override": 24,
+        "max_num_batched_tokens": 16,
+    }
+    with LLM(
+        folder, dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64, **options
+    ) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 def test_gpt2_as_the_hub_has_it() -> None:
-    "Names without `transformer.`, causal masks beside the weights; a matrix that is square can lie on its side unseen."
+    """Names without `transformer.`, causal masks beside the weights; a matrix that is square can
+    lie on its side unseen.
+    """
     hf_model = tiny_model(gpt2())
-    hub = {name.removeprefix("transformer."): tensor for name, tensor in hf_model.state_dict().items()}
-    hub |= {f"h.{i}.attn.{name}": torch.ones(1, 1, 128, 128) for i in range(3) for name in ("bias", "masked_bias")}
-    one, other = GPT2LMHeadModel(hf_model.config, CONTEXT), GPT2LMHeadModel(hf_model.config, CONTEXT)
+    hub = {
+        name.removeprefix("transformer."): tensor for name, tensor in hf_model.state_dict().items()
+    }
+    hub |= {
+        f"h.{i}.attn.{name}": torch.ones(1, 1, 128, 128)
+        for i in range(3)
+        for name in ("bias", "masked_bias")
+    }
+    one = GPT2LMHeadModel(hf_model.config, CONTEXT)
+    other = GPT2LMHeadModel(hf_model.config, CONTEXT)
     load_weights(one, hf_model.state_dict().items())
     with mock.patch.object(layers.logger, "warning") as warning:
         load_weights(other, hub.items())
     assert not warning.called and same([one], [other])
     square = hf_model.transformer.h[1].attn.c_proj.weight
-    assert torch.equal(one.transformer.h[1].attn.c_proj.weight, square.T) and not torch.equal(square, square.T)
-    with pytest.raises(WeightsError, match=r"h.0.mlp.c_fc.weight has shape \(5, 48\), the model needs \(192, 48\)"):
+    assert torch.equal(one.transformer.h[1].attn.c_proj.weight, square.T) and not torch.equal(
+        square, square.T
+    )
+    with pytest.raises(
+        WeightsError, match=r"h.0.mlp.c_fc.weight has shape \(5, 48\), the model needs \(192, 48\)"
+    ):
         load_weights(other, (hub | {"h.0.mlp.c_fc.weight": torch.zeros(48, 5)}).items())
 
 
@@ -198,12 +276,18 @@ def test_a_transposed_slice_reads_the_part_asked_for() -> None:
     matrix = torch.arange(35.0).view(5, 7)
     turned = TransposedSlice(matrix)
     assert turned.shape == (7, 5)
-    for rows, columns in ((slice(2, 4), slice(None)), (slice(None), slice(1, 3)), (slice(0, 0), slice(None))):
+    for rows, columns in (
+        (slice(2, 4), slice(None)),
+        (slice(None), slice(1, 3)),
+        (slice(0, 0), slice(None)),
+    ):
         assert torch.equal(turned[rows, columns], matrix.T[rows, columns])
 
 
 def test_the_second_name_of_a_head() -> None:
-    "embed_out in files and in transformers 4, lm_head in the memory of transformers 5; without it a checkpoint is refused."
+    """embed_out in files and in transformers 4, lm_head in the memory of transformers 5; without it
+    a checkpoint is refused.
+    """
     hf_model = tiny_model(neox())
     state = {
         name: tensor
@@ -224,19 +308,28 @@ def test_the_second_name_of_a_head() -> None:
 def test_every_experts_matrices_must_come(lost: str, tmp_path: Path) -> None:
     hf_model = tiny_model(mixtral(num_hidden_layers=1))
     hf_model.save_pretrained(tmp_path)
-    state = [(name, tensor) for name, tensor in loader.find_weights(tmp_path, "auto") if f"moe.{lost}." not in name]
+    state = [
+        (name, tensor)
+        for name, tensor in loader.find_weights(tmp_path, "auto")
+        if f"moe.{lost}." not in name
+    ]
     with pytest.raises(WeightsError, match="lacks 1 of "):
         load_weights(MixtralForCausalLM(hf_model.config, CONTEXT), state)
 
 
 @pytest.mark.parametrize("config", [mixtral, qwen])
-def test_a_file_may_have_the_experts_in_one_tensor(config: Callable[[], Any], tmp_path: Path) -> None:
+def test_a_file_may_have_the_experts_in_one_tensor(
+    config: Callable[[], Any], tmp_path: Path
+) -> None:
     "As transformers 5 has them in memory, and as it writes them if it is told to."
     hf_model = tiny_model(config())
     hf_model.config.save_pretrained(tmp_path)
     save_file(hf_model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
     for split in ((1, 1), (2, 1), (1, 2)):
-        assert same(loaded(tmp_path, *split), run_ranks(lambda parallel: Ranked(hf_model, parallel).model, *split))
+        assert same(
+            loaded(tmp_path, *split),
+            run_ranks(lambda parallel: Ranked(hf_model, parallel).model, *split),
+        )
 
 
 # What is refused
@@ -245,10 +338,17 @@ def test_a_file_may_have_the_experts_in_one_tensor(config: Callable[[], Any], tm
 def test_what_is_not_served_is_refused_by_name() -> None:
     with pytest.raises(NotSupportedYet, match="quantization_config="):
         get_model_class(
-            mixtral(quantization_config={"quant_method": "gptq", "bits": 4}, architectures=["MixtralForCausalLM"])
+            mixtral(
+                quantization_config={"quant_method": "gptq", "bits": 4},
+                architectures=["MixtralForCausalLM"],
+            )
         )
-    two = ModelContext(TorchSDPABackend, 4, torch.float32, parallel=mock.Mock(ParallelState, tp_size=2, tp_rank=0))
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide the model's 3 heads"):
+    two = ModelContext(
+        TorchSDPABackend, 4, torch.float32, parallel=mock.Mock(ParallelState, tp_size=2, tp_rank=0)
+    )
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=2 does not divide the model's 3 heads"
+    ):
         GPTNeoXAttention(neox(num_attention_heads=3), two)  # its 216 rows would divide
     with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide a matrix of 25"):
         FusedMoE(3, 2, 48, 25, two)
@@ -259,7 +359,9 @@ def test_what_is_not_served_is_refused_by_name() -> None:
 
 def loop_over_tokens(layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     "From the definition, token by token."
-    w13, w2 = (stack.weight.unflatten(0, (layer.num_experts, -1)) for stack in (layer.w13, layer.w2))
+    w13, w2 = (
+        stack.weight.unflatten(0, (layer.num_experts, -1)) for stack in (layer.w13, layer.w2)
+    )
     out = torch.zeros_like(x)
     for token, row in enumerate(x):
         shares = logits[token].softmax(0)
@@ -272,7 +374,8 @@ def loop_over_tokens(layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor) -> 
 
 
 def filled_experts(num_experts: int, top_k: int, renormalize: bool = True) -> FusedMoE:
-    layer, g = FusedMoE(num_experts, top_k, 24, 20, CONTEXT, renormalize=renormalize), torch.Generator().manual_seed(0)
+    layer = FusedMoE(num_experts, top_k, 24, 20, CONTEXT, renormalize=renormalize)
+    g = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=g) / 4)
     return layer
@@ -281,24 +384,31 @@ def filled_experts(num_experts: int, top_k: int, renormalize: bool = True) -> Fu
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
 @pytest.mark.parametrize("num_experts, top_k", [(1, 1), (5, 2), (5, 5), (40, 3)])
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_experts_equal_a_loop_over_tokens(num_experts: int, top_k: int, renormalize: bool, num_tokens: int) -> None:
+def test_experts_equal_a_loop_over_tokens(
+    num_experts: int, top_k: int, renormalize: bool, num_tokens: int
+) -> None:
     g = torch.Generator().manual_seed(num_tokens)
-    layer, x = filled_experts(num_experts, top_k, renormalize), torch.randn(num_tokens, 24, generator=g)
+    layer = filled_experts(num_experts, top_k, renormalize)
+    x = torch.randn(num_tokens, 24, generator=g)
     logits = torch.randn(num_tokens, num_experts, generator=g)
-    torch.testing.assert_close(layer(x, logits), loop_over_tokens(layer, x, logits), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        layer(x, logits), loop_over_tokens(layer, x, logits), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     "way", ["rows_of_each_expert", "all_rows_for_each_expert", "torch_grouped_mm", "grouped_linear"]
 )
 @pytest.mark.parametrize(
-    "lengths", [[0, 3, 0, 0, 2], [0] * 5, [0, 0, 7, 0, 0], [7, 0, 0, 0, 0], [0, 0, 0, 0, 7], [1] * 5]
+    "lengths",
+    [[0, 3, 0, 0, 2], [0] * 5, [0, 0, 7, 0, 0], [7, 0, 0, 0, 0], [0, 0, 0, 0, 7], [1] * 5],
 )
 def test_all_ways_of_a_grouped_product_agree(way: str, lengths: list[int]) -> None:
     if way == "torch_grouped_mm" and not hasattr(F, "grouped_mm"):
         pytest.skip("this torch has none")
     g = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(sum(lengths), 8, generator=g), torch.randn(5, 6, 8, generator=g)
+    x = torch.randn(sum(lengths), 8, generator=g)
+    weight = torch.randn(5, 6, 8, generator=g)
     wanted = torch.cat([rows @ matrix.T for rows, matrix in zip(x.split(lengths), weight)])
     got = getattr(moe, way)(x, weight, torch.tensor(lengths).cumsum(0).int())
     torch.testing.assert_close(got, wanted)
@@ -319,14 +429,19 @@ def test_nothing_leaves_a_gpu_while_a_graph_is_recorded(
     dtype: torch.dtype, size: int, capability: tuple[int, int], capturing: bool, way: str
 ) -> None:
     "Which way is chosen; there is no GPU here to take it."
-    ways = {name: mock.Mock() for name in ("rows_of_each_expert", "all_rows_for_each_expert", "torch_grouped_mm")}
+    ways = {
+        name: mock.Mock()
+        for name in ("rows_of_each_expert", "all_rows_for_each_expert", "torch_grouped_mm")
+    }
     with (
         mock.patch.multiple(moe, **ways),
         mock.patch.object(moe.F, "grouped_mm", create=True),
         mock.patch("torch.cuda.get_device_capability", lambda device: capability),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: capturing),
     ):
-        moe.grouped_linear(mock.Mock(is_cuda=True, dtype=dtype), torch.zeros(5, size, 8), torch.zeros(5))
+        moe.grouped_linear(
+            mock.Mock(is_cuda=True, dtype=dtype), torch.zeros(5, size, 8), torch.zeros(5)
+        )
     assert [name for name, called in ways.items() if called.called] == [way]
 
 
@@ -341,12 +456,18 @@ def test_an_expert_without_tokens_costs_nothing() -> None:
 
 def test_a_token_does_not_depend_on_the_others() -> None:
     "Nor a row of padding, which may hold anything, on CUDA graphs."
-    layer, g = filled_experts(6, 2), torch.Generator().manual_seed(0)
-    x, logits = torch.randn(20, 24, generator=g), torch.randn(20, 6, generator=g)
+    layer = filled_experts(6, 2)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 24, generator=g)
+    logits = torch.randn(20, 6, generator=g)
     whole = layer(x, logits)
-    torch.testing.assert_close(torch.cat([layer(x[i : i + 1], logits[i : i + 1]) for i in range(20)]), whole)
-    poisoned, wild = x.clone(), logits.clone()
-    poisoned[15:], wild[15:] = torch.nan, torch.nan
+    torch.testing.assert_close(
+        torch.cat([layer(x[i : i + 1], logits[i : i + 1]) for i in range(20)]), whole
+    )
+    poisoned = x.clone()
+    wild = logits.clone()
+    poisoned[15:] = torch.nan
+    wild[15:] = torch.nan
     torch.testing.assert_close(layer(poisoned, wild)[:15], whole[:15])
 
 
@@ -359,14 +480,18 @@ def test_routing_is_in_float32() -> None:
 
 
 def test_experts_are_plain_whatever_quantizes_the_rest() -> None:
-    quant = SimpleNamespace(get_quant_method=mock.Mock(side_effect=AssertionError("asked for an expert")))
+    quant = SimpleNamespace(
+        get_quant_method=mock.Mock(side_effect=AssertionError("asked for an expert"))
+    )
     FusedMoE(4, 2, 24, 20, ModelContext(TorchSDPABackend, 4, torch.float32, quant))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 30])
 def test_processed_experts_multiply_the_same(num_tokens: int) -> None:
-    layer, g = filled_experts(6, 2), torch.Generator().manual_seed(0)
-    x, logits = torch.randn(num_tokens, 24, generator=g), torch.randn(num_tokens, 6, generator=g)
+    layer = filled_experts(6, 2)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(num_tokens, 24, generator=g)
+    logits = torch.randn(num_tokens, 6, generator=g)
     before = layer(x, logits)
     with mock.patch("torch.backends.mkldnn.is_available", lambda: False):
         layer.w13.linear_method.process_weights_after_loading(layer.w13)

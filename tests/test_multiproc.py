@@ -1,4 +1,6 @@
-"""Workers in processes of their own: calls and steps, and every fault that can be injected. After each nothing is left."""
+"""Workers in processes of their own: calls and steps, and every fault that can be injected. After
+each nothing is left.
+"""
 
 import gc
 import logging
@@ -37,7 +39,9 @@ def shared() -> Iterator[MultiprocExecutor]:
 
 def check_gone(executor: MultiprocExecutor) -> None:
     "No process, no connection."
-    assert executor.group.workers and all(worker.process.returncode is not None for worker in executor.group.workers)
+    assert executor.group.workers and all(
+        worker.process.returncode is not None for worker in executor.group.workers
+    )
     assert all(worker.sock.fileno() == -1 for worker in executor.group.workers)
 
 
@@ -66,12 +70,15 @@ def causes(error: BaseException) -> str:
 def test_calls(shared: MultiprocExecutor) -> None:
     "Names and functions, positional and keyword arguments; one answer each, by rank."
     assert shared.collective_rpc("execute_model", args=("x",)) == [(0, "x"), (1, "x")]
-    assert shared.collective_rpc(lambda worker, a, b=0: (worker.rank, a, b), args=(1,), kwargs={"b": 2}) == [
-        (0, 1, 2), (1, 1, 2)
-    ]  # fmt: skip
+    assert shared.collective_rpc(
+        lambda worker, a, b=0: (worker.rank, a, b), args=(1,), kwargs={"b": 2}
+    ) == [(0, 1, 2), (1, 1, 2)]
     offset = 10
     assert shared.collective_rpc(lambda worker: worker.rank + offset) == [10, 11]  # a closure
-    assert shared.collective_rpc(lambda w: (w.local_rank, w.is_driver_worker)) == [(0, True), (1, False)]
+    assert shared.collective_rpc(lambda w: (w.local_rank, w.is_driver_worker)) == [
+        (0, True),
+        (1, False),
+    ]
     urls = shared.collective_rpc(lambda w: w.init_method)
     assert urls[0] == urls[1] and urls[0].startswith("tcp://127.0.0.1:")
     assert shared.collective_rpc(lambda w: w.calls[:2]) == [["init_device", "load_model"]] * 2
@@ -86,11 +93,16 @@ def test_calls(shared: MultiprocExecutor) -> None:
         shared.collective_rpc("make_coffee")
     with pytest.raises((TypeError, AttributeError)):
         shared.collective_rpc("execute_model", args=(shared.lock,))  # cannot be sent
-    assert shared.collective_rpc("execute_model", args=(1,)) == [(0, 1), (1, 1)] and not shared.group.calls
+    assert (
+        shared.collective_rpc("execute_model", args=(1,)) == [(0, 1), (1, 1)]
+        and not shared.group.calls
+    )
 
 
 def test_large_messages_both_ways(shared: MultiprocExecutor) -> None:
-    "Larger than a connection's buffers, in both directions at once: neither side waits for the other for ever."
+    """Larger than a connection's buffers, in both directions at once: neither side waits for the
+    other for ever.
+    """
     big = random.Random(0).randbytes(3_000_000)
     assert shared.collective_rpc("execute_model", args=(big,)) == [(0, big), (1, big)]
     for i in range(3):
@@ -111,10 +123,13 @@ def test_several_threads(shared: MultiprocExecutor) -> None:
 def test_timeout(shared: MultiprocExecutor, tmp_path: Path) -> None:
     "Who did not answer is said, the answer that comes later is dropped, and all goes on."
     go = tmp_path / "go"
-    with pytest.raises(TimeoutError, match=r"execute_model: no answer from worker rank=(0, )?1 after 2 s"):
+    with pytest.raises(
+        TimeoutError, match=r"execute_model: no answer from worker rank=(0, )?1 after 2 s"
+    ):
         shared.collective_rpc("execute_model", timeout=2.0, args=({1: f"wait {go}"},))
     with pytest.raises(TimeoutError):
-        shared.collective_rpc("execute_model", timeout=0.0, args=({1: "raise late"},))  # no call waits for this error
+        # no call waits for this error
+        shared.collective_rpc("execute_model", timeout=0.0, args=({1: "raise late"},))
     go.touch()
     assert shared.collective_rpc("execute_model", args=(2,)) == [(0, 2), (1, 2)]
     assert shared.execute_model(3) == (0, 3)
@@ -128,17 +143,28 @@ class Extension:
 
 
 def test_worker_extension_cls_and_environment(capfd: pytest.CaptureFixture) -> None:
-    """`collective_rpc` finds an extension's methods. Workers have the engine's variables and paths; their prints and logs are
-    seen, and logs carry the rank."""
+    """`collective_rpc` finds an extension's methods. Workers have the engine's variables and paths;
+    their prints and logs are seen, and logs carry the rank.
+    """
     import torch
 
     executor = MultiprocExecutor(make_config(worker_extension_cls=Extension))
-    assert executor.collective_rpc("greet", args=("you",)) == ["rank 0 greets you", "rank 1 greets you"]
+    assert executor.collective_rpc("greet", args=("you",)) == [
+        "rank 0 greets you",
+        "rank 1 greets you",
+    ]
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, torch.get_num_threads() // 2))
     assert executor.collective_rpc(lambda w: os.environ["OMP_NUM_THREADS"]) == [threads] * 2
-    assert executor.collective_rpc(lambda w: os.environ["HF_HUB_OFFLINE"]) == [os.environ["HF_HUB_OFFLINE"]] * 2
-    assert executor.collective_rpc(lambda w: sys.path[: len(sys.path)])[0][: len(sys.path)] == [*map(str, sys.path)]
-    executor.collective_rpc(lambda w: logging.getLogger("teachvllm").error("something from %d", w.rank))
+    assert (
+        executor.collective_rpc(lambda w: os.environ["HF_HUB_OFFLINE"])
+        == [os.environ["HF_HUB_OFFLINE"]] * 2
+    )
+    assert executor.collective_rpc(lambda w: sys.path[: len(sys.path)])[0][: len(sys.path)] == [
+        *map(str, sys.path)
+    ]
+    executor.collective_rpc(
+        lambda w: logging.getLogger("teachvllm").error("something from %d", w.rank)
+    )
     executor.collective_rpc(lambda w: print(f"printed by {w.rank}"))
     written = capfd.readouterr()
     executor.shutdown()
@@ -151,7 +177,9 @@ def test_worker_extension_cls_and_environment(capfd: pytest.CaptureFixture) -> N
 
 
 def test_steps(shared: MultiprocExecutor) -> None:
-    "The output rank answers, in the order of the steps; one that fails raises in its own `collect`, and only there."
+    """The output rank answers, in the order of the steps; one that fails raises in its own
+    `collect`, and only there.
+    """
     for step in (1, {0: "raise A"}, 3):
         shared.submit(step)
     assert shared.collect() == (0, 1)
@@ -169,8 +197,12 @@ def test_steps(shared: MultiprocExecutor) -> None:
     assert shared.collective_rpc(lambda w: w.steps) == [[], []]
 
 
-def test_an_error_of_a_worker_that_was_not_to_answer(shared: MultiprocExecutor, tmp_path: Path) -> None:
-    "It is raised, though the output rank is well: at once if it waits, else by the next call. After a reset all is forgotten."
+def test_an_error_of_a_worker_that_was_not_to_answer(
+    shared: MultiprocExecutor, tmp_path: Path
+) -> None:
+    """It is raised, though the output rank is well: at once if it waits, else by the next call.
+    After a reset all is forgotten.
+    """
     first, second, third = (tmp_path / name for name in "BCD")
     with pytest.raises(LookupError, match="raise B") as failed:
         shared.execute_model({0: f"wait {first}", 1: "raise B"})
@@ -180,7 +212,8 @@ def test_an_error_of_a_worker_that_was_not_to_answer(shared: MultiprocExecutor, 
     assert shared.execute_model({1: f"wait {second}"})[0] == 0  # rank 1 is not done yet
     assert shared.execute_model({1: "raise C"}) == (0, {1: "raise C"})
     second.touch()
-    wait_until(lambda: bool(select.select([shared.group.workers[1].sock], [], [], 0)[0]))  # what it answers has come
+    # what it answers has come
+    wait_until(lambda: bool(select.select([shared.group.workers[1].sock], [], [], 0)[0]))
     with pytest.raises(LookupError, match="raise C") as failed:
         shared.execute_model(5)
     assert "worker rank=1" in causes(failed.value)
@@ -194,7 +227,9 @@ def test_an_error_of_a_worker_that_was_not_to_answer(shared: MultiprocExecutor, 
     assert shared.execute_model(7) == (0, 7)
 
 
-def test_a_step_on_a_gpu_is_launched_before_the_last_is_fetched(shared: MultiprocExecutor, tmp_path: Path) -> None:
+def test_a_step_on_a_gpu_is_launched_before_the_last_is_fetched(
+    shared: MultiprocExecutor, tmp_path: Path
+) -> None:
     "There a step is two orders. An error when it is launched is raised when it is fetched."
     shared.reset()
     shared.is_ahead = True
@@ -218,7 +253,9 @@ def test_a_step_on_a_gpu_is_launched_before_the_last_is_fetched(shared: Multipro
 
 
 def test_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    "With two pipeline stages, the first rank of the last one. Also: one worker has no store; and executors live side by side."
+    """With two pipeline stages, the first rank of the last one. Also: one worker has no store; and
+    executors live side by side.
+    """
     executors = [MultiprocExecutor(make_config(2, tp_size=1)), MultiprocExecutor(make_config(1))]
     assert executors[0].execute_model(1) == (1, 1)
     assert executors[0].collective_rpc(lambda w: w.is_driver_worker) == [True, True]
@@ -263,7 +300,9 @@ def test_an_error_that_cannot_be_sent(shared: MultiprocExecutor, kind: type) -> 
         if worker.rank == 1:
             raise kind(1, 2)
 
-    with pytest.raises(RuntimeError, match=rf"{kind.__name__}: {kind.__name__.lower()} 1 2") as failed:
+    with pytest.raises(
+        RuntimeError, match=rf"{kind.__name__}: {kind.__name__.lower()} 1 2"
+    ) as failed:
         shared.collective_rpc(fail)
     assert "worker rank=1" in causes(failed.value) and "in fail" in causes(failed.value)
 
@@ -296,13 +335,19 @@ def test_a_fork_of_the_engine_leaves_the_workers_alone(shared: MultiprocExecutor
 def test_workers_ignore_ctrl_c(shared: MultiprocExecutor) -> None:
     for worker in shared.group.workers:
         os.kill(worker.process.pid, signal.SIGINT)
-    assert shared.collective_rpc(lambda w: signal.getsignal(signal.SIGINT) is signal.SIG_IGN) == [True, True]
+    assert shared.collective_rpc(lambda w: signal.getsignal(signal.SIGINT) is signal.SIG_IGN) == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_at_any_time(shared: MultiprocExecutor, seed: int) -> None:
-    "Interrupted anywhere, a step is sent to all workers or to none, and its result is still there, or dropped by `reset`."
-    rng, interrupted = random.Random(seed), 0
+    """Interrupted anywhere, a step is sent to all workers or to none, and its result is still
+    there, or dropped by `reset`.
+    """
+    rng = random.Random(seed)
+    interrupted = 0
     shared.reset()
 
     def interrupt(*_: Any) -> None:
@@ -355,7 +400,9 @@ def test_killed_while_it_starts(where: str, monkeypatch: pytest.MonkeyPatch) -> 
                 self.process.kill()
 
         monkeypatch.setattr(WorkerProcess, "__init__", init)
-        with pytest.raises(EngineDeadError, match=r"worker rank=1 \(process \d+\) was killed by SIGKILL"):
+        with pytest.raises(
+            EngineDeadError, match=r"worker rank=1 \(process \d+\) was killed by SIGKILL"
+        ):
             MultiprocExecutor(make_config(faults={(where, 1): "kill"}))
     assert len(workers) == 2 and all(worker.process.returncode is not None for worker in workers)
 
@@ -364,7 +411,11 @@ def test_fails_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     "Its own error is raised; likewise if it exits, hangs, or cannot be started at all."
     with noted(monkeypatch) as workers:
         with pytest.raises(LookupError, match="raise no memory") as failed:
-            MultiprocExecutor(make_config(faults={("load_model", 1): "raise no memory", ("load_model", 0): "hang"}))
+            MultiprocExecutor(
+                make_config(
+                    faults={("load_model", 1): "raise no memory", ("load_model", 0): "hang"}
+                )
+            )
         assert "worker rank=1" in causes(failed.value)
         with pytest.raises(EngineDeadError, match="exited with code 7"):
             MultiprocExecutor(make_config(1, faults={("init_device", 0): "exit"}))
@@ -379,7 +430,11 @@ def test_fails_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_dead(executor: MultiprocExecutor, says: str) -> None:
     "Every call says why; nothing is left."
-    for call in (lambda: executor.submit(1), lambda: executor.collective_rpc("reset"), executor.reset):
+    for call in (
+        lambda: executor.submit(1),
+        lambda: executor.collective_rpc("reset"),
+        executor.reset,
+    ):
         with pytest.raises(EngineDeadError, match=says):
             call()
     check_gone(executor)
@@ -387,7 +442,9 @@ def check_dead(executor: MultiprocExecutor, says: str) -> None:
 
 
 def test_killed_in_a_step() -> None:
-    "Also if the other one waits for it, and if a process that the dead one has started keeps its connection open."
+    """Also if the other one waits for it, and if a process that the dead one has started keeps its
+    connection open.
+    """
     executor = MultiprocExecutor(make_config())
     children = executor.collective_rpc(lambda w: os.fork() or time.sleep(60))
     executor.submit(1)
@@ -403,11 +460,14 @@ def test_killed_in_a_step() -> None:
 
 
 def test_dies_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    "The error of one worker is often the echo of another one's death. And what the dead one said last is told."
+    """The error of one worker is often the echo of another one's death. And what the dead one said
+    last is told.
+    """
     executor = MultiprocExecutor(make_config())
     with pytest.raises(LookupError):
         executor.collective_rpc("execute_model", args=({1: "raise its last words"},))
-    monkeypatch.setattr(multiproc_executor.WorkerGroup, "grace", SOON)  # the death may come long after the echo
+    # the death may come long after the echo
+    monkeypatch.setattr(multiproc_executor.WorkerGroup, "grace", SOON)
     with pytest.raises(EngineDeadError, match=r"(?s)rank=1.*exited with code 7.*its last words"):
         executor.execute_model({0: "raise lost the connection", 1: "exit"})
     check_dead(executor, "code 7")
@@ -419,7 +479,9 @@ def test_hangs_after_another_one_failed(monkeypatch: pytest.MonkeyPatch) -> None
     executor = MultiprocExecutor(make_config())
     with pytest.raises(LookupError):
         executor.execute_model({0: "hang", 1: "raise F"})
-    with pytest.raises(EngineDeadError, match=r"reset.*rank=0.*before that, worker rank=1: LookupError: .*raise F"):
+    with pytest.raises(
+        EngineDeadError, match=r"reset.*rank=0.*before that, worker rank=1: LookupError: .*raise F"
+    ):
         executor.reset()
     check_dead(executor, "raise F")
 
@@ -476,7 +538,9 @@ SCRIPT = """
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("end", ["killed", "ends", "raises"])
 def test_a_script_without_a_guard(end: str, tmp_path: Path) -> None:
-    "It is not run again by the workers, and however it ends, nothing is left: no process, shared memory or port."
+    """It is not run again by the workers, and however it ends, nothing is left: no process, shared
+    memory or port.
+    """
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT) + ("raise SystemExit(3)" if end == "raises" else ""))
     env = {**os.environ, "PYTHONPATH": str(Path(multiproc_executor.PACKAGE_ROOT))}
@@ -502,9 +566,17 @@ def test_a_script_without_a_guard(end: str, tmp_path: Path) -> None:
 
 
 def test_an_engine(folder: str) -> None:
-    "It says what one worker in this process says; and when its worker is killed it says so, and a new one starts."
-    options = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 64, "device": "cpu"}
-    params, answers = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), []
+    """It says what one worker in this process says; and when its worker is killed it says so, and a
+    new one starts.
+    """
+    options = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": 64,
+        "device": "cpu",
+    }
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    answers = []
     for backend in ("uni", "mp"):
         with LLM(folder, distributed_executor_backend=backend, **options) as llm:
             outputs = llm.generate([[5, 6, 7], [9, 8]], params, use_tqdm=False)

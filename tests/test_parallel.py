@@ -1,4 +1,6 @@
-"""Several ranks have one model between them: groups, shards, stages. Ranks are threads here; nothing else is different."""
+"""Several ranks have one model between them: groups, shards, stages. Ranks are threads here;
+nothing else is different.
+"""
 
 import os
 import subprocess
@@ -46,18 +48,37 @@ from teachvllm.model_executor.layers import (
     vocab_part,
 )
 from teachvllm.model_executor.loader import get_model, make_context, save_sharded_state
-from teachvllm.model_executor.models.parity import Paged, flat_batch, paged_logits, random_sequences, tiny_model
+from teachvllm.model_executor.models.parity import (
+    Paged,
+    flat_batch,
+    paged_logits,
+    random_sequences,
+    tiny_model,
+)
 from teachvllm.model_executor.models.registry import get_model_class
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 2,
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 OPT_SIZES: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 48, "ffn_dim": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "word_embed_proj_dim": 48, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "ffn_dim": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "word_embed_proj_dim": 48,
+    "eos_token_id": 2,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "one KV head": lambda: LlamaConfig(**SIZES | {"num_key_value_heads": 1}),
@@ -68,10 +89,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=6),
     "phi3": lambda: Phi3Config(**SIZES, sliding_window=6, partial_rotary_factor=0.5),
     "opt": lambda: OPTConfig(**OPT_SIZES),
-    "opt-350m": lambda: OPTConfig(**OPT_SIZES | {"word_embed_proj_dim": 24}, do_layer_norm_before=False),
-    "opt, untied, no biases": lambda: OPTConfig(**OPT_SIZES, tie_word_embeddings=False, enable_bias=False),
+    "opt-350m": lambda: OPTConfig(
+        **OPT_SIZES | {"word_embed_proj_dim": 24}, do_layer_norm_before=False
+    ),
+    "opt, untied, no biases": lambda: OPTConfig(
+        **OPT_SIZES, tie_word_embeddings=False, enable_bias=False
+    ),
 }
-SPLITS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]  # tensor_parallel_size, pipeline_parallel_size
+# tensor_parallel_size, pipeline_parallel_size
+SPLITS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]
 PROMPT = [5, 40, 3, 77, 12, 9, 61, 30, 8]
 
 
@@ -85,7 +111,8 @@ def test_collectives(size: int, dtype: torch.dtype) -> None:
 
     @torch.inference_mode()
     def check(parallel: ParallelState) -> None:
-        group, mine = parallel.tp, rows[parallel.rank].to(dtype)
+        group = parallel.tp
+        mine = rows[parallel.rank].to(dtype)
         assert group is not None and group.rank_in_group == parallel.tp_rank == parallel.rank
         assert torch.equal(group.all_reduce(mine.clone()), sum(rows).to(dtype))  # type: ignore[union-attr,arg-type]
         for dim in (0, 1, -1):
@@ -146,15 +173,20 @@ def test_ranks_are_numbered_as_in_vllm() -> None:
         return parallel.tp.ranks, parallel.tp_rank, parallel.pp.ranks, parallel.pp_rank
 
     assert run_ranks(where, 2, 2) == [
-        ([0, 1], 0, [0, 2], 0), ([0, 1], 1, [1, 3], 0), ([2, 3], 0, [0, 2], 1), ([2, 3], 1, [1, 3], 1),
-    ]  # fmt: skip
+        ([0, 1], 0, [0, 2], 0),
+        ([0, 1], 1, [1, 3], 0),
+        ([2, 3], 0, [0, 2], 1),
+        ([2, 3], 1, [1, 3], 1),
+    ]
     alone = run_ranks(lambda parallel: parallel)[0]
     assert alone.tp is None and alone.pp is None and (alone.rank, alone.size) == (0, 1)
 
 
 def test_two_engines_in_one_process() -> None:
     "Of different sizes, at the same time, and beside torch's own global group."
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
 
         def engine(size: int) -> list[int]:
@@ -173,9 +205,15 @@ def test_two_engines_in_one_process() -> None:
 
 
 def test_env_is_what_a_launcher_gave() -> None:
-    "Two engines, one after the other, of two ranks as torchrun starts them: the second reads nothing that the first left."
+    """Two engines, one after the other, of two ranks as torchrun starts them: the second reads
+    nothing that the first left.
+    """
     store, init_method = host_store()
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": init_method.rpartition(":")[2], "WORLD_SIZE": "2"}
+    env = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": init_method.rpartition(":")[2],
+        "WORLD_SIZE": "2",
+    }
     code = """
 import sys, torch
 from teachvllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -191,7 +229,10 @@ assert not torch.distributed.is_initialized()
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **os.environ}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(i)], env=env | {"RANK": str(i)}, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, str(i)],
+            env=env | {"RANK": str(i)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for i in range(2)
     ]
@@ -213,7 +254,9 @@ def test_what_does_not_meet_is_said() -> None:
     del meeting
     with pytest.raises(RuntimeError, match="did not meet"):  # nothing listens there any more
         init_distributed_environment(2, 0, 0, init_method, "cpu", timeout=0.5)
-    with pytest.raises(ValueError, match="tensor_parallel_size=3 .* is not the number of workers, 2"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size=3 .* is not the number of workers, 2"
+    ):
         initialize_model_parallel(mock.Mock(world_size=2, rank=0), 3)
     with pytest.raises(ValueError, match="choose tcp://host:port or env://"):
         init_distributed_environment(2, 0, 0, "file:///x", "cpu")
@@ -243,8 +286,10 @@ class Ranked(Paged):
 
         def model_class(config: Any, context: ModelContext) -> nn.Module:
             model: Any = get_model_class(config)(config, replace(context, parallel=parallel))
-            self.stage, model.forward = model.forward, self.forward
-            self.head, model.compute_logits = model.compute_logits, self.compute_logits
+            self.stage = model.forward
+            model.forward = self.forward
+            self.head = model.compute_logits
+            model.compute_logits = self.compute_logits
             return model
 
         super().__init__(model_class, hf_model, block_size=block_size)
@@ -260,13 +305,15 @@ class Ranked(Paged):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "The last stage's, on all stages, so that each can go on with the same token."
-        pp, last = self.parallel.pp, self.parallel.is_last_stage
+        pp = self.parallel.pp
+        last = self.parallel.is_last_stage
         logits = self.head(hidden) if last else torch.empty(len(hidden), self.vocab_size)
         return pp.broadcast(logits.contiguous(), pp.world_size - 1) if pp else logits
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         self.start([prompt + [0] * num_tokens])
-        done, (logits,) = len(prompt), self.step([(0, 0, len(prompt))])
+        done = len(prompt)
+        (logits,) = self.step([(0, 0, len(prompt))])
         while done < len(prompt) + num_tokens:
             self.sequences[0][done] = int(logits[-1].argmax())
             done += 1
@@ -284,14 +331,19 @@ def test_every_split_gives_the_logits_of_transformers(name: str) -> None:
 
     def run(parallel: ParallelState) -> tuple[list[torch.Tensor], list[int]]:
         paged = Ranked(hf_model, parallel)
-        return [torch.cat(paged_logits(paged, sequences, chunk)) for chunk in (64, 5)], paged.greedy(PROMPT, 12)
+        return [
+            torch.cat(paged_logits(paged, sequences, chunk)) for chunk in (64, 5)
+        ], paged.greedy(PROMPT, 12)
 
     for split in SPLITS:
         results = run_ranks(run, *split)
         for logits, chosen in results:
-            assert all((got - wanted).abs().max() < 1e-4 for got in logits) and wanted.abs().max() > 1, split
+            assert (
+                all((got - wanted).abs().max() < 1e-4 for got in logits) and wanted.abs().max() > 1
+            ), split
             assert chosen == tokens, split
-            assert all(torch.equal(a, b) for a, b in zip(logits, results[0][0], strict=True))  # the same on all ranks
+            # the same on all ranks
+            assert all(torch.equal(a, b) for a, b in zip(logits, results[0][0], strict=True))
 
 
 @torch.inference_mode()
@@ -314,7 +366,9 @@ def test_one_rank_has_no_group_and_no_other_path() -> None:
     "No collective is called, and every layer has the weights and loaders that it always had."
     hf_model = tiny_model(CONFIGS["llama"]())
     names = ("all_reduce", "all_gather", "broadcast", "send_tensor_dict", "recv_tensor_dict")
-    with mock.patch.multiple(GroupCoordinator, **{name: mock.Mock(side_effect=AssertionError(name)) for name in names}):
+    with mock.patch.multiple(
+        GroupCoordinator, **{name: mock.Mock(side_effect=AssertionError(name)) for name in names}
+    ):
         paged = Paged(get_model_class(hf_model.config), hf_model)
         paged_logits(paged, [PROMPT], 4)
     assert all(layer.tp is None for layer in paged.model.modules() if isinstance(layer, LinearBase))
@@ -324,11 +378,15 @@ def test_one_rank_has_no_group_and_no_other_path() -> None:
 @pytest.mark.parametrize("name", ["llama", "one KV head", "phi3", "opt-350m"])
 def test_the_parts_are_the_whole(name: str) -> None:
     "All parts together are the checkpoint's numbers, repeated where they should be."
-    hf_model, sizes = tiny_model(CONFIGS[name]()), {}
+    hf_model = tiny_model(CONFIGS[name]())
+    sizes = {}
     for size in (1, 2, 4):
         models = run_ranks(lambda parallel: Ranked(hf_model, parallel).model, size)
         sizes[size] = [sum(p.numel() for p in model.parameters()) for model in models]
-        specs = [[layer.kv_cache_spec.num_kv_heads for layer in attention_layers(model).values()] for model in models]
+        specs = [
+            [layer.kv_cache_spec.num_kv_heads for layer in attention_layers(model).values()]
+            for model in models
+        ]
         kv_heads = getattr(hf_model.config, "num_key_value_heads", 4)
         assert specs == [[max(1, kv_heads // size)] * 3] * size
         if name == "one KV head":
@@ -336,7 +394,9 @@ def test_the_parts_are_the_whole(name: str) -> None:
             q, k, _ = zip(*(layer.weight.split(layer.output_partition_sizes) for layer in layers))
             state = hf_model.state_dict()
             assert torch.equal(torch.cat(q), state["model.layers.0.self_attn.q_proj.weight"])
-            assert all(torch.equal(part, state["model.layers.0.self_attn.k_proj.weight"]) for part in k)
+            assert all(
+                torch.equal(part, state["model.layers.0.self_attn.k_proj.weight"]) for part in k
+            )
     assert len(set(sizes[2])) == len(set(sizes[4])) == 1
     assert sizes[4][0] < 0.75 * sizes[2][0] < 0.6 * sizes[1][0]
 
@@ -349,14 +409,18 @@ def test_stages_have_global_names_and_only_their_layers() -> None:
         ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"],
         ["model.layers.2.self_attn.attn"],
     ]
-    assert isinstance(first.lm_head, PPMissingLayer) and isinstance(first.model.norm, PPMissingLayer)
+    assert isinstance(first.lm_head, PPMissingLayer) and isinstance(
+        first.model.norm, PPMissingLayer
+    )
     assert (
         last.lm_head.weight is last.model.embed_tokens.weight
     )  # tied: the head reads the embedding, on the last stage too
     assert isinstance(last.model.layers[0], PPMissingLayer) and len(last.model.layers) == 3
 
 
-@pytest.mark.parametrize("stages, counts", [(1, [7]), (2, [4, 3]), (3, [2, 3, 2]), (4, [2, 2, 2, 1]), (7, [1] * 7)])
+@pytest.mark.parametrize(
+    "stages, counts", [(1, [7]), (2, [4, 3]), (3, [2, 3, 2]), (4, [2, 2, 2, 1]), (7, [1] * 7)]
+)
 def test_layers_are_shared_out(stages: int, counts: list[int]) -> None:
     indices = [get_pp_indices(7, mock.Mock(pp_rank=rank, pp_size=stages)) for rank in range(stages)]
     assert [end - start for start, end in indices] == counts
@@ -375,21 +439,33 @@ def pretend(size: int, rank: int = 0) -> ParallelState:
     return ParallelState(tp=mock.Mock(world_size=size, rank_in_group=rank))
 
 
-REFUSED = [(3, 4, 2, "1, 2, 4"), (2, 9, 3, "1, 3, 9"), (3, 12, 2, "1, 2, 4, 6, 12"), (8, 4, 4, "1, 2, 4"),
-           (4, 12, 6, "1, 2, 3, 6, 12")]  # fmt: skip
+REFUSED = [
+    (3, 4, 2, "1, 2, 4"),
+    (2, 9, 3, "1, 3, 9"),
+    (3, 12, 2, "1, 2, 4, 6, 12"),
+    (8, 4, 4, "1, 2, 4"),
+    (4, 12, 6, "1, 2, 3, 6, 12"),
+]
 
 
 @pytest.mark.parametrize("size, heads, kv_heads, choices", REFUSED)
 def test_heads_that_cannot_be_shared(size: int, heads: int, kv_heads: int, choices: str) -> None:
-    said = f"tensor_parallel_size={size} does not divide the model's {heads} heads and {kv_heads} KV heads: choose {choices}$"
+    said = (
+        f"tensor_parallel_size={size} does not divide the model's {heads} heads and {kv_heads} "
+        f"KV heads: choose {choices}$"
+    )
     with pytest.raises(ValueError, match=said):
         QKVParallelLinear(48, 8, heads, kv_heads, context(size))
 
 
 def test_matrices_that_cannot_be_cut() -> None:
-    for make in (lambda: ColumnParallelLinear(4, 10, context(4)), lambda: RowParallelLinear(10, 4, context(4))):
+    for make in (
+        lambda: ColumnParallelLinear(4, 10, context(4)),
+        lambda: RowParallelLinear(10, 4, context(4)),
+    ):
         with pytest.raises(
-            ValueError, match="tensor_parallel_size=4 does not divide a matrix of 10 .*: choose 1, 2, 5, 10$"
+            ValueError,
+            match="tensor_parallel_size=4 does not divide a matrix of 10 .*: choose 1, 2, 5, 10$",
         ):
             make()
     with pytest.raises(ValueError, match="pipeline_parallel_size=4: the model has only 3 layers"):
@@ -400,11 +476,13 @@ def test_matrices_that_cannot_be_cut() -> None:
 def test_a_vocabulary_is_padded(vocab: int) -> None:
     "Parts are equal, and together they are the vocabulary; more ranks than ids is right, too."
     weight = torch.randn(vocab, 6)
-    ids, x = torch.randint(vocab, (20,)), torch.randn(3, 6)
+    ids = torch.randint(vocab, (20,))
+    x = torch.randn(3, 6)
 
     def run(parallel: ParallelState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         own = ModelContext(TorchSDPABackend, 4, torch.float32, parallel=parallel)
-        embedding, head = VocabParallelEmbedding(vocab, 6, own), ParallelLMHead(6, vocab, own, bias=True)
+        embedding = VocabParallelEmbedding(vocab, 6, own)
+        head = ParallelLMHead(6, vocab, own, bias=True)
         model = nn.ModuleDict({"embedding": embedding, "head": head})
         state = {"embedding.weight": weight, "head.weight": weight, "head.bias": weight[:, 0]}
         load_weights(model, state.items())
@@ -412,7 +490,11 @@ def test_a_vocabulary_is_padded(vocab: int) -> None:
 
     results = run_ranks(run, 4)
     parts = torch.cat([part for part, _, _ in results])
-    assert torch.equal(parts[:vocab], weight) and (parts[vocab:] == 0).all() and len(parts) == -(-vocab // 4) * 4
+    assert (
+        torch.equal(parts[:vocab], weight)
+        and (parts[vocab:] == 0).all()
+        and len(parts) == -(-vocab // 4) * 4
+    )
     for _, embedded, logits in results:
         assert torch.equal(embedded, weight[ids])
         torch.testing.assert_close(logits, x @ weight.T + weight[:, 0])
@@ -420,7 +502,9 @@ def test_a_vocabulary_is_padded(vocab: int) -> None:
 
 def test_parts_cover_the_whole() -> None:
     for size, count in ((12, 4), (12, 3), (12, 1)):
-        assert [i for rank in range(count) for i in equal_part(size, pretend(count, rank))] == list(range(size))
+        assert [i for rank in range(count) for i in equal_part(size, pretend(count, rank))] == list(
+            range(size)
+        )
     assert {len(vocab_part(50_000, pretend(7, rank))) for rank in range(7)} == {-(-50_000 // 7)}
 
 
@@ -434,16 +518,23 @@ def config_of(folder: Path, **options: Any) -> Any:
 
 def loaded(folder: Path, tp: int = 1, pp: int = 1, **options: Any) -> list[Any]:
     config = config_of(folder, **options)
-    return run_ranks(lambda parallel: loader._filled_model(config, make_context(config, parallel), "cpu"), tp, pp)
+    return run_ranks(
+        lambda parallel: loader._filled_model(config, make_context(config, parallel), "cpu"), tp, pp
+    )
 
 
 def same(models: list[Any], others: list[Any]) -> bool:
-    pairs = [zip(a.named_parameters(), b.named_parameters(), strict=True) for a, b in zip(models, others, strict=True)]
+    pairs = [
+        zip(a.named_parameters(), b.named_parameters(), strict=True)
+        for a, b in zip(models, others, strict=True)
+    ]
     return all(na == nb and torch.equal(a, b) for pair in pairs for (na, a), (nb, b) in pair)
 
 
 @pytest.fixture(scope="module", params=["llama", "tied, biases, head_dim", "phi3", "opt-350m"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     hf_model = tiny_model(CONFIGS[request.param]())
     folder = tmp_path_factory.mktemp("model")
     hf_model.save_pretrained(folder)
@@ -457,7 +548,8 @@ def test_each_rank_loads_its_part(saved: tuple[Path, Any], split: tuple[int, int
     from_memory = run_ranks(lambda parallel: Ranked(hf_model, parallel).model, *split)
     with mock.patch.object(loader.logger, "warning") as warning:
         assert same(loaded(folder, *split), from_memory)
-    assert not [call for call in warning.call_args_list if "not used" in call.args[0]]  # nothing is left over
+    # nothing is left over
+    assert not [call for call in warning.call_args_list if "not used" in call.args[0]]
     torch.save(hf_model.state_dict(), folder / "pytorch_model.bin")
     assert same(loaded(folder, *split, load_format="pt"), from_memory)
     (folder / "pytorch_model.bin").unlink()
@@ -485,13 +577,16 @@ def test_a_rank_reads_only_its_part(saved: tuple[Path, Any], split: tuple[int, i
 def test_get_model_is_ready_to_run(saved: tuple[Path, Any], dtype: str, tolerance: float) -> None:
     "With packed weights, in the dtype asked for."
     folder, hf_model = saved
-    config, prompt = config_of(folder, dtype=dtype), torch.tensor(PROMPT)
+    config = config_of(folder, dtype=dtype)
+    prompt = torch.tensor(PROMPT)
     wanted = hf_model(prompt[None]).logits[0]
     positions, meta = flat_batch([(0, 0, len(prompt))], torch.zeros(1, 1, dtype=torch.int64), 16)
 
     @torch.inference_mode()
     def logits(parallel: ParallelState) -> torch.Tensor:
-        context, caches, step = make_context(config, parallel), [], replace(meta, plans={})
+        context = make_context(config, parallel)
+        caches = []
+        step = replace(meta, plans={})
         model = get_model(config, context)
         for layer in attention_layers(model).values():
             spec = layer.kv_cache_spec
@@ -502,21 +597,28 @@ def test_get_model_is_ready_to_run(saved: tuple[Path, Any], dtype: str, toleranc
         return model.compute_logits(model(prompt, positions, caches, step))
 
     one, other = run_ranks(logits, 2)
-    assert torch.equal(one, other) and (one - wanted).abs().max() < tolerance * max(1, float(wanted.abs().max()) / 10)
+    assert torch.equal(one, other) and (one - wanted).abs().max() < tolerance * max(
+        1, float(wanted.abs().max()) / 10
+    )
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     hf_model = tiny_model(CONFIGS["llama"]())
-    state, name = dict(hf_model.state_dict()), "model.layers.0.self_attn.k_proj.weight"
+    state = dict(hf_model.state_dict())
+    name = "model.layers.0.self_attn.k_proj.weight"
     larger = {name: torch.zeros(25, 48), "model.layers.1.mlp.down_proj.weight": torch.zeros(48, 65)}
     for name, wrong in larger.items():
 
         def run(parallel: ParallelState, name: str = name, wrong: torch.Tensor = wrong) -> None:
             own = ModelContext(TorchSDPABackend, 4, torch.float32, parallel=parallel)
-            load_weights(get_model_class(hf_model.config)(hf_model.config, own), (state | {name: wrong}).items())
+            load_weights(
+                get_model_class(hf_model.config)(hf_model.config, own),
+                (state | {name: wrong}).items(),
+            )
 
         with pytest.raises(
-            WeightsError, match=rf"{name} has shape \({wrong.shape[0]}, {wrong.shape[1]}\), the model needs"
+            WeightsError,
+            match=rf"{name} has shape \({wrong.shape[0]}, {wrong.shape[1]}\), the model needs",
         ):
             run_ranks(run, 2)
 
@@ -525,7 +627,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 def test_sharded_state(saved: tuple[Path, Any], split: tuple[int, int], tmp_path: Path) -> None:
     folder, _ = saved
     config = config_of(folder)
-    run_ranks(lambda parallel: save_sharded_state(config, make_context(config, parallel), tmp_path), *split)
+    run_ranks(
+        lambda parallel: save_sharded_state(config, make_context(config, parallel), tmp_path),
+        *split,
+    )
     size = split[0] * split[1]
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files == [f"model-rank-{rank}-part-0.safetensors" for rank in range(size)]
@@ -538,12 +643,17 @@ def test_sharded_state(saved: tuple[Path, Any], split: tuple[int, int], tmp_path
     with pytest.raises(ValueError, match="no model-rank-0-part-0.safetensors in"):
         loaded(folder, *split, load_format="sharded_state")
     with pytest.raises(ValueError, match="need another folder"):
-        run_ranks(lambda parallel: save_sharded_state(config, make_context(config, parallel), folder), *split)
+        run_ranks(
+            lambda parallel: save_sharded_state(config, make_context(config, parallel), folder),
+            *split,
+        )
     if split == (2, 1):
         with pytest.raises(WeightsError, match="the model needs|has no place in this rank's part"):
             loaded(tmp_path, 1, 2, load_format="sharded_state")  # as many ranks, cut in another way
         (tmp_path / files[1]).write_bytes(b"damaged")
-        with pytest.raises(WeightsError, match="model-rank-1-part-0.safetensors is corrupt or cut short"):
+        with pytest.raises(
+            WeightsError, match="model-rank-1-part-0.safetensors is corrupt or cut short"
+        ):
             loaded(tmp_path, 2, load_format="sharded_state")
 
 
@@ -551,7 +661,13 @@ def test_sharded_state(saved: tuple[Path, Any], split: tuple[int, int], tmp_path
 def test_loading_a_part_takes_little_more_than_the_part(tmp_path: Path) -> None:
     "Own memory at its peak: the part and a tensor. In a process for each rank, as in an engine."
     config = LlamaConfig(
-        **SIZES | {"vocab_size": 4000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6}
+        **SIZES
+        | {
+            "vocab_size": 4000,
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 6,
+        }
     )
     tiny_model(config).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -581,7 +697,9 @@ parallel.world.barrier()
 """
     store, init_method = host_store()
     command = [sys.executable, "-c", code, str(tmp_path), init_method]
-    ranks = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)]
+    ranks = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)
+    ]
     for rank in ranks:
         output, _ = rank.communicate(timeout=200)
         part, peak = map(int, output.split())

@@ -1,4 +1,6 @@
-"""One engine over several worker processes: the tokens that one worker gives, for requests of all kinds."""
+"""One engine over several worker processes: the tokens that one worker gives, for requests of all
+kinds.
+"""
 
 import itertools
 import os
@@ -25,7 +27,12 @@ from teachvllm import LLM
 from teachvllm.executor.executor_base import EngineDeadError
 from teachvllm.executor.multiproc_executor import PACKAGE_ROOT
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu", "block_size": 4}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+    "block_size": 4,
+}
 SPLITS = [
     (1, 1, True),
     (2, 1, False),
@@ -39,7 +46,9 @@ SPLITS = [
 def answer(llm: LLM) -> Answers:
     "Half of the requests come at once, the others one a step."
     requests = make_requests()
-    engine, told, todo = llm.llm_engine, Told(requests), list(requests)
+    engine = llm.llm_engine
+    told = Told(requests)
+    todo = list(requests)
     engine.processor.eos_token_ids = EOS
     while todo or engine.has_unfinished_requests():
         for name in todo[: len(requests) // 2 if len(todo) == len(requests) else 1]:
@@ -66,8 +75,12 @@ def expected(folder: str) -> Iterator[Answers]:
 
 
 @pytest.mark.parametrize("tp, pp, ahead", SPLITS)
-def test_the_tokens_of_one_worker(folder: str, expected: Answers, tp: int, pp: int, ahead: bool) -> None:
-    "Forks, beams and all kinds of sampling; with a pool so small that requests are preempted, swapped and computed again."
+def test_the_tokens_of_one_worker(
+    folder: str, expected: Answers, tp: int, pp: int, ahead: bool
+) -> None:
+    """Forks, beams and all kinds of sampling; with a pool so small that requests are preempted,
+    swapped and computed again.
+    """
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "async_scheduling": ahead}
     more = {
         "swap_space": 0.001,
@@ -81,7 +94,11 @@ def test_the_tokens_of_one_worker(folder: str, expected: Answers, tp: int, pp: i
             assert answer(llm) == expected
             check_nothing_left(llm)
         metrics = llm.get_metrics()
-        assert metrics["num_preemptions"] > 0 and metrics["num_cow_copies"] > 0 and metrics["prefix_cache_hits"] > 0
+        assert (
+            metrics["num_preemptions"] > 0
+            and metrics["num_cow_copies"] > 0
+            and metrics["prefix_cache_hits"] > 0
+        )
         left = llm.collective_rpc(lambda worker: len(worker.model_runner.input_batch.slot_of))
         assert left == [0] * (tp * pp)
 
@@ -103,14 +120,18 @@ def test_a_failed_step_ends_the_requests_that_ran(folder: str, expected: Answers
         with pytest.raises(ZeroDivisionError, match="spoilt"):
             llm.llm_engine.step()
         [output] = llm.llm_engine.step()
-        assert output.outputs[0].finish_reason == "error" and "spoilt" in output.outputs[0].stop_reason
+        assert (
+            output.outputs[0].finish_reason == "error" and "spoilt" in output.outputs[0].stop_reason
+        )
         assert answer(llm) == expected
         check_nothing_left(llm)
 
 
 @pytest.mark.parametrize("stage, where", [(1, "submit"), (0, "submit"), (1, "sample")])
 def test_one_stage_fails(folder: str, expected: Answers, stage: int, where: str) -> None:
-    "Hidden states that were on their way are not taken for the next step's; or no stage can be reset, and all says so."
+    """Hidden states that were on their way are not taken for the next step's; or no stage can be
+    reset, and all says so.
+    """
 
     def spoil(worker: Any) -> None:
         owner = worker if where == "submit" else worker.model_runner
@@ -140,7 +161,9 @@ def test_one_stage_fails(folder: str, expected: Answers, stage: int, where: str)
 
 
 def test_ctrl_c_in_a_long_step(folder: str, expected: Answers, tmp_path: Path) -> None:
-    "It is taken while the engine waits for the workers; they finish the step, and the engine goes on."
+    """It is taken while the engine waits for the workers; they finish the step, and the engine goes
+    on.
+    """
     go = tmp_path / "go"
 
     def be_slow(worker: Any) -> None:
@@ -164,15 +187,23 @@ def test_ctrl_c_in_a_long_step(folder: str, expected: Answers, tmp_path: Path) -
 
         thread = threading.Thread(target=press)
         thread.start()
-        with pytest.raises(KeyboardInterrupt), patch.object(core_of(llm), "_recover", lambda message: None):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            patch.object(core_of(llm), "_recover", lambda message: None),
+        ):
             llm.llm_engine.step()
         thread.join()
         [call] = core_of(llm).executor.group.calls.values()
-        assert len(core_of(llm).in_flight) == 1 and not call.answers, "it was held until the step was over"
+        assert len(core_of(llm).in_flight) == 1 and not call.answers, (
+            "it was held until the step was over"
+        )
         go.touch()
         core_of(llm)._recover("KeyboardInterrupt")
         [output] = llm.llm_engine.step()
-        assert output.outputs[0].finish_reason == "error" and "KeyboardInterrupt" in output.outputs[0].stop_reason
+        assert (
+            output.outputs[0].finish_reason == "error"
+            and "KeyboardInterrupt" in output.outputs[0].stop_reason
+        )
         assert answer(llm) == expected
         check_nothing_left(llm)
 
@@ -185,7 +216,11 @@ def test_more_gpus_than_there_are(folder: str, monkeypatch: pytest.MonkeyPatch) 
     device = SimpleNamespace(device="cuda")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(ValueError, match=r"= 4 needs 4 GPUs, this machine has 2"):
-        MultiprocExecutor(SimpleNamespace(parallel_config=parallel, scheduler_config=scheduler, device_config=device))  # type: ignore[arg-type]
+        MultiprocExecutor(
+            SimpleNamespace(
+                parallel_config=parallel, scheduler_config=scheduler, device_config=device
+            )
+        )  # type: ignore[arg-type]
 
 
 def test_more_stages_than_layers_is_said(folder: str) -> None:
@@ -201,7 +236,8 @@ def test_kv_heads_are_repeated(tmp_path: Path) -> None:
 
     make_tiny("llama", tmp_path)
     config = LlamaConfig.from_pretrained(tmp_path)
-    config.num_key_value_heads, config.vocab_size = 1, VOCAB - 1
+    config.num_key_value_heads = 1
+    config.vocab_size = VOCAB - 1
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -209,7 +245,9 @@ def test_kv_heads_are_repeated(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True)
     answers = []
     for size in (1, 2):
-        with LLM(str(tmp_path), num_gpu_blocks_override=64, tensor_parallel_size=size, **OPTIONS) as llm:
+        with LLM(
+            str(tmp_path), num_gpu_blocks_override=64, tensor_parallel_size=size, **OPTIONS
+        ) as llm:
             outputs = llm.generate([[1, 2, 3], [5] * 20], params, use_tqdm=False)
             answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
@@ -231,7 +269,9 @@ def processes() -> dict[int, int]:
 def listening(pids: Iterable[int]) -> set[str]:
     "The sockets on which processes listen for TCP connections, by their inodes."
     lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
     found = {f"socket:[{line[9]}]" for line in lines if line[3] == "0A"}
     held = set()
@@ -252,7 +292,9 @@ def traces() -> set[str]:
 
 
 def make_dying_worker(phase: str) -> type:
-    "A worker whose rank 1 is killed when it comes to `phase`. Made in a function, so it travels by value."
+    """A worker whose rank 1 is killed when it comes to `phase`. Made in a function, so it travels
+    by value.
+    """
     from teachvllm.worker.worker import Worker
 
     class DyingWorker(Worker):
@@ -265,7 +307,9 @@ def make_dying_worker(phase: str) -> type:
 
 
 def make_fault(where: str) -> Callable[[Any], None]:
-    "For `collective_rpc`: let rank 1 be killed in it, or in a step; or hang there. Rank 0 waits for it in an all_reduce."
+    """For `collective_rpc`: let rank 1 be killed in it, or in a step; or hang there. Rank 0 waits
+    for it in an all_reduce.
+    """
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -277,7 +321,8 @@ def make_fault(where: str) -> Callable[[Any], None]:
         elif worker.rank == 1 and where == "all_reduce":
             shared = tp.device_communicator
             owner, name = (shared, "_wait") if shared else (tp, "all_reduce")
-            wait, calls = getattr(owner, name), itertools.count()
+            wait = getattr(owner, name)
+            calls = itertools.count()
             setattr(owner, name, lambda *args: wait(*args) if next(calls) < 2 else die())
         elif worker.rank == 1:
             worker.submit = die if where == "submit" else lambda out: time.sleep(3600)
@@ -295,9 +340,11 @@ PAIRS = [
 
 @pytest.mark.parametrize("phase, where", PAIRS)
 def test_faults(folder: str, expected: Answers, phase: str, where: str) -> None:
-    """A worker is killed while it starts; the next engine starts and serves, until its worker is killed or hangs in `where`.
+    """A worker is killed while it starts; the next engine starts and serves, until its worker is
+    killed or hangs in `where`.
 
-    The other worker waits for it in shared memory. After the last fault the tests below start engines.
+    The other worker waits for it in shared memory. After the last fault the tests below start
+    engines.
     """
     killed = r"worker rank=1 \(process \d+\) was killed by SIGKILL"
     options = {
@@ -317,10 +364,13 @@ def test_faults(folder: str, expected: Answers, phase: str, where: str) -> None:
     with LLM(folder, num_gpu_blocks_override=100, **options) as llm:
         [output] = llm.generate([make_requests()["greedy"][0]], GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == expected["greedy"][0][0]
-        executor, fault = core_of(llm).executor, make_fault(where)
+        executor = core_of(llm).executor
+        fault = make_fault(where)
         workers = executor.group.workers
         assert not named_memory([os.getpid(), *(worker.process.pid for worker in workers)])
-        assert {f"process {worker.process.pid}" for worker in workers} <= traces() or sys.platform != "linux"
+        assert {
+            f"process {worker.process.pid}" for worker in workers
+        } <= traces() or sys.platform != "linux"
         if where == "hang":
             executor.step_timeout = executor.reset_timeout = 0.5
         if where == "collective_rpc":
@@ -328,7 +378,8 @@ def test_faults(folder: str, expected: Answers, phase: str, where: str) -> None:
                 llm.collective_rpc(fault)
         else:
             llm.collective_rpc(fault)
-            hangs = TimeoutError, "execute_model: no answer from worker rank=0"  # which waits for rank 1
+            # which waits for rank 1
+            hangs = TimeoutError, "execute_model: no answer from worker rank=0"
             error, says = hangs if where == "hang" else (EngineDeadError, killed)
             with pytest.raises(error, match=says):
                 llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
@@ -359,7 +410,9 @@ def test_the_parent_is_killed(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
     env = {**os.environ, "PYTHONPATH": PACKAGE_ROOT}
-    script = subprocess.Popen([sys.executable, str(path), folder], stdout=subprocess.PIPE, text=True, env=env)
+    script = subprocess.Popen(
+        [sys.executable, str(path), folder], stdout=subprocess.PIPE, text=True, env=env
+    )
     assert script.stdout and [script.stdout.readline() for _ in range(2)] == ["served\n"] * 2
     workers = [pid for pid, parent in processes().items() if parent == script.pid]
     sockets = listening([script.pid, *workers])
@@ -378,16 +431,24 @@ def make_mistral(path: Path) -> None:
 
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, sliding_window=9,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        sliding_window=9,
+    )
     MistralForCausalLM(config).save_pretrained(path)
 
 
 def test_sharded_state_of_a_windowed_model(tmp_path: Path) -> None:
-    """Four workers write their parts, four others read them, and say what one worker says. With a part that is damaged the engine
-    does not start, says which file it is, and leaves nothing."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    """Four workers write their parts, four others read them, and say what one worker says. With a
+    part that is damaged the engine does not start, says which file it is, and leaves nothing.
+    """
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     make_mistral(whole)
     small = {**OPTIONS, "num_gpu_blocks_override": 96}
     with LLM(str(whole), **small) as llm:

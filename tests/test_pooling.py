@@ -1,4 +1,6 @@
-"""Embeddings, labels and scores equal transformers', whatever the chunks, batches, caches, preemptions and ranks."""
+"""Embeddings, labels and scores equal transformers', whatever the chunks, batches, caches,
+preemptions and ranks.
+"""
 
 import json
 from pathlib import Path
@@ -29,9 +31,15 @@ from teachvllm.sampling_params import BeamSearchParams, PoolingParams
 from teachvllm.transformers_utils import DEFAULT_MODEL, find_model
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
 CONFIGS = {
     "llama": TINY["llama"],
     "llama-tied": TINY["llama-tied-biased"],
@@ -41,11 +49,16 @@ CONFIGS = {
     "opt-350m-like": TINY["opt-350m-like"],
     "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=256),
     "gpt_neox": lambda: GPTNeoXConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         max_position_embeddings=256,
     ),
-}  # fmt: skip
-PROMPTS = random_prompts(9, 60) + [[7], [7, 9], list(range(3, 43)), list(range(3, 60))]  # the last two share a prefix
+}
+# the last two share a prefix
+PROMPTS = random_prompts(9, 60) + [[7], [7, 9], list(range(3, 43)), list(range(3, 60))]
 
 
 def make(name: str, folder: Path, auto: Any, **changes: Any) -> Any:
@@ -66,11 +79,18 @@ def make(name: str, folder: Path, auto: Any, **changes: Any) -> Any:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     "Llamas with each kind of head, and transformers' models."
-    heads = {"causal": AutoModelForCausalLM, "body": AutoModel, "labels": AutoModelForSequenceClassification}
+    heads = {
+        "causal": AutoModelForCausalLM,
+        "body": AutoModel,
+        "labels": AutoModelForSequenceClassification,
+    }
     made: dict[str, tuple[Path, Any]] = {}
     for name, auto in heads.items():
         folder = tmp_path_factory.mktemp(name)
-        made[name] = folder, make("llama", folder, auto, **({"num_labels": 3} if name == "labels" else {}))
+        made[name] = (
+            folder,
+            make("llama", folder, auto, **({"num_labels": 3} if name == "labels" else {})),
+        )
     return made
 
 
@@ -95,19 +115,27 @@ def expected(model: Any, kind: str = "LAST", normalize: bool = True) -> list[tor
 
 
 def close(outputs: list[Any], wanted: list[torch.Tensor]) -> None:
-    found = [torch.tensor(getattr(x.outputs, "embedding", None) or x.outputs.probs) for x in outputs]
+    found = [
+        torch.tensor(getattr(x.outputs, "embedding", None) or x.outputs.probs) for x in outputs
+    ]
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family(name: str, tmp_path: Path) -> None:
-    "As a causal model, and without a head: the same vectors, though the second's names lack the prefix."
+    """As a causal model, and without a head: the same vectors, though the second's names lack the
+    prefix.
+    """
     for auto in (
-        (AutoModelForCausalLM, AutoModel) if name in ("llama", "gpt2", "opt-350m-like") else (AutoModelForCausalLM,)
+        (AutoModelForCausalLM, AutoModel)
+        if name in ("llama", "gpt2", "opt-350m-like")
+        else (AutoModelForCausalLM,)
     ):
         wanted = expected(make(name, tmp_path, auto))
-        with engine(tmp_path, task="auto" if auto is AutoModel else "embed", max_num_batched_tokens=16) as llm:
+        with engine(
+            tmp_path, task="auto" if auto is AutoModel else "embed", max_num_batched_tokens=16
+        ) as llm:
             close(llm.embed(PROMPTS, use_tqdm=False), wanted)
 
 
@@ -127,15 +155,21 @@ def test_labels(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk", [1, 4, 16, 512])
 @pytest.mark.parametrize("kind", POOL)
 def test_chunks(folders: dict, kind: str, chunk: int) -> None:
-    "Each kind, alone and in a batch, twice: the second time with what the prefix cache may have kept."
+    """Each kind, alone and in a batch, twice: the second time with what the prefix cache may have
+    kept.
+    """
     folder, model = folders["causal"]
     wanted = expected(model, kind, normalize=False)
     config = PoolerConfig(pooling_type=kind, normalize=False)
     for caching in (True, False) if chunk == 4 else (True,):
         with engine(
-            folder, task="embed", override_pooler_config=config, enable_prefix_caching=caching,
-            max_num_batched_tokens=chunk, max_num_seqs=5,
-        ) as llm:  # fmt: skip
+            folder,
+            task="embed",
+            override_pooler_config=config,
+            enable_prefix_caching=caching,
+            max_num_batched_tokens=chunk,
+            max_num_seqs=5,
+        ) as llm:
             for _ in range(2):
                 close(llm.embed(PROMPTS, use_tqdm=False), wanted)
             hits = llm.get_metrics()["prefix_cache_hits"]
@@ -154,8 +188,12 @@ def test_preempted_requests_begin_again(folders: dict, kind: str, ahead: bool) -
         "async_scheduling": ahead,
     }
     config = {"pooling_type": kind, "normalize": False}
-    llm = engine(folder, task="embed", override_pooler_config=config, max_num_batched_tokens=8, **options)
-    order, found, todo = llm.llm_engine, {}, list(enumerate(PROMPTS))
+    llm = engine(
+        folder, task="embed", override_pooler_config=config, max_num_batched_tokens=8, **options
+    )
+    order = llm.llm_engine
+    found = {}
+    todo = list(enumerate(PROMPTS))
     while todo or order.has_unfinished_requests():
         for i, prompt in todo[:1]:
             order.add_request(str(i), prompt, PoolingParams(), priority=-i)
@@ -170,7 +208,9 @@ def test_preempted_requests_begin_again(folders: dict, kind: str, ahead: bool) -
 
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_two_workers(folders: dict, ranks: dict) -> None:
-    "Ranks that share the layers, with a sum over chunks; stages, of which only the last has the head for labels."
+    """Ranks that share the layers, with a sum over chunks; stages, of which only the last has the
+    head for labels.
+    """
     if "pipeline_parallel_size" in ranks:
         folder, model = folders["labels"]
         labels = [model(torch.tensor([ids])).logits[0].detach().softmax(-1) for ids in PROMPTS]
@@ -179,7 +219,9 @@ def test_two_workers(folders: dict, ranks: dict) -> None:
     else:
         folder, model = folders["causal"]
         config = {"pooling_type": "MEAN"}
-        with engine(folder, task="embed", override_pooler_config=config, max_num_batched_tokens=16, **ranks) as llm:
+        with engine(
+            folder, task="embed", override_pooler_config=config, max_num_batched_tokens=16, **ranks
+        ) as llm:
             close(llm.embed(PROMPTS, use_tqdm=False), expected(model, "MEAN"))
 
 
@@ -189,11 +231,17 @@ def test_scores_of_embeddings(folders: dict) -> None:
     with engine(folder, task="score") as llm:
         pairs = llm.score(PROMPTS[:3], PROMPTS[3:6], use_tqdm=False)
         several = llm.score([PROMPTS[0]], PROMPTS[3:6], use_tqdm=False)
-        cut = llm.score([PROMPTS[0]], [PROMPTS[0][-3:]], truncate_prompt_tokens=3, use_tqdm=False)[0]
+        cut = llm.score([PROMPTS[0]], [PROMPTS[0][-3:]], truncate_prompt_tokens=3, use_tqdm=False)[
+            0
+        ]
         assert all(isinstance(x, ScoringRequestOutput) and x.finished for x in pairs)
         for i in range(3):
-            assert pairs[i].outputs.score == pytest.approx(float(vectors[i] @ vectors[3 + i]), abs=1e-4)
-            assert several[i].outputs.score == pytest.approx(float(vectors[0] @ vectors[3 + i]), abs=1e-4)
+            assert pairs[i].outputs.score == pytest.approx(
+                float(vectors[i] @ vectors[3 + i]), abs=1e-4
+            )
+            assert several[i].outputs.score == pytest.approx(
+                float(vectors[0] @ vectors[3 + i]), abs=1e-4
+            )
         assert cut.outputs.score == pytest.approx(1, abs=1e-5) and len(cut.prompt_token_ids) == 6
         with pytest.raises(ValueError, match="text_1 has 2 texts, text_2 3"):
             llm.score(PROMPTS[:2], PROMPTS[:3])
@@ -202,11 +250,20 @@ def test_scores_of_embeddings(folders: dict) -> None:
 def test_scores_of_pairs(tmp_path: Path) -> None:
     "A model with one label reads both texts, joined by the tokenizer."
     tokenizer = AutoTokenizer.from_pretrained(find_model(DEFAULT_MODEL))
-    model = make("llama", tmp_path, AutoModelForSequenceClassification, num_labels=1, vocab_size=len(tokenizer))
+    model = make(
+        "llama",
+        tmp_path,
+        AutoModelForSequenceClassification,
+        num_labels=1,
+        vocab_size=len(tokenizer),
+    )
     tokenizer.save_pretrained(tmp_path)
     texts = ["The capital of France is Paris.", "A cat sat on the mat."]
     with LLM(str(tmp_path), dtype="float32", device="cpu", num_gpu_blocks_override=64) as llm:
-        found = [x.outputs.score for x in llm.score("What is the capital of France?", texts, use_tqdm=False)]
+        found = [
+            x.outputs.score
+            for x in llm.score("What is the capital of France?", texts, use_tqdm=False)
+        ]
         with pytest.raises(ValueError, match="give texts"):
             llm.score([1, 2], [3, 4])
         assert llm.classify(texts, use_tqdm=False)[0].outputs.num_classes == 1
@@ -219,11 +276,15 @@ def test_what_sentence_transformers_wrote(tmp_path: Path) -> None:
     "A folder that says how it pools is for embeddings; what the user says counts more."
     model = make("llama", tmp_path, AutoModelForCausalLM)
     (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    (tmp_path / "1_Pooling" / "config.json").write_text(
+        json.dumps({"pooling_mode_mean_tokens": True})
+    )
     assert read_stored_pooling(tmp_path) == {"pooling_type": "MEAN", "normalize": False}
     with engine(tmp_path) as llm:
         close(llm.embed(PROMPTS, use_tqdm=False), expected(model, "MEAN", normalize=False))
-    (tmp_path / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Normalize"}]))
+    (tmp_path / "modules.json").write_text(
+        json.dumps([{"type": "sentence_transformers.models.Normalize"}])
+    )
     with engine(tmp_path, override_pooler_config={"pooling_type": "CLS"}) as llm:
         close(llm.embed(PROMPTS, use_tqdm=False), expected(model, "CLS"))
     with engine(tmp_path, task="generate") as llm:
@@ -235,12 +296,23 @@ def test_what_sentence_transformers_wrote(tmp_path: Path) -> None:
 def test_a_prompt_may_fill_the_model(folders: dict, kind: str, chunk: int) -> None:
     "A vector needs no room for a token of output; an answer does."
     folder, model = folders["causal"]
-    longest, longer, config = list(range(3, 43)), list(range(3, 44)), PoolerConfig(pooling_type=kind, normalize=False)
-    options: dict[str, Any] = {"max_model_len": 40, "max_num_batched_tokens": chunk, "num_gpu_blocks_override": 25}
+    longest = list(range(3, 43))
+    longer = list(range(3, 44))
+    config = PoolerConfig(pooling_type=kind, normalize=False)
+    options: dict[str, Any] = {
+        "max_model_len": 40,
+        "max_num_batched_tokens": chunk,
+        "num_gpu_blocks_override": 25,
+    }
     with engine(folder, task="embed", override_pooler_config=config, **options) as llm:
         outputs = llm.embed([longest, longest[:-1], longest], use_tqdm=False)
-        close(outputs, [POOL[kind](hidden_states(model, ids)) for ids in (longest, longest[:-1], longest)])
-        with pytest.raises(ValueError, match="41 tokens, so it is longer than the maximum model length of 40"):
+        close(
+            outputs,
+            [POOL[kind](hidden_states(model, ids)) for ids in (longest, longest[:-1], longest)],
+        )
+        with pytest.raises(
+            ValueError, match="41 tokens, so it is longer than the maximum model length of 40"
+        ):
             llm.embed(longer, use_tqdm=False)
         cut = llm.score([longer], [[7, *longer]], truncate_prompt_tokens=40, use_tqdm=False)[0]
         assert cut.outputs.score == pytest.approx(1, abs=1e-4) and len(cut.prompt_token_ids) == 80
@@ -253,18 +325,24 @@ def test_a_prompt_of_text_leaves_room_for_a_token(folders: dict) -> None:
         assert len(llm.generate(list(range(3, 42)), use_tqdm=False)[0].outputs[0].token_ids) == 1
         for keep in (None, 40):
             with pytest.raises(
-                ValueError, match="so with one token of output it is longer than the maximum model length"
+                ValueError,
+                match="so with one token of output it is longer than the maximum model length",
             ):
-                llm.generate(list(range(3, 43)), SamplingParams(truncate_prompt_tokens=keep), use_tqdm=False)
+                llm.generate(
+                    list(range(3, 43)), SamplingParams(truncate_prompt_tokens=keep), use_tqdm=False
+                )
         cut = SamplingParams(truncate_prompt_tokens=39, max_tokens=4)
-        assert len(llm.generate(list(range(3, 43)), cut, use_tqdm=False)[0].outputs[0].token_ids) == 1
+        assert (
+            len(llm.generate(list(range(3, 43)), cut, use_tqdm=False)[0].outputs[0].token_ids) == 1
+        )
 
 
 def test_the_wrong_kind_of_request(folders: dict) -> None:
     with engine(folders["causal"][0]) as llm:
         for call in (llm.encode, llm.embed, llm.classify, lambda x: llm.score(x, x)):
             with pytest.raises(
-                ValueError, match='task="generate": this engine generates text; task="embed" gives vectors'
+                ValueError,
+                match='task="generate": this engine generates text; task="embed" gives vectors',
             ):
                 call(PROMPTS[:1])
         assert llm.generate(PROMPTS[:1], use_tqdm=False)[0].finished
@@ -291,28 +369,61 @@ def test_the_wrong_kind_of_request(folders: dict) -> None:
 
 
 def test_arguments(folders: dict) -> None:
-    causal, labels = str(folders["causal"][0]), str(folders["labels"][0])
+    causal = str(folders["causal"][0])
+    labels = str(folders["labels"][0])
 
     def pooler(model: str, **options: Any) -> PoolerConfig | None:
-        return EngineArgs(model, device="cpu", **options).create_engine_config().model_config.pooler_config
+        return (
+            EngineArgs(model, device="cpu", **options)
+            .create_engine_config()
+            .model_config.pooler_config
+        )
 
     assert pooler(causal) is None is pooler(causal, runner="generate", task="generate")
-    assert pooler(causal, runner="pooling") == pooler(causal, convert="embed") == pooler(causal, task="embed")
+    assert (
+        pooler(causal, runner="pooling")
+        == pooler(causal, convert="embed")
+        == pooler(causal, task="embed")
+    )
     assert pooler(labels) == PoolerConfig("LAST", False, True, "classify", True)
     assert pooler(labels, task="embed") == PoolerConfig("LAST", True, False, "embed", False)
     wrong: list[tuple[str, dict, str]] = [
-        (causal, {"task": "classify"}, "task='classify' needs a model with a head for labels, LlamaForCausalLM has none"),
+        (
+            causal,
+            {"task": "classify"},
+            "task='classify' needs a model with a head for labels, LlamaForCausalLM has none",
+        ),
         (causal, {"task": "reward"}, "task='reward' needs"),
         (causal, {"task": "draw"}, "task='draw': choose auto, generate, embed"),
         (causal, {"task": "generate", "convert": "embed"}, "contradict"),
         (causal, {"runner": "generate", "task": "embed"}, "contradict"),
         (causal, {"override_pooler_config": {"normalize": False}}, 'set task="embed"'),
-        (causal, {"task": "embed", "override_pooler_config": "MEAN"}, "override_pooler_config='MEAN' must be"),
-        (causal, {"task": "embed", "preemption_mode": "swap"}, 'preemption_mode="swap" cannot go with task="embed"'),
-        (causal, {"task": "embed", "override_pooler_config": {"pooling_type": "MAX"}}, "choose LAST, MEAN or CLS"),
-        (causal, {"task": "embed", "override_pooler_config": {"pooling_type": "ALL"}}, "not in teachvllm yet"),
-        (labels, {"task": "generate"}, "architecture LlamaForSequenceClassification is not supported"),
-    ]  # fmt: skip
+        (
+            causal,
+            {"task": "embed", "override_pooler_config": "MEAN"},
+            "override_pooler_config='MEAN' must be",
+        ),
+        (
+            causal,
+            {"task": "embed", "preemption_mode": "swap"},
+            'preemption_mode="swap" cannot go with task="embed"',
+        ),
+        (
+            causal,
+            {"task": "embed", "override_pooler_config": {"pooling_type": "MAX"}},
+            "choose LAST, MEAN or CLS",
+        ),
+        (
+            causal,
+            {"task": "embed", "override_pooler_config": {"pooling_type": "ALL"}},
+            "not in teachvllm yet",
+        ),
+        (
+            labels,
+            {"task": "generate"},
+            "architecture LlamaForSequenceClassification is not supported",
+        ),
+    ]
     for model, options, said in wrong:
         with pytest.raises(ValueError, match=said):
             engine(Path(model), **options)
@@ -328,20 +439,30 @@ def test_nan_is_an_error(folders: dict) -> None:
         llm.apply_model(poison)
         with pytest.raises(RuntimeError, match=r"prompt 1: .*\(NaN\)"):
             llm.embed([[9], [7]], use_tqdm=False)
-        assert len(llm.embed([[9], [3]], use_tqdm=False)) == 2 and not llm.llm_engine.has_unfinished_requests()
+        assert (
+            len(llm.embed([[9], [3]], use_tqdm=False)) == 2
+            and not llm.llm_engine.has_unfinished_requests()
+        )
 
 
 def test_requests_are_data() -> None:
     nothing = SamplingParams(max_tokens=1)
     request = EngineCoreRequest("0", [5, 6], nothing, 0, pooling_params=PoolingParams())
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest) == request
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest) == request
+    )
 
 
 def test_a_profile_needs_no_head(folders: dict) -> None:
     "The memory is measured, and the worker warms up, without logits."
     folder, model = folders["causal"]
     args = EngineArgs(
-        str(folder), task="embed", dtype="float32", device="cpu", skip_tokenizer_init=True, max_num_seqs=4
+        str(folder),
+        task="embed",
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_num_seqs=4,
     )
     llm_engine = LLMEngine.from_engine_args(args)
     names = llm_engine.collective_rpc(

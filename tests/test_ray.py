@@ -1,4 +1,6 @@
-"""Workers that are actors of a real Ray, on two nodes of this machine: tokens, places and faults. Nothing is left behind."""
+"""Workers that are actors of a real Ray, on two nodes of this machine: tokens, places and faults.
+Nothing is left behind.
+"""
 
 import os
 import signal
@@ -20,7 +22,12 @@ from teachvllm.executor.ray_executor import RayDistributedExecutor
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "teachvllm[ray]"')
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu", "swap_space": 0.001}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+    "swap_space": 0.001,
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +65,9 @@ def check_gone(executor: RayDistributedExecutor) -> None:
 
 def test_calls(shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared.execute_model(1) == (0, 1)
-    assert shared.collective_rpc(lambda worker, a, b: worker.rank + a + b, args=(10,), kwargs={"b": 5}) == [15, 16]
+    assert shared.collective_rpc(
+        lambda worker, a, b: worker.rank + a + b, args=(10,), kwargs={"b": 5}
+    ) == [15, 16]
     assert shared.collective_rpc("execute_model", args=(2,)) == [(0, 2), (1, 2)]
     for step in (1, 2, 3):
         shared.submit(step)
@@ -75,7 +84,9 @@ def test_errors_of_any_worker(shared: RayDistributedExecutor) -> None:
     for rank in (0, 1):
         with pytest.raises(LookupError, match="^.raise A.$|^raise A$") as failed:
             shared.execute_model({rank: "raise A"})
-        assert f"worker rank={rank}" in str(failed.value.__cause__) and "in _act" in str(failed.value.__cause__)
+        assert f"worker rank={rank}" in str(failed.value.__cause__) and "in _act" in str(
+            failed.value.__cause__
+        )
         shared.reset()
     with pytest.raises(TypeError, match="pickle"):
         shared.collective_rpc(lambda worker: __import__("threading").Lock())
@@ -95,7 +106,8 @@ def test_ctrl_c_leaves_the_step_in_flight(shared: RayDistributedExecutor, tmp_pa
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    go, before = tmp_path / "go", signal.signal(signal.SIGALRM, interrupt)
+    go = tmp_path / "go"
+    before = signal.signal(signal.SIGALRM, interrupt)
     try:
         shared.submit({0: f"wait {go}"})
         with pytest.raises(KeyboardInterrupt):
@@ -108,7 +120,9 @@ def test_ctrl_c_leaves_the_step_in_flight(shared: RayDistributedExecutor, tmp_pa
     assert shared.collect() == (0, {0: f"wait {go}"})
 
 
-def test_a_step_on_a_gpu_is_launched_before_the_one_before_is_fetched(shared: RayDistributedExecutor) -> None:
+def test_a_step_on_a_gpu_is_launched_before_the_one_before_is_fetched(
+    shared: RayDistributedExecutor,
+) -> None:
     "There a step is two orders. An error when it is launched is raised when it is fetched."
     shared.is_ahead = True
     try:
@@ -129,8 +143,12 @@ def test_a_step_on_a_gpu_is_launched_before_the_one_before_is_fetched(shared: Ra
 # Places
 
 
-def test_ranks_are_counted_node_by_node(shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    "This process's node first; the environment is this process's; the workers meet where all reach it."
+def test_ranks_are_counted_node_by_node(
+    shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process's node first; the environment is this process's; the workers meet where all
+    reach it.
+    """
     passed = [
         "TEACHVLLM_TEST",
         "VLLM_TORCH_PROFILER_DIR",
@@ -144,19 +162,27 @@ def test_ranks_are_counted_node_by_node(shared: RayDistributedExecutor, monkeypa
         monkeypatch.setenv(name, "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     executor = RayDistributedExecutor(make_config(4, tp_size=2))
-    here, nodes = ray.get_runtime_context().get_node_id(), [place[0] for place in executor.places]
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [place[0] for place in executor.places]
     num_here = nodes.count(here)
     assert num_here in (1, 3) and nodes == [here] * num_here + [nodes[-1]] * (
         4 - num_here
     )  # the shared one fills a node
-    known = executor.collective_rpc(lambda worker: (worker.rank, worker.local_rank, worker.is_driver_worker))
+    known = executor.collective_rpc(
+        lambda worker: (worker.rank, worker.local_rank, worker.is_driver_worker)
+    )
     local_ranks = [*range(num_here), *range(4 - num_here)]
     assert known == list(zip(range(4), local_ranks, (True, False, True, False)))
-    env = executor.collective_rpc(lambda worker: [os.environ.get(name) for name in [*passed, "OMP_NUM_THREADS", *kept]])
+    env = executor.collective_rpc(
+        lambda worker: [os.environ.get(name) for name in [*passed, "OMP_NUM_THREADS", *kept]]
+    )
     assert [values[: len(passed) + 1] for values in env] == [["lo"] * len(passed) + ["2"]] * 4
     assert all("lo" not in values[len(passed) + 1 :] for values in env)
     address = f"tcp://{ray.util.get_node_ip_address()}:"
-    assert all(url.startswith(address) for url in executor.collective_rpc(lambda worker: worker.init_method))
+    assert all(
+        url.startswith(address)
+        for url in executor.collective_rpc(lambda worker: worker.init_method)
+    )
     assert executor.execute_model(1) == (2, 1)  # the first rank of the last stage answers
     executor.shutdown()
     executor.shutdown()
@@ -165,12 +191,20 @@ def test_ranks_are_counted_node_by_node(shared: RayDistributedExecutor, monkeypa
         executor.collective_rpc("reset")
 
 
-def test_a_cluster_that_is_too_small(shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    "At once if it can never be; after a while if others hold what is asked for; and Ray may have no GPU at all."
+def test_a_cluster_that_is_too_small(
+    shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once if it can never be; after a while if others hold what is asked for; and Ray may have
+    no GPU at all.
+    """
     monkeypatch.setattr(RayDistributedExecutor, "place_timeout", 1)
-    with pytest.raises(ValueError, match=r"= 7 needs 7 CPUs, and Ray has [13] of 3 free on .*, [13] of 3 free on"):
+    with pytest.raises(
+        ValueError, match=r"= 7 needs 7 CPUs, and Ray has [13] of 3 free on .*, [13] of 3 free on"
+    ):
         RayDistributedExecutor(make_config(7))
-    with pytest.raises(ValueError, match=r"= 5 needs 5 CPUs.*ray start --address.*ray.init\(num_cpus=5\)"):
+    with pytest.raises(
+        ValueError, match=r"= 5 needs 5 CPUs.*ray start --address.*ray.init\(num_cpus=5\)"
+    ):
         RayDistributedExecutor(make_config(5))
     config = make_config(1)
     config.device_config.device = "cuda"
@@ -182,15 +216,19 @@ def test_a_cluster_that_is_too_small(shared: RayDistributedExecutor, monkeypatch
 
 def test_inside_a_placement_group(shared: RayDistributedExecutor) -> None:
     "An actor that was given one has its workers there; they are all that ends with the executor."
-    config, bigger = make_config(2), make_config(3)
+    config = make_config(2)
+    bigger = make_config(3)
     config.parallel_config.worker_cls = bigger.parallel_config.worker_cls = make_worker_cls()
 
     @ray.remote(num_cpus=0)
     def run() -> tuple:
-        with pytest.raises(ValueError, match="= 3 needs 3 bundles, the current placement group has 2 with a CPU"):
+        with pytest.raises(
+            ValueError, match="= 3 needs 3 bundles, the current placement group has 2 with a CPU"
+        ):
             RayDistributedExecutor(bigger)
         executor = RayDistributedExecutor(config)
-        answer, nodes = executor.execute_model(1), [place[0] for place in executor.places]
+        answer = executor.execute_model(1)
+        nodes = [place[0] for place in executor.places]
         executor.shutdown()
         return answer, nodes
 
@@ -200,7 +238,11 @@ def test_inside_a_placement_group(shared: RayDistributedExecutor) -> None:
     )
     answer, nodes = ray.get(run.options(scheduling_strategy=strategy).remote(), timeout=SOON)
     table = ray.util.placement_group_table(group)
-    assert answer == (0, 1) and nodes == [table["bundles_to_node_id"][0]] * 2 and table["state"] == "CREATED"
+    assert (
+        answer == (0, 1)
+        and nodes == [table["bundles_to_node_id"][0]] * 2
+        and table["state"] == "CREATED"
+    )
     ray.util.remove_placement_group(group)
 
 
@@ -209,7 +251,11 @@ def test_inside_a_placement_group(shared: RayDistributedExecutor) -> None:
 
 def check_dead(executor: RayDistributedExecutor, says: str) -> None:
     "Every call says why; nothing is left."
-    for call in (lambda: executor.submit(1), lambda: executor.collective_rpc("reset"), executor.reset):
+    for call in (
+        lambda: executor.submit(1),
+        lambda: executor.collective_rpc("reset"),
+        executor.reset,
+    ):
         with pytest.raises(EngineDeadError, match=says):
             call()
     check_gone(executor)
@@ -225,12 +271,17 @@ def test_killed_in_a_step(shared: RayDistributedExecutor) -> None:
     executor.submit(3)
     pid = executor.places[1][2]
     for _ in range(2):
-        with pytest.raises(EngineDeadError, match=rf"worker rank=1 \(process {pid} on .*\) died: .*process has died"):
+        with pytest.raises(
+            EngineDeadError,
+            match=rf"worker rank=1 \(process {pid} on .*\) died: .*process has died",
+        ):
             executor.collect()
     check_dead(executor, "rank=1")
 
 
-def test_an_error_that_echoes_a_death(shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_echoes_a_death(
+    shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "The death is told."
     monkeypatch.setattr(RayDistributedExecutor, "grace", SOON)  # it may come long after the echo
     executor = RayDistributedExecutor(make_config())
@@ -239,27 +290,39 @@ def test_an_error_that_echoes_a_death(shared: RayDistributedExecutor, monkeypatc
     check_dead(executor, "rank=1")
 
 
-def test_hangs_after_another_one_failed(shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hangs_after_another_one_failed(
+    shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "It waits for the one that failed, so it cannot be reset. The first failure is told."
     monkeypatch.setattr(RayDistributedExecutor, "reset_timeout", 0.5)
     monkeypatch.setattr(RayDistributedExecutor, "grace", 0.2)
     executor = RayDistributedExecutor(make_config())
     with pytest.raises(LookupError, match="raise F"):
         executor.execute_model({0: "hang", 1: "raise F"})
-    with pytest.raises(EngineDeadError, match="could not be reset .*rank=0.*before that, LookupError.*raise F"):
+    with pytest.raises(
+        EngineDeadError, match="could not be reset .*rank=0.*before that, LookupError.*raise F"
+    ):
         executor.reset()
     check_dead(executor, "raise F")
 
 
-def test_faults_while_it_starts(shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    "The worker's own error, also if the other one hangs; its death; or the time is up. Nothing is left."
+def test_faults_while_it_starts(
+    shared: RayDistributedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's own error, also if the other one hangs; its death; or the time is up. Nothing is
+    left.
+    """
     monkeypatch.setattr(RayDistributedExecutor, "grace", 0.2)
     with pytest.raises(LookupError, match="raise no memory"):
-        RayDistributedExecutor(make_config(faults={("load_model", 1): "raise no memory", ("load_model", 0): "hang"}))
+        RayDistributedExecutor(
+            make_config(faults={("load_model", 1): "raise no memory", ("load_model", 0): "hang"})
+        )
     with pytest.raises(EngineDeadError, match="worker rank=0 .* died"):
         RayDistributedExecutor(make_config(1, faults={("init_device", 0): "kill"}))
     monkeypatch.setattr(RayDistributedExecutor, "start_timeout", 0.01)
-    with pytest.raises(TimeoutError, match="get_place: no answer from worker rank=0, 1 after 0.01 s"):
+    with pytest.raises(
+        TimeoutError, match="get_place: no answer from worker rank=0, 1 after 0.01 s"
+    ):
         RayDistributedExecutor(make_config())
     wait_until(lambda: ray.available_resources().get("CPU", 0) == 4)
 
@@ -274,7 +337,9 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tp, pp", [(2, 1), (2, 2)])
-def test_the_tokens_of_one_worker(folder: str, shared: RayDistributedExecutor, tp: int, pp: int) -> None:
+def test_the_tokens_of_one_worker(
+    folder: str, shared: RayDistributedExecutor, tp: int, pp: int
+) -> None:
     "On a small pool, with preemption, forks and beams; four workers are two stages."
     small = {"num_gpu_blocks_override": 12, "block_size": 8, "max_model_len": 96, **OPTIONS}
     with LLM(folder, **small) as llm:
@@ -283,7 +348,8 @@ def test_the_tokens_of_one_worker(folder: str, shared: RayDistributedExecutor, t
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     with LLM(folder, distributed_executor_backend="ray", **small, **sizes) as llm:
         assert answers(llm) == answers(llm) == expected
-        llm.collective_rpc(lambda worker: setattr(worker, "submit", lambda out: 1 / 0))  # all fail alike
+        # all fail alike
+        llm.collective_rpc(lambda worker: setattr(worker, "submit", lambda out: 1 / 0))
         with pytest.raises(ZeroDivisionError):
             answers(llm)
         llm.collective_rpc(lambda worker: delattr(worker, "submit"))
@@ -326,8 +392,9 @@ SCRIPT = """
 
 
 def test_ray_begins_and_ends_with_the_executor(tmp_path: Path) -> None:
-    """Where there is none. It listens on the loopback only, and goes on for a second executor. When the script is killed, no
-    worker is left (two agents of Ray's own go on for a minute, in which they look for what is gone).
+    """Where there is none. It listens on the loopback only, and goes on for a second executor. When
+    the script is killed, no worker is left (two agents of Ray's own go on for a minute, in which
+    they look for what is gone).
     """
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
@@ -357,14 +424,24 @@ def command(pid: int) -> str:
 
 
 def listening_beyond_the_loopback(pids: list[int]) -> list[str]:
-    "Addresses (hexadecimal) at which these processes wait for connections, other than 127.0.0.1 and ::1."
+    """Addresses (hexadecimal) at which these processes wait for connections, other than 127.0.0.1
+    and ::1.
+    """
     sockets: set[str] = set()
     for pid in pids:
         try:
             sockets |= {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
         except OSError:
             continue
-    rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
-    found = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    rows = [
+        row.split()
+        for kind in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    found = [
+        row[1].partition(":")[0]
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    ]
     assert found
     return [address for address in found if not address.endswith(("0100007F", "01000000"))]

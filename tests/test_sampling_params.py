@@ -1,7 +1,9 @@
-"""What a request may ask of its tokens, through the whole engine, against transformers' logits and plain loops.
+"""What a request may ask of its tokens, through the whole engine, against transformers' logits and
+plain loops.
 
-The oracle reads each text token by token: transformers' logits of the token before, changed as vLLM's documentation says, in
-float64 and without a batch. A greedy request must have taken the largest; every log-probability must be transformers' own.
+The oracle reads each text token by token: transformers' logits of the token before, changed as
+vLLM's documentation says, in float64 and without a batch. A greedy request must have taken the
+largest; every log-probability must be transformers' own.
 """
 
 import re
@@ -33,9 +35,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
 
 
 def words_tokenizer(text: str, **options: Any) -> SimpleNamespace:
-    "`3 14` is two tokens; with a space in front the first of them is another one, as it is in real tokenizers."
+    """`3 14` is two tokens; with a space in front the first of them is another one, as it is in
+    real tokenizers.
+    """
     ids = [int(word) for word in text.split()]
-    return SimpleNamespace(input_ids=[(ids[0] + 1) % VOCAB, *ids[1:]] if text.startswith(" ") else ids)
+    return SimpleNamespace(
+        input_ids=[(ids[0] + 1) % VOCAB, *ids[1:]] if text.startswith(" ") else ids
+    )
 
 
 def make_llm(folder: str, **options: Any) -> LLM:
@@ -60,7 +66,9 @@ def not_from_prompt(prompt: list[int], output: list[int], logits: torch.Tensor) 
     return changed
 
 
-def changed_logits(row: np.ndarray, prompt: list[int], output: list[int], p: SamplingParams, eos: int) -> np.ndarray:
+def changed_logits(
+    row: np.ndarray, prompt: list[int], output: list[int], p: SamplingParams, eos: int
+) -> np.ndarray:
     "One row of logits as vLLM documents the parameters: plain loops."
     row = row.astype(np.float64).copy()
     for function in p.logits_processors or []:
@@ -104,7 +112,8 @@ def check(model: Any, prompt: list[int], output: Any, p: SamplingParams, eos: in
         ids = answer.token_ids
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + ids])).logits[0].float()
-        raw, logprobs = logits.numpy(), logits.double().log_softmax(-1).numpy()
+        raw = logits.numpy()
+        logprobs = logits.double().log_softmax(-1).numpy()
         for i, token_id in enumerate(ids):
             row = changed_logits(raw[len(prompt) + i - 1], prompt, ids[:i], p, eos)
             assert row[token_id] > -np.inf
@@ -123,20 +132,39 @@ def check(model: Any, prompt: list[int], output: Any, p: SamplingParams, eos: in
 
 
 ASKING: list[dict[str, Any]] = [
-    {"presence_penalty": 1.5}, {"frequency_penalty": 0.7, "logprobs": 2}, {"repetition_penalty": 1.4, "prompt_logprobs": 1},
-    {}, {"presence_penalty": -0.5, "frequency_penalty": -0.2, "repetition_penalty": 0.8, "logprobs": 0},
-    {"logit_bias": {5: 4.0, 77: 100.0, 9: -100.0}, "frequency_penalty": 2.0}, {"allowed_token_ids": list(range(20, 60))},
-    {"bad_words": [str(i) for i in range(0, 128, 3)] + [f"{i} {i + 1}" for i in range(30)] + ["7 8 9"], "logprobs": 5},
-    {"logits_processors": [without_repeat, not_from_prompt]}, {"logits_processors": [not_from_prompt], "presence_penalty": 1.0},
-    {"min_tokens": 4, "stop_token_ids": list(range(3, 60))}, {"prompt_logprobs": 3, "logprobs": 3},
-    {"min_tokens": 3, "stop_token_ids": [9, 10, 11], "allowed_token_ids": [9, 10, 11, 12, 13], "repetition_penalty": 1.2},
-]  # fmt: skip
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.7, "logprobs": 2},
+    {"repetition_penalty": 1.4, "prompt_logprobs": 1},
+    {},
+    {"presence_penalty": -0.5, "frequency_penalty": -0.2, "repetition_penalty": 0.8, "logprobs": 0},
+    {"logit_bias": {5: 4.0, 77: 100.0, 9: -100.0}, "frequency_penalty": 2.0},
+    {"allowed_token_ids": list(range(20, 60))},
+    {
+        "bad_words": [str(i) for i in range(0, 128, 3)]
+        + [f"{i} {i + 1}" for i in range(30)]
+        + ["7 8 9"],
+        "logprobs": 5,
+    },
+    {"logits_processors": [without_repeat, not_from_prompt]},
+    {"logits_processors": [not_from_prompt], "presence_penalty": 1.0},
+    {"min_tokens": 4, "stop_token_ids": list(range(3, 60))},
+    {"prompt_logprobs": 3, "logprobs": 3},
+    {
+        "min_tokens": 3,
+        "stop_token_ids": [9, 10, 11],
+        "allowed_token_ids": [9, 10, 11, 12, 13],
+        "repetition_penalty": 1.2,
+    },
+]
 
 
 def requests(num: int, **more: Any) -> list[SamplingParams]:
     "Greedy requests that ask for different things, and some that ask for nothing."
     some = [ASKING[i % len(ASKING)] for i in range(num)]
-    return [SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True} | asked | more) for asked in some]
+    return [
+        SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True} | asked | more)
+        for asked in some
+    ]
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -151,7 +179,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": 16,
         "max_num_seqs": 8,
     },
-    "graphs": {"worker_cls": StandInWorker, "attention_backend": PoisonedOracle, "async_scheduling": True},
+    "graphs": {
+        "worker_cls": StandInWorker,
+        "attention_backend": PoisonedOracle,
+        "async_scheduling": True,
+    },
     "swap": {"num_gpu_blocks_override": 24, "preemption_mode": "swap", "swap_space": 0.01},
     "async, preempted": {
         "num_gpu_blocks_override": 24,
@@ -172,7 +204,9 @@ def test_greedy_texts_and_logprobs_are_the_oracles(tiny: tuple[str, Any], name: 
         for _ in range(2):  # the second time the prefix cache has the prompts
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for prompt, output, p in zip(prompts, outputs, params, strict=True):
-                assert output.outputs[0].finish_reason in ("length", "stop"), output.outputs[0].stop_reason
+                assert output.outputs[0].finish_reason in ("length", "stop"), output.outputs[
+                    0
+                ].stop_reason
                 check(model, prompt, output, p)
                 assert p.prompt_logprobs is None or output.num_cached_tokens == 0, (
                     "it is computed, so that it can be scored"
@@ -186,9 +220,14 @@ def test_greedy_texts_and_logprobs_are_the_oracles(tiny: tuple[str, Any], name: 
 @pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_workers_give_the_same(tiny: tuple[str, Any], kind: str) -> None:
     folder, model = tiny
-    prompts, params = random_prompts(len(ASKING), 24), requests(len(ASKING))
-    with make_llm(folder, **{kind: 2}, distributed_executor_backend="mp", max_num_batched_tokens=16) as llm:
-        for prompt, output, p in zip(prompts, llm.generate(prompts, params, use_tqdm=False), params, strict=True):
+    prompts = random_prompts(len(ASKING), 24)
+    params = requests(len(ASKING))
+    with make_llm(
+        folder, **{kind: 2}, distributed_executor_backend="mp", max_num_batched_tokens=16
+    ) as llm:
+        for prompt, output, p in zip(
+            prompts, llm.generate(prompts, params, use_tqdm=False), params, strict=True
+        ):
             check(model, prompt, output, p)
         p = SamplingParams(logits_processors=[partial(without_repeat, threading.Lock())])
         with pytest.raises(ValueError, match="logits_processors.*pickle"):
@@ -199,47 +238,85 @@ def test_two_workers_give_the_same(tiny: tuple[str, Any], kind: str) -> None:
 def test_several_answers_are_single_requests(tiny: tuple[str, Any], ahead: bool) -> None:
     "n samples are forked after their first token: each counts its own tokens, from the first on."
     folder, model = tiny
-    more = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 10, "frequency_penalty": 1.0, "repetition_penalty": 1.3,
-            "logprobs": 2, "bad_words": [f"{i} {j}" for i in range(0, 128, 5) for j in range(0, 128, 7)]}  # fmt: skip
+    more = {
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "max_tokens": 10,
+        "frequency_penalty": 1.0,
+        "repetition_penalty": 1.3,
+        "logprobs": 2,
+        "bad_words": [f"{i} {j}" for i in range(0, 128, 5) for j in range(0, 128, 7)],
+    }
     prompts = random_prompts(4, 20)
-    with make_llm(folder, async_scheduling=ahead, num_gpu_blocks_override=40, max_num_seqs=8) as llm:
-        several = llm.generate(prompts, SamplingParams(n=3, seed=5, prompt_logprobs=1, **more), use_tqdm=False)
+    with make_llm(
+        folder, async_scheduling=ahead, num_gpu_blocks_override=40, max_num_seqs=8
+    ) as llm:
+        several = llm.generate(
+            prompts, SamplingParams(n=3, seed=5, prompt_logprobs=1, **more), use_tqdm=False
+        )
         for prompt, output in zip(prompts, several, strict=True):
             check(model, prompt, output, SamplingParams(n=3, prompt_logprobs=1, **more))
             singles = [SamplingParams(seed=sequence_seed(5, i), **more) for i in range(3)]
-            for answer, single in zip(output.outputs, llm.generate([prompt] * 3, singles, use_tqdm=False), strict=True):
+            for answer, single in zip(
+                output.outputs, llm.generate([prompt] * 3, singles, use_tqdm=False), strict=True
+            ):
                 assert answer.token_ids == single.outputs[0].token_ids
         best = llm.generate(prompts, SamplingParams(n=2, best_of=3, seed=5, **more), use_tqdm=False)
         for output, all_three in zip(best, several, strict=True):
             ranked = sorted(all_three.outputs, key=lambda answer: -answer.cumulative_logprob)
-            assert [answer.token_ids for answer in output.outputs] == [answer.token_ids for answer in ranked[:2]]
+            assert [answer.token_ids for answer in output.outputs] == [
+                answer.token_ids for answer in ranked[:2]
+            ]
 
 
 def test_a_seeded_request_is_the_same_in_any_company(tiny: tuple[str, Any]) -> None:
     folder, _ = tiny
     prompts = random_prompts(12, 24, seed=3)
-    params = [SamplingParams(**{"seed": i, "max_tokens": 8, "ignore_eos": True} | ASKING[i]) for i in range(12)]
+    params = [
+        SamplingParams(**{"seed": i, "max_tokens": 8, "ignore_eos": True} | ASKING[i])
+        for i in range(12)
+    ]
     with make_llm(folder, async_scheduling=True) as llm:
-        together = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-        alone = [llm.generate(prompt, p, use_tqdm=False)[0].outputs[0].token_ids for prompt, p in zip(prompts, params)]
+        together = [
+            output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
+        ]
+        alone = [
+            llm.generate(prompt, p, use_tqdm=False)[0].outputs[0].token_ids
+            for prompt, p in zip(prompts, params)
+        ]
     assert together == alone
 
 
 @pytest.mark.parametrize(
     "asked",
-    [{"presence_penalty": 1.0}, {"frequency_penalty": 0.6, "temperature": 0.8}, {"repetition_penalty": 1.8, "temperature": 1.5},
-     {"logit_bias": {7: 2.0, 8: -1.0}}],
-)  # fmt: skip
-def test_draws_follow_the_changed_distribution(tiny: tuple[str, Any], asked: dict[str, Any]) -> None:
-    "Chi-square over the second token of many seeded requests, whose first one is given: the penalties count it."
+    [
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 0.6, "temperature": 0.8},
+        {"repetition_penalty": 1.8, "temperature": 1.5},
+        {"logit_bias": {7: 2.0, 8: -1.0}},
+    ],
+)
+def test_draws_follow_the_changed_distribution(
+    tiny: tuple[str, Any], asked: dict[str, Any]
+) -> None:
+    """Chi-square over the second token of many seeded requests, whose first one is given: the
+    penalties count it.
+    """
     folder, model = tiny
-    prompt, num = [5, 9, 9, 30], 1500
+    prompt = [5, 9, 9, 30]
+    num = 1500
     model_rows = {}
     with make_llm(folder, max_num_seqs=128, max_num_batched_tokens=2048) as llm:
         first = SamplingParams(temperature=0, max_tokens=1)
         token = llm.generate(prompt, first, use_tqdm=False)[0].outputs[0].token_ids[0]
         params = [
-            SamplingParams(seed=i, max_tokens=2, ignore_eos=True, logits_processors=[start_with(token)], **asked)
+            SamplingParams(
+                seed=i,
+                max_tokens=2,
+                ignore_eos=True,
+                logits_processors=[start_with(token)],
+                **asked,
+            )
             for i in range(num)
         ]
         outputs = llm.generate([prompt] * num, params, use_tqdm=False)
@@ -267,11 +344,15 @@ def start_with(token: int) -> Any:
 
 
 def chi_square(drawn: np.ndarray, expected: np.ndarray) -> float:
-    "The statistic over its 99.99 % limit; tokens that are expected less than five times are taken together."
+    """The statistic over its 99.99 % limit; tokens that are expected less than five times are taken
+    together.
+    """
     rare = expected < 5
-    seen, wanted = np.append(drawn[~rare], drawn[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    seen = np.append(drawn[~rare], drawn[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
     freedom = len(seen) - 1
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3  # Wilson and Hilferty 1931
+    # Wilson and Hilferty 1931
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3
     return float(((seen - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum() / limit)
 
 
@@ -282,14 +363,19 @@ def test_what_depends_on_the_model_is_refused_by_name(tiny: tuple[str, Any]) -> 
     folder, _ = tiny
     with make_llm(folder) as llm:
         for name, value, said in (
-            ("logprobs", 21, "max_logprobs=20"), ("prompt_logprobs", 21, "max_logprobs=20"), ("logprobs", -1, "max_logprobs=20"),
-            ("logit_bias", {VOCAB: 1.0}, "out of vocabulary"), ("allowed_token_ids", [3, -1], "out of vocabulary"),
+            ("logprobs", 21, "max_logprobs=20"),
+            ("prompt_logprobs", 21, "max_logprobs=20"),
+            ("logprobs", -1, "max_logprobs=20"),
+            ("logit_bias", {VOCAB: 1.0}, "out of vocabulary"),
+            ("allowed_token_ids", [3, -1], "out of vocabulary"),
             ("bad_words", ["3 500"], "out of vocabulary"),
-        ):  # fmt: skip
+        ):
             with pytest.raises(ValueError, match=f"{name}.*{said}"):
                 llm.generate([5, 6], SamplingParams(**{name: value}), use_tqdm=False)
     with make_llm(folder, max_logprobs=-1) as llm:
-        output = llm.generate([5, 6], SamplingParams(logprobs=-1, prompt_logprobs=-1, max_tokens=2), use_tqdm=False)[0]
+        output = llm.generate(
+            [5, 6], SamplingParams(logprobs=-1, prompt_logprobs=-1, max_tokens=2), use_tqdm=False
+        )[0]
         assert [len(row) for row in output.outputs[0].logprobs] == [VOCAB] * 2 and len(
             output.prompt_logprobs[1]
         ) == VOCAB
@@ -315,10 +401,14 @@ def test_a_processor_that_raises_ends_its_request_only(tiny: tuple[str, Any], ah
     prompts = random_prompts(6, 10)
     plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with make_llm(folder, async_scheduling=ahead) as llm:
-        healthy = [output.outputs[0].token_ids for output in llm.generate(prompts, plain, use_tqdm=False)]
+        healthy = [
+            output.outputs[0].token_ids for output in llm.generate(prompts, plain, use_tqdm=False)
+        ]
         for said, function in wrong.items():
             params = [plain] * 6
-            params[2] = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logits_processors=[function])
+            params[2] = SamplingParams(
+                temperature=0, max_tokens=8, ignore_eos=True, logits_processors=[function]
+            )
             outputs = llm.generate(prompts, params, use_tqdm=False)
             broken = outputs[2].outputs[0]
             assert (
@@ -331,7 +421,10 @@ def test_a_processor_that_raises_ends_its_request_only(tiny: tuple[str, Any], ah
                 assert outputs[i].outputs[0].token_ids == healthy[i]
         nothing = SamplingParams(allowed_token_ids=[9], min_tokens=1, stop_token_ids=[9])
         outputs = llm.generate(prompts[:2], [nothing, plain], use_tqdm=False)
-        assert outputs[0].outputs[0].finish_reason == "error" and "leave no token" in outputs[0].outputs[0].stop_reason
+        assert (
+            outputs[0].outputs[0].finish_reason == "error"
+            and "leave no token" in outputs[0].outputs[0].stop_reason
+        )
         assert outputs[1].outputs[0].token_ids == healthy[1]
 
 
@@ -352,15 +445,21 @@ def test_a_processor_that_remembers_is_cloned_for_each_request(tiny: tuple[str, 
 
     folder, _ = tiny
     with make_llm(folder) as llm:
-        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logits_processors=[Once()])
+        params = SamplingParams(
+            temperature=0, max_tokens=3, ignore_eos=True, logits_processors=[Once()]
+        )
         for output in llm.generate(random_prompts(3), params, use_tqdm=False):
-            assert output.outputs[0].token_ids.count(50) == 1 and output.outputs[0].token_ids[0] == 50
+            assert (
+                output.outputs[0].token_ids.count(50) == 1 and output.outputs[0].token_ids[0] == 50
+            )
 
 
 # Batches in which no request asks
 
 
-def test_nothing_is_done_where_no_request_asks(tiny: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_where_no_request_asks(
+    tiny: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = tiny
     seen = []
     choose = Sampler.__call__
@@ -376,17 +475,22 @@ def test_nothing_is_done_where_no_request_asks(tiny: tuple[str, Any], monkeypatc
         asking = SamplingParams(presence_penalty=1.0, logprobs=1, max_tokens=2, ignore_eos=True)
         plain = SamplingParams(max_tokens=6, ignore_eos=True, min_tokens=2, top_p=0.9)
         llm.generate(prompts, [asking, plain, plain, plain], use_tqdm=False)
-        assert seen[0] == (True, 1) and seen[-1] == (False, 0), "the step after the last that asks is as if none had"
+        assert seen[0] == (True, 1) and seen[-1] == (False, 0), (
+            "the step after the last that asks is as if none had"
+        )
         state = llm.llm_engine.engine_core.engine_core.executor.driver_worker.worker.model_runner.input_batch
         assert not state.logits_processors.requests and not state.prompt_logprobs
 
 
-def test_a_long_prompts_logits_are_computed_in_pieces(tiny: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompts_logits_are_computed_in_pieces(
+    tiny: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from teachvllm.model_executor.models.llama import LlamaForCausalLM
     from teachvllm.worker import model_runner
 
     folder, model = tiny
-    rows, compute = [], LlamaForCausalLM.compute_logits
+    rows = []
+    compute = LlamaForCausalLM.compute_logits
 
     def spy(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         rows.append(len(hidden))
@@ -394,10 +498,8 @@ def test_a_long_prompts_logits_are_computed_in_pieces(tiny: tuple[str, Any], mon
 
     monkeypatch.setattr(model_runner, "MAX_LOGITS", 7 * VOCAB)
     monkeypatch.setattr(LlamaForCausalLM, "compute_logits", spy)
-    prompt, p = (
-        random_prompts(1, 60, seed=1)[0],
-        SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, ignore_eos=True),
-    )
+    prompt = random_prompts(1, 60, seed=1)[0]
+    p = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
     with make_llm(folder) as llm:
         llm.llm_engine.step()
         rows.clear()
@@ -405,11 +507,15 @@ def test_a_long_prompts_logits_are_computed_in_pieces(tiny: tuple[str, Any], mon
         assert max(rows) <= 7 and sum(rows) == len(prompt) - 1 + 2
         rows.clear()
         llm.generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
-        assert rows == [1, 1], "a request that does not ask computes the logits of its last token only"
+        assert rows == [1, 1], (
+            "a request that does not ask computes the logits of its last token only"
+        )
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_a_prompt_that_is_preempted_halfway_is_scored_once(tiny: tuple[str, Any], mode: str) -> None:
+def test_a_prompt_that_is_preempted_halfway_is_scored_once(
+    tiny: tuple[str, Any], mode: str
+) -> None:
     folder, model = tiny
     prompts = [*random_prompts(3, 8, seed=1), sum(random_prompts(9, 40, seed=2), [])[:49]]
     others = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
@@ -438,7 +544,12 @@ def test_deltas_have_each_logprob_once(tiny: tuple[str, Any]) -> None:
         engine = llm.llm_engine
         for kind in RequestOutputKind:
             p = SamplingParams(
-                temperature=0, max_tokens=4, logprobs=1, prompt_logprobs=0, ignore_eos=True, output_kind=kind
+                temperature=0,
+                max_tokens=4,
+                logprobs=1,
+                prompt_logprobs=0,
+                ignore_eos=True,
+                output_kind=kind,
             )
             engine.add_request(kind.name, [5, 6, 7], p)
         while engine.has_unfinished_requests():
@@ -447,7 +558,9 @@ def test_deltas_have_each_logprob_once(tiny: tuple[str, Any]) -> None:
                 prompts += [output.prompt_logprobs] if output.request_id == "DELTA" else []
     (final,) = given["FINAL_ONLY"]
     assert (
-        len(final) == 4 and given["CUMULATIVE"] == [final[:i] for i in range(1, 5)] and sum(given["DELTA"], []) == final
+        len(final) == 4
+        and given["CUMULATIVE"] == [final[:i] for i in range(1, 5)]
+        and sum(given["DELTA"], []) == final
     )
     assert [x is None for x in prompts] == [False, True, True, True] and prompts[0][0] is None
 
@@ -456,7 +569,16 @@ def test_deltas_have_each_logprob_once(tiny: tuple[str, Any]) -> None:
 
 
 def test_bad_words_have_the_forms_that_vllm_forbids() -> None:
-    forms = {"ab": [5], " ab": [6], "cd": [7, 8], " cd": [9, 8], "ef": [1], " ef": [2, 3], "gh": [4], " gh": [4]}
+    forms = {
+        "ab": [5],
+        " ab": [6],
+        "cd": [7, 8],
+        " cd": [9, 8],
+        "ef": [1],
+        " ef": [2, 3],
+        "gh": [4],
+        " gh": [4],
+    }
     config = SimpleNamespace(vocab_size=50, max_model_len=64, max_logprobs=20)
     process = InputProcessor(config, lambda text, **options: SimpleNamespace(input_ids=forms[text]))
     params = SamplingParams(bad_words=["ab", " cd", "ef", "gh"])
@@ -480,7 +602,11 @@ def test_spaces_between_special_tokens() -> None:
             detokenizer.update()
         detokenizer.update(last=True)
         texts[skip, spaces] = detokenizer.text.strip()
-    assert texts == {(False, True): "<x> <y> b <x> <x> <y>", (False, False): "<x><y> b <x><x><y>", (True, False): "b"}
+    assert texts == {
+        (False, True): "<x> <y> b <x> <x> <y>",
+        (False, False): "<x><y> b <x><x><y>",
+        (True, False): "b",
+    }
 
 
 def test_without_detokenizing_there_is_no_text(smol: LLM) -> None:
@@ -488,7 +614,8 @@ def test_without_detokenizing_there_is_no_text(smol: LLM) -> None:
     shown = smol.generate("Hello, my name is", p, use_tqdm=False)[0].outputs[0]
     for token_id, row in zip(shown.token_ids, shown.logprobs):
         assert (
-            all(entry.decoded_token == smol.get_tokenizer().decode([i]) for i, entry in row.items()) and token_id in row
+            all(entry.decoded_token == smol.get_tokenizer().decode([i]) for i, entry in row.items())
+            and token_id in row
         )
     p.detokenize = False
     hidden = smol.generate("Hello, my name is", p, use_tqdm=False)[0].outputs[0]
@@ -505,12 +632,16 @@ def smol() -> Any:
 def test_min_tokens_bans_eos_even_where_eos_would_not_end(
     tiny: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    "vLLM's documentation: EOS and stop ids cannot be generated before; `ignore_eos` says only that EOS does not end."
+    """vLLM's documentation: EOS and stop ids cannot be generated before; `ignore_eos` says only
+    that EOS does not end.
+    """
     folder, _ = tiny
     prompts = random_prompts(3)
     with make_llm(folder) as llm:
         p = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        first = [output.outputs[0].token_ids[0] for output in llm.generate(prompts, p, use_tqdm=False)]
+        first = [
+            output.outputs[0].token_ids[0] for output in llm.generate(prompts, p, use_tqdm=False)
+        ]
         monkeypatch.setattr(llm.llm_engine.processor, "eos_token_ids", frozenset(first))
         p.min_tokens = 2
         for output in llm.generate(prompts, p, use_tqdm=False):
@@ -530,16 +661,26 @@ class Remembers:
 
 def test_a_clone_shares_nothing_but_plain_processors() -> None:
     original = SamplingParams(
-        stop=["a"], bad_words=["b"], logit_bias={3: 1.0}, allowed_token_ids=[3], extra_args={"deep": [1]}, seed=7,
+        stop=["a"],
+        bad_words=["b"],
+        logit_bias={3: 1.0},
+        allowed_token_ids=[3],
+        extra_args={"deep": [1]},
+        seed=7,
         logits_processors=[without_repeat, Remembers()],
-    )  # fmt: skip
+    )
     copied = original.clone()
     assert copied.logits_processors[0] is without_repeat
     assert isinstance(copied.logits_processors[1], Remembers)
     assert copied.logits_processors[1] is not original.logits_processors[1]
     copied.logits_processors = original.logits_processors
     assert copied == original and original.clone() is not original
-    for changed in (copied.stop, copied.bad_words, copied.allowed_token_ids, copied.extra_args["deep"]):
+    for changed in (
+        copied.stop,
+        copied.bad_words,
+        copied.allowed_token_ids,
+        copied.extra_args["deep"],
+    ):
         changed.append("more")
     copied.logit_bias[4] = 2.0
     assert (original.stop, original.bad_words, original.logit_bias) == (["a"], ["b"], {3: 1.0})
@@ -558,9 +699,15 @@ def test_from_optional_reads_what_json_holds() -> None:
         "min_tokens",
         "detokenize",
     )
-    assert SamplingParams.from_optional(**dict.fromkeys(names)) == SamplingParams.from_optional() == SamplingParams()
+    assert (
+        SamplingParams.from_optional(**dict.fromkeys(names))
+        == SamplingParams.from_optional()
+        == SamplingParams()
+    )
     assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
-    given = SamplingParams.from_optional(logit_bias={"3": 500, 4: -1000.0, "5": 0.5}, temperature=0.5)
+    given = SamplingParams.from_optional(
+        logit_bias={"3": 500, 4: -1000.0, "5": 0.5}, temperature=0.5
+    )
     assert given == SamplingParams(logit_bias={3: 100.0, 4: -100.0, 5: 0.5}, temperature=0.5)
     for wrong in ({"x": 1.0}, {"3": "much"}, {"3": float("nan")}, [3]):
         with pytest.raises(ValueError, match="logit_bias="):
@@ -570,10 +717,23 @@ def test_from_optional_reads_what_json_holds() -> None:
 def test_values_out_of_range_name_their_field() -> None:
     nan = float("nan")
     for wrong in (
-        {"presence_penalty": 2.1}, {"presence_penalty": nan}, {"frequency_penalty": -2.1}, {"repetition_penalty": 0.0},
-        {"repetition_penalty": nan}, {"logprobs": -2}, {"prompt_logprobs": -2}, {"bad_words": [""]}, {"bad_words": ["a", "  "]},
-        {"bad_words": [3]}, {"allowed_token_ids": []}, {"allowed_token_ids": ["3"]}, {"logit_bias": {"3": 1.0}},
-        {"logit_bias": {3: nan}}, {"logit_bias": [3]}, {"logits_processors": ["f"]}, {"logits_processors": without_repeat},
-    ):  # fmt: skip
+        {"presence_penalty": 2.1},
+        {"presence_penalty": nan},
+        {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": nan},
+        {"logprobs": -2},
+        {"prompt_logprobs": -2},
+        {"bad_words": [""]},
+        {"bad_words": ["a", "  "]},
+        {"bad_words": [3]},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": ["3"]},
+        {"logit_bias": {"3": 1.0}},
+        {"logit_bias": {3: nan}},
+        {"logit_bias": [3]},
+        {"logits_processors": ["f"]},
+        {"logits_processors": without_repeat},
+    ):
         with pytest.raises(ValueError, match=re.escape(next(iter(wrong)))):
             SamplingParams(**wrong)

@@ -1,4 +1,6 @@
-"""What the scheduler decides, on the simulated worker of `test_blocks`: windows and forks, priorities, a full pool."""
+"""What the scheduler decides, on the simulated worker of `test_blocks`: windows and forks,
+priorities, a full pool.
+"""
 
 import random
 
@@ -17,13 +19,26 @@ from teachvllm.sequence import Sequence, SequenceGroup
 @pytest.mark.parametrize("num_cpu_blocks, mode", [(0, None), (1, None), (40, "recompute")])
 @pytest.mark.parametrize("num_prompt, num_blocks", [(9, 9), (60, 9), (60, 12), (3, 40)])
 def test_several_sequences_with_a_window_do_not_end_early(
-    num_prompt: int, num_blocks: int, mode: str | None, num_cpu_blocks: int, budget: int, caching: bool
+    num_prompt: int,
+    num_blocks: int,
+    mode: str | None,
+    num_cpu_blocks: int,
+    budget: int,
+    caching: bool,
 ) -> None:
-    "Of each the pool holds only what its window sees: preempted, they are computed again to their last token."
+    """Of each the pool holds only what its window sees: preempted, they are computed again to their
+    last token.
+    """
     simulation = Simulation(
-        window=8, num_gpu_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, preemption_mode=mode, policy="priority",
-        max_model_len=128, max_num_batched_tokens=budget, caching=caching,
-    )  # fmt: skip
+        window=8,
+        num_gpu_blocks=num_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        preemption_mode=mode,
+        policy="priority",
+        max_model_len=128,
+        max_num_batched_tokens=budget,
+        caching=caching,
+    )
     prompt = [i % 5 for i in range(num_prompt)]
     samples = simulation.add(prompt, with_tokens(30, n=3), 2)
     beams = simulation.add([*prompt, 1], BeamSearchParams(3, 30, True), 2)
@@ -46,9 +61,15 @@ def test_random_requests_with_a_window_and_no_place_to_swap(seed: int) -> None:
 
 
 def test_a_prompt_is_refused_only_if_its_window_does_not_fit() -> None:
-    "Two answers to a prompt that is five times the pool; a window that ends with a block needs no block more."
-    assert Simulation(window=8, num_gpu_blocks=4, max_model_len=128).add([1] * 80, with_tokens(5, n=2))
-    assert not Simulation(window=8, num_gpu_blocks=3, max_model_len=128).add([1] * 80, with_tokens(5, n=2))
+    """Two answers to a prompt that is five times the pool; a window that ends with a block needs no
+    block more.
+    """
+    assert Simulation(window=8, num_gpu_blocks=4, max_model_len=128).add(
+        [1] * 80, with_tokens(5, n=2)
+    )
+    assert not Simulation(window=8, num_gpu_blocks=3, max_model_len=128).add(
+        [1] * 80, with_tokens(5, n=2)
+    )
     simulation = Simulation(window=5, num_gpu_blocks=2, max_model_len=128)
     name = simulation.add([1] * 80, with_tokens(5))
     simulation.finish()
@@ -59,28 +80,43 @@ def test_a_prompt_is_refused_only_if_its_window_does_not_fit() -> None:
 
 
 def test_none_is_preempted_in_vain_for_a_request_that_shares_its_blocks() -> None:
-    "Blocks that both have are free when the lower one is gone, or in use while it is there: not both at once."
-    simulation = Simulation(policy="priority", max_num_batched_tokens=64, preemption_mode="recompute")  # 12 blocks
+    """Blocks that both have are free when the lower one is gone, or in use while it is there: not
+    both at once.
+    """
+    # 12 blocks
+    simulation = Simulation(
+        policy="priority", max_num_batched_tokens=64, preemption_mode="recompute"
+    )
     simulation.add([1] * 4, with_tokens(4), 0)  # two blocks
     simulation.step()
     lower = simulation.add([2] * 16, with_tokens(4), 2)  # five
     simulation.step()
-    higher = simulation.add([2] * 16 + [3] * 26, with_tokens(1), 1)  # eleven, of which it shares four
+    # eleven, of which it shares four
+    higher = simulation.add([2] * 16 + [3] * 26, with_tokens(1), 1)
     simulation.step()
-    assert higher in {group.request_id for group in simulation.scheduler.waiting} and lower not in simulation.preempted
+    assert (
+        higher in {group.request_id for group in simulation.scheduler.waiting}
+        and lower not in simulation.preempted
+    )
     simulation.finish()
 
 
 def test_blocks_about_to_be_freed_are_not_in_use() -> None:
     manager = BlockSpaceManager(4, 8, enable_caching=True)
-    groups = [SequenceGroup(str(i), Sequence(i, [0] * n), SamplingParams()) for i, n in enumerate((4, 17, 20))]
+    groups = [
+        SequenceGroup(str(i), Sequence(i, [0] * n), SamplingParams())
+        for i, n in enumerate((4, 17, 20))
+    ]
     for group in groups[:2]:
         manager.allocate(group)
         group.first_seq.num_computed_tokens = group.first_seq.get_len()
         manager.cache_full_blocks(group.first_seq)
     freed = manager.get_freed_blocks(groups[1:2])
-    assert len(freed) == 4 and manager.get_freed_blocks(groups[:2]) == {0, *freed}  # block 0 is in both
-    assert manager.num_needed_blocks(groups[2]) == (5, 1) and manager.num_needed_blocks(groups[2], freed) == (5, 4)
+    # block 0 is in both
+    assert len(freed) == 4 and manager.get_freed_blocks(groups[:2]) == {0, *freed}
+    assert manager.num_needed_blocks(groups[2]) == (5, 1) and manager.num_needed_blocks(
+        groups[2], freed
+    ) == (5, 4)
     assert manager.can_allocate(groups[2], headroom=4, freed=freed) is AllocStatus.LATER
 
 
@@ -88,11 +124,18 @@ def test_blocks_about_to_be_freed_are_not_in_use() -> None:
 
 
 def test_blocks_promised_to_a_prompt_are_not_taken_behind_it() -> None:
-    "With a window a prompt gets its blocks chunk by chunk: the first request gets one in every step."
+    """With a window a prompt gets its blocks chunk by chunk: the first request gets one in every
+    step.
+    """
     simulation = Simulation(
-        window=48, num_gpu_blocks=21, num_cpu_blocks=0, policy="priority", max_num_batched_tokens=6, max_model_len=100,
+        window=48,
+        num_gpu_blocks=21,
+        num_cpu_blocks=0,
+        policy="priority",
+        max_num_batched_tokens=6,
+        max_model_len=100,
         caching=False,
-    )  # fmt: skip
+    )
     for i, length in enumerate((6, 1, 4)):
         simulation.add([i] * length, with_tokens(30), 1)
     for _ in range(7):
@@ -102,6 +145,8 @@ def test_blocks_promised_to_a_prompt_are_not_taken_behind_it() -> None:
     while name not in simulation.reasons:
         before = seq.num_computed_tokens
         simulation.step()
-        assert seq.num_computed_tokens > before or name in simulation.reasons, "the first request waits for a block"
+        assert seq.num_computed_tokens > before or name in simulation.reasons, (
+            "the first request waits for a block"
+        )
     assert simulation.preempted
     simulation.finish()

@@ -1,4 +1,6 @@
-"""The server: what is refused is refused by name, a client that leaves holds nothing, and it starts and stops as told."""
+"""The server: what is refused is refused by name, a client that leaves holds nothing, and it starts
+and stops as told.
+"""
 
 import argparse
 import asyncio
@@ -77,7 +79,8 @@ def state_router(engine: AsyncLLM) -> APIRouter:
 
 @pytest.fixture(scope="module")
 def engine(speaker: str) -> Iterator[AsyncLLM]:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:  # for its sockets
+    # for its sockets
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         engine = AsyncLLM.from_engine_args(EngineArgs(speaker, **OPTIONS))
@@ -90,7 +93,9 @@ def engine(speaker: str) -> Iterator[AsyncLLM]:
 
 @pytest.fixture(scope="module")
 def url(engine: AsyncLLM) -> Iterator[str]:
-    args = ServerArgs(port=0, served_model_name=["tiny", "other"], request_timeout=60, max_num_prompts=40)
+    args = ServerArgs(
+        port=0, served_model_name=["tiny", "other"], request_timeout=60, max_num_prompts=40
+    )
     with serve_in_background(engine, args, routers=[state_router(engine)]) as url:
         yield url
 
@@ -114,7 +119,9 @@ def offline(speaker: str) -> dict[tuple[str, int], tuple[str, str]]:
 def prompt_of(i: int) -> str:
     rng = random.Random(i)
     return " ".join(
-        rng.choices(["The", "capital", "of", "a", "river", "is", "deep", "and", "Two"], k=rng.randint(1, 40))
+        rng.choices(
+            ["The", "capital", "of", "a", "river", "is", "deep", "and", "Two"], k=rng.randint(1, 40)
+        )
     )
 
 
@@ -130,7 +137,9 @@ def settled(client: Any) -> dict:
 
 def error_of(response: Any) -> dict:
     error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["code"] == response.status_code
+    assert (
+        set(error) == {"message", "type", "param", "code"} and error["code"] == response.status_code
+    )
     return error
 
 
@@ -148,7 +157,10 @@ def test_the_routes_about_the_server(client: Any) -> None:
     import teachvllm
 
     assert (
-        client.get("/health").status_code == client.get("/ping").status_code == client.post("/ping").status_code == 200
+        client.get("/health").status_code
+        == client.get("/ping").status_code
+        == client.post("/ping").status_code
+        == 200
     )
     assert client.get("/version").json() == {"version": teachvllm.__version__}
     models = client.get("/v1/models").json()["data"]
@@ -158,7 +170,13 @@ def test_the_routes_about_the_server(client: Any) -> None:
     ]
     assert client.get("/v1/models/other").json()["id"] == "other"
     paths = client.get("/openapi.json").json()["paths"]
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"} <= set(paths)
+    assert {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/tokenize",
+        "/detokenize",
+    } <= set(paths)
 
 
 def test_metrics_are_those_of_the_registry(engine: AsyncLLM, client: Any) -> None:
@@ -171,11 +189,20 @@ def test_metrics_are_those_of_the_registry(engine: AsyncLLM, client: Any) -> Non
 
 
 def test_tokens_there_and_back(client: Any) -> None:
-    told = client.post("/tokenize", json={"prompt": "Hello there", "return_token_strs": True}).json()
-    assert told["count"] == len(told["tokens"]) == len(told["token_strs"]) and told["max_model_len"] == 2048
-    assert client.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "Hello there"}
+    told = client.post(
+        "/tokenize", json={"prompt": "Hello there", "return_token_strs": True}
+    ).json()
+    assert (
+        told["count"] == len(told["tokens"]) == len(told["token_strs"])
+        and told["max_model_len"] == 2048
+    )
+    assert client.post("/detokenize", json={"tokens": told["tokens"]}).json() == {
+        "prompt": "Hello there"
+    }
     chat = client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
-    usage = client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1}).json()["usage"]
+    usage = client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1}).json()[
+        "usage"
+    ]
     assert len(chat) == usage["prompt_tokens"]
 
 
@@ -198,7 +225,11 @@ COMPLETIONS = [
     ({"prompt": "Hello", "max_tokens": 1.5}, "max_tokens", "integer"),
     ({"prompt": "Hello", "logprobs": 21}, "logprobs", "max_logprobs=20"),
     ({"prompt": "Hello", "prompt_logprobs": 2, "stream": True}, "prompt_logprobs", "stream"),
-    ({"prompt": "Hello", "stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+    (
+        {"prompt": "Hello", "stream_options": {"include_usage": True}},
+        "stream_options",
+        "stream=true",
+    ),
     ({"prompt": "Hello", "temperature": -1}, "temperature", "-1"),
     ({"prompt": "Hello", "seed": 2**63}, "seed", "less than"),
     ({"prompt": "Hello", "n": 300}, "n", "300 sequences"),
@@ -232,17 +263,31 @@ COMPLETIONS = [
     ({"prompt": "Hello", "stop_token_ids": [1] * 1025}, "stop_token_ids", "1024"),
     ({"prompt": "Hello", "allowed_token_ids": [1] * 16385}, "allowed_token_ids", "16384"),
     ({"prompt": "Hello", "structural_tag": "{}"}, "structural_tag", "structured output"),
-    ({"prompt": "Hello", "guided_decoding_backend": "x"}, "guided_decoding_backend", "structured output"),
-    ({"prompt": "Hello", "guided_whitespace_pattern": ""}, "guided_whitespace_pattern", "structured output"),
+    (
+        {"prompt": "Hello", "guided_decoding_backend": "x"},
+        "guided_decoding_backend",
+        "structured output",
+    ),
+    (
+        {"prompt": "Hello", "guided_whitespace_pattern": ""},
+        "guided_whitespace_pattern",
+        "structured output",
+    ),
     ({"prompt": "Hello", "cache_salt": "a"}, "cache_salt", "prefix cache"),
     ({"prompt": "Hello", "return_token_ids": True}, "return_token_ids", "text only"),
     ({"prompt": "Hello", "suffix": "x"}, "suffix", "not inserted"),
     ({"prompt": "Hello", "guided_json": {}}, "guided_json", "structured output"),
     ({"prompt": "Hello", "lora_request": {"lora_path": "/etc/passwd"}}, "lora_request", "LoRA"),
     ({"prompt": "Hello", "logits_processors": ["os.system"]}, "logits_processors", "never run"),
-    ({"prompt": "Hello", "response_format": {"type": "json_object"}}, "response_format", "structured output"),
+    (
+        {"prompt": "Hello", "response_format": {"type": "json_object"}},
+        "response_format",
+        "structured output",
+    ),
 ]
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]
+IMAGE = [
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}
+]
 CHATS = [
     ({}, "messages", "required"),
     ({"messages": []}, "messages", "at least 1"),
@@ -252,14 +297,38 @@ CHATS = [
     ({"messages": IMAGE}, "messages", "image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "no text"),
     ({"messages": [{"role": "user", "content": "a " * 3000}]}, "messages", "2048"),
-    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "tool calling is not supported"),
+    (
+        {"messages": HELLO, "tools": [{"type": "function"}]},
+        "tools",
+        "tool calling is not supported",
+    ),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "max_logprobs=20"),
-    ({"messages": HELLO, "max_completion_tokens": 2040}, "max_completion_tokens", "tokens that are left"),
-    ({"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
-    ({"messages": HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "no variable"),
-    ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "no variable"),
-    ({"messages": HELLO, "chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs", "no variable"),
+    (
+        {"messages": HELLO, "max_completion_tokens": 2040},
+        "max_completion_tokens",
+        "tokens that are left",
+    ),
+    (
+        {"messages": HELLO, "chat_template": "{{ 1 }}"},
+        "chat_template",
+        "--trust-request-chat-template",
+    ),
+    (
+        {"messages": HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        "chat_template_kwargs",
+        "no variable",
+    ),
+    (
+        {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs",
+        "no variable",
+    ),
+    (
+        {"messages": HELLO, "chat_template_kwargs": {"tokenizer": 1}},
+        "chat_template_kwargs",
+        "no variable",
+    ),
     (
         {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",
@@ -273,19 +342,27 @@ CHATS = [
 def test_completions_that_are_refused(client: Any, body: dict, param: str, words: str) -> None:
     response = client.post("/v1/completions", json=body)
     error = error_of(response)
-    assert response.status_code == 400 and error["param"] == param and words in error["message"], error
+    assert response.status_code == 400 and error["param"] == param and words in error["message"], (
+        error
+    )
 
 
 @pytest.mark.parametrize("body, param, words", CHATS, ids=lambda value: str(value)[:60])
 def test_chats_that_are_refused(client: Any, body: dict, param: str, words: str) -> None:
     response = client.post("/v1/chat/completions", json=body)
     error = error_of(response)
-    assert response.status_code == 400 and error["param"] == param and words in error["message"], error
+    assert response.status_code == 400 and error["param"] == param and words in error["message"], (
+        error
+    )
 
 
 def test_what_is_refused_in_a_stream_has_a_status(client: Any) -> None:
     "Also where only the core knows that it can never run."
-    for body in {"prompt": "Hello", "n": 300}, {"prompt": ["Hello", "a " * 3000]}, {"prompt": "Hello", "logprobs": 50}:
+    for body in (
+        {"prompt": "Hello", "n": 300},
+        {"prompt": ["Hello", "a " * 3000]},
+        {"prompt": "Hello", "logprobs": 50},
+    ):
         response = client.post("/v1/completions", json={"stream": True, **body})
         assert response.status_code == 400 and error_of(response)["message"]
     settled(client)
@@ -298,12 +375,30 @@ def test_null_is_the_default(client: Any, caplog: pytest.LogCaptureFixture) -> N
         logging.getLogger("teachvllm").addHandler(caplog.handler)
         try:
             for _ in range(3):
-                assert client.post("/v1/completions", json={**body, "prompt": "Hello"}).status_code == 200
-                assert client.post("/v1/chat/completions", json={**body, "messages": HELLO}).status_code == 200
+                assert (
+                    client.post("/v1/completions", json={**body, "prompt": "Hello"}).status_code
+                    == 200
+                )
+                assert (
+                    client.post(
+                        "/v1/chat/completions", json={**body, "messages": HELLO}
+                    ).status_code
+                    == 200
+                )
         finally:
             logging.getLogger("teachvllm").removeHandler(caplog.handler)
-    assert len({record.getMessage() for record in caplog.records if "a_name_of_mine" in record.getMessage()}) == 1
-    assert sum("a_name_of_mine" in record.getMessage() for record in caplog.records) <= 2  # two handlers
+    assert (
+        len(
+            {
+                record.getMessage()
+                for record in caplog.records
+                if "a_name_of_mine" in record.getMessage()
+            }
+        )
+        == 1
+    )
+    # two handlers
+    assert sum("a_name_of_mine" in record.getMessage() for record in caplog.records) <= 2
 
 
 def spy_on(real: Any, seen: list[str]) -> Any:
@@ -318,7 +413,10 @@ def spy_on(real: Any, seen: list[str]) -> Any:
 
 
 def test_a_stream_was_created_once(client: Any) -> None:
-    for path, prompt in ("/v1/completions", {"prompt": "Hello"}), ("/v1/chat/completions", {"messages": HELLO}):
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": HELLO}),
+    ):
         body = {**prompt, "stream": True, "max_tokens": 300, "ignore_eos": True}
         *chunks, _ = events_of(client.post(path, json=body))
         assert len(chunks) > 100 and len({(chunk["created"], chunk["id"]) for chunk in chunks}) == 1
@@ -326,13 +424,18 @@ def test_a_stream_was_created_once(client: Any) -> None:
 
 @pytest.mark.parametrize(
     "path, body",
-    [("/v1/chat/completions", {"messages": [{"role": "user" * 300_000, "content": "a"}]}),
-     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": "b " * 500_000}] * 3}),
-     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 2}] * 1024}),
-     ("/tokenize", {"prompt": "word " * 400_000, "return_token_strs": True}),
-     ("/v1/completions", {"prompt": ["word " * 5000] * 40})],
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user" * 300_000, "content": "a"}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a", "name": "b " * 500_000}] * 3},
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 2}] * 1024}),
+        ("/tokenize", {"prompt": "word " * 400_000, "return_token_strs": True}),
+        ("/v1/completions", {"prompt": ["word " * 5000] * 40}),
+    ],
     ids=["role", "name", "messages", "tokenize", "prompts"],
-)  # fmt: skip
+)
 def test_large_requests_are_read_in_a_thread(
     engine: AsyncLLM, path: str, body: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,43 +459,70 @@ def test_unknown_models_and_routes(client: Any) -> None:
     ):
         response = client.post(path, json={"model": "gpt-4", **body})
         assert response.status_code == 404 and error_of(response)["param"] == "model"
-        assert client.post(path, json={"model": "other", "max_tokens": 1, **body}).status_code == 200
+        assert (
+            client.post(path, json={"model": "other", "max_tokens": 1, **body}).status_code == 200
+        )
     assert (
-        error_of(client.get("/v1/engines"))["code"] == 404 and error_of(client.get("/v1/models/gpt-4"))["code"] == 404
+        error_of(client.get("/v1/engines"))["code"] == 404
+        and error_of(client.get("/v1/models/gpt-4"))["code"] == 404
     )
     assert error_of(client.get("/v1/completions"))["code"] == 405
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b'"prompt"', b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}',
-     b'{"n": 1e999, "prompt": "a"}',
-     b"[" * 100_000, b'{"prompt": "a", "stop": ["\\udc00"]}', b'{"prompt": "\xed\xa0\x80"}', b'{"n": 1' + b"0" * 5000 + b"}"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"prompt"',
+        b"\xff\xfe",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b'{"n": 1e999, "prompt": "a"}',
+        b"[" * 100_000,
+        b'{"prompt": "a", "stop": ["\\udc00"]}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"n": 1' + b"0" * 5000 + b"}",
+    ],
     ids=lambda content: repr(content[:30]),
-)  # fmt: skip
+)
 def test_bodies_that_are_no_request(client: Any, content: bytes) -> None:
-    response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    response = client.post(
+        "/v1/completions", content=content, headers={"content-type": "application/json"}
+    )
     assert response.status_code == 400 and error_of(response)["message"]
 
 
 def test_only_json_is_read(client: Any) -> None:
     "A web page may send other types to a server on this machine without being asked."
-    response = client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
+    response = client.post(
+        "/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}
+    )
     assert response.status_code == 400 and "Content-Type" in error_of(response)["message"]
 
 
 def test_embeddings_of_a_model_that_writes(client: Any) -> None:
-    assert 'task="generate"' in error_of(client.post("/v1/embeddings", json={"input": "a"}))["message"]
+    assert (
+        'task="generate"' in error_of(client.post("/v1/embeddings", json={"input": "a"}))["message"]
+    )
 
 
 # Wrong types in every field
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
-)  # fmt: skip
+)
 ROUTES = {
     "/v1/completions": (CompletionRequest, {"prompt": "Hello", "max_tokens": 2}),
     "/v1/chat/completions": (ChatCompletionRequest, {"messages": HELLO, "max_tokens": 2}),
@@ -403,7 +533,9 @@ ROUTES = {
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_value_in_any_field(client: Any, path: str, data: st.DataObject) -> None:
     "It is served, or refused with the field's name; and the server never fails."
@@ -411,14 +543,21 @@ def test_any_value_in_any_field(client: Any, path: str, data: st.DataObject) -> 
     field = data.draw(st.sampled_from(sorted(cls.model_fields if cls else ["tokens", "model"])))
     value = data.draw(JSON)
     response = client.post(
-        path, content=json.dumps({**body, field: value}), headers={"content-type": "application/json"}
+        path,
+        content=json.dumps({**body, field: value}),
+        headers={"content-type": "application/json"},
     )
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code == 404:
         assert field == "model"
-    elif response.status_code == 400 and not (path == "/v1/embeddings" and "task=" in response.text):
+    elif response.status_code == 400 and not (
+        path == "/v1/embeddings" and "task=" in response.text
+    ):
         error = error_of(response)
-        assert field in (error["param"], *error["message"].replace("=", " ").replace(":", " ").split()), error
+        assert field in (
+            error["param"],
+            *error["message"].replace("=", " ").replace(":", " ").split(),
+        ), error
     elif response.headers["content-type"].startswith("text/event-stream"):
         assert events_of(response)[-1] == "[DONE]"
 
@@ -428,22 +567,34 @@ def test_any_value_in_any_field(client: Any, path: str, data: st.DataObject) -> 
 
 def test_ten_megabytes_are_too_much(client: Any) -> None:
     body = json.dumps({"prompt": "a" * 10_000_000}).encode()
-    for content in body, (body[i : i + 100_000] for i in range(0, len(body), 100_000)):  # the second: no content-length
-        response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-        assert response.status_code == 413 and "--max-request-bytes" in error_of(response)["message"]
+    # the second: no content-length
+    for content in body, (body[i : i + 100_000] for i in range(0, len(body), 100_000)):
+        response = client.post(
+            "/v1/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert (
+            response.status_code == 413 and "--max-request-bytes" in error_of(response)["message"]
+        )
     assert (
         client.post("/v1/completions", json={"prompt": "a " * 1_000_000}).status_code == 400
     )  # 2 MB, not tokenized whole
 
 
 def test_clients_that_send_slowly_are_shut_out(speaker: str) -> None:
-    "Half a request's headers, half a body, one byte at a time, nothing at all; and meanwhile the server answers."
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
+    """Half a request's headers, half a body, one byte at a time, nothing at all; and meanwhile the
+    server answers.
+    """
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 1000\r\n"
+    )
     halves = [b"", head, head + b"\r\n" + b'{"prompt":']
     with contextlib.ExitStack() as stack:
-        args = ServerArgs(port=0, request_timeout=5.0)  # for this test alone: elsewhere a busy machine may take longer
+        # for this test alone: elsewhere a busy machine may take longer
+        args = ServerArgs(port=0, request_timeout=5.0)
         url = stack.enter_context(serve_in_background(EngineArgs(speaker, **OPTIONS), args))
-        place, socks = ("127.0.0.1", int(url.rpartition(":")[2])), []
+        place = ("127.0.0.1", int(url.rpartition(":")[2]))
+        socks = []
         for half in halves:
             socks.append(stack.enter_context(socket.create_connection(place, timeout=20)))
             socks[-1].sendall(half)
@@ -473,7 +624,9 @@ def test_bodies_whose_end_never_comes(url: str, client: Any) -> None:
     place = ("127.0.0.1", int(url.rpartition(":")[2]))
     for last in "close", "shutdown":
         with socket.create_connection(place, timeout=20) as sock:
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{"
+            )
             if last == "shutdown":
                 sock.shutdown(socket.SHUT_WR)
                 assert sock.recv(65536) == b""
@@ -502,7 +655,9 @@ def ask_app_fully(app: Any, method: str, path: str, **more: Any) -> tuple[int, s
 @pytest.mark.parametrize("how", ["argument", "environment", "vLLM's"])
 def test_the_api_key(engine: AsyncLLM, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how != "argument":
-        monkeypatch.setenv("TEACHVLLM_API_KEY" if how == "environment" else "VLLM_API_KEY", "sesame")
+        monkeypatch.setenv(
+            "TEACHVLLM_API_KEY" if how == "environment" else "VLLM_API_KEY", "sesame"
+        )
     app = build_app(engine, ServerArgs(api_key="sesame" if how == "argument" else None))
     for headers in (
         {},
@@ -533,7 +688,12 @@ def test_other_origins_only_if_asked_for(engine: AsyncLLM) -> None:
     app = build_app(engine, ServerArgs(allowed_origins=['["http://page.example"]'], api_key="k"))
     status, _, headers = ask_app_fully(app, "OPTIONS", "/v1/completions", headers=origin)
     assert status == 200 and headers["access-control-allow-origin"] == "http://page.example"
-    assert ask_app(app, "OPTIONS", "/v1/completions", headers={**origin, "origin": "http://other.example"})[0] == 400
+    assert (
+        ask_app(
+            app, "OPTIONS", "/v1/completions", headers={**origin, "origin": "http://other.example"}
+        )[0]
+        == 400
+    )
 
 
 # Chat templates
@@ -541,12 +701,18 @@ def test_other_origins_only_if_asked_for(engine: AsyncLLM) -> None:
 
 def test_chat_templates(engine: AsyncLLM, tmp_path: Path) -> None:
     def tokens(args: ServerArgs, **more: Any) -> tuple[int, Any]:
-        status, text = ask_app(build_app(engine, args), "POST", "/tokenize", json={"messages": HELLO, **more})
+        status, text = ask_app(
+            build_app(engine, args), "POST", "/tokenize", json={"messages": HELLO, **more}
+        )
         return status, json.loads(text)
 
     failing = "{{ raise_exception('no such role') }}"
     status, answer = tokens(ServerArgs(chat_template=failing))
-    assert status == 400 and "no such role" in answer["error"]["message"] and answer["error"]["param"] == "messages"
+    assert (
+        status == 400
+        and "no such role" in answer["error"]["message"]
+        and answer["error"]["param"] == "messages"
+    )
     status, answer = tokens(ServerArgs(chat_template="{% for x in range(3 %}"))
     assert status == 400 and "chat template" in answer["error"]["message"]
     (tmp_path / "short.jinja").write_text("{{ messages[0].content }}\n{{ mood }}")
@@ -572,7 +738,9 @@ class Broken:
 
     async def generate(self, prompt: Any, params: Any, request_id: str, priority: int = 0) -> Any:
         for part in self.parts:
-            yield RequestOutput(request_id, "Hello", prompt["prompt_token_ids"], [part], part.finished())
+            yield RequestOutput(
+                request_id, "Hello", prompt["prompt_token_ids"], [part], part.finished()
+            )
 
 
 class Fails(Broken):
@@ -599,9 +767,12 @@ def test_whose_fault_an_error_is(engine: AsyncLLM, monkeypatch: pytest.MonkeyPat
     ):
         app.state.serving.engine = Fails(error)
         for stream in False, True:
-            assert ask_app(app, "POST", "/v1/completions", json={"prompt": "Hello", "stream": stream})[0] == expected, (
-                error
-            )
+            assert (
+                ask_app(app, "POST", "/v1/completions", json={"prompt": "Hello", "stream": stream})[
+                    0
+                ]
+                == expected
+            ), error
 
     def wrong(*args: Any) -> Any:  # a mistake in our code, with pydantic's errors or a plain one
         raise next(errors)
@@ -612,7 +783,9 @@ def test_whose_fault_an_error_is(engine: AsyncLLM, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(CompletionWriter, "_choice", wrong)
     try:
         for stream in False, True:
-            status, text = ask_app(app, "POST", "/v1/completions", json={"prompt": "Hello", "stream": stream})
+            status, text = ask_app(
+                app, "POST", "/v1/completions", json={"prompt": "Hello", "stream": stream}
+            )
             assert status == 500 and "unlucky" in text
     finally:
         Broken.parts = parts
@@ -622,7 +795,9 @@ def test_siblings_of_a_prompt_that_fails_are_closed(engine: AsyncLLM) -> None:
     closed: list[str] = []
 
     class Half:
-        async def generate(self, prompt: Any, params: Any, request_id: str, priority: int = 0) -> Any:
+        async def generate(
+            self, prompt: Any, params: Any, request_id: str, priority: int = 0
+        ) -> Any:
             try:
                 part = CompletionOutput(0, "", [], None, None, "error", "out of paper")
                 if not closed and len(prompt["prompt_token_ids"]) > 1:
@@ -644,11 +819,15 @@ def test_an_aborted_embedding_is_no_embedding(engine: AsyncLLM) -> None:
 
     class Aborts:
         async def encode(self, prompt: Any, params: Any, request_id: str, priority: int = 0) -> Any:
-            yield PoolingRequestOutput(request_id, PoolingOutput(torch.empty(0)), prompt["prompt_token_ids"], True)
+            yield PoolingRequestOutput(
+                request_id, PoolingOutput(torch.empty(0)), prompt["prompt_token_ids"], True
+            )
 
     app = build_app(engine)
     app.state.serving.engine = Aborts()
-    app.state.serving.model_config = type("M", (), {"pooler_config": None, "vocab_size": 1000, "max_model_len": 99})
+    app.state.serving.model_config = type(
+        "M", (), {"pooler_config": None, "vocab_size": 1000, "max_model_len": 99}
+    )
     status, text = ask_app(app, "POST", "/v1/embeddings", json={"input": ["a", "b"]})
     assert status == 503 and "aborted" in json.loads(text)["error"]["message"]
 
@@ -657,13 +836,20 @@ def test_a_step_that_fails(engine: AsyncLLM) -> None:
     "It is an event where the stream has begun, and else a response with status 500."
     app = build_app(engine)
     app.state.serving.engine = Broken()
-    for path, body in ("/v1/completions", {"prompt": "Hello"}), ("/v1/chat/completions", {"messages": HELLO}):
+    for path, body in (
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": HELLO}),
+    ):
         status, text = ask_app(app, "POST", path, json=body)
-        assert status == 500 and json.loads(text)["error"]["message"] == "RuntimeError: out of paper"
+        assert (
+            status == 500 and json.loads(text)["error"]["message"] == "RuntimeError: out of paper"
+        )
         status, text = ask_app(app, "POST", path, json={**body, "stream": True})
         *_, last = [json.loads(line[6:]) for line in text.split("\n\n") if line]
         assert (
-            status == 200 and last["error"]["message"] == "RuntimeError: out of paper" and last["error"]["code"] == 500
+            status == 200
+            and last["error"]["message"] == "RuntimeError: out of paper"
+            and last["error"]["code"] == 500
         )
 
 
@@ -672,7 +858,14 @@ def test_a_step_that_fails(engine: AsyncLLM) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_is_aborted(client: Any, url: str, stream: bool) -> None:
-    body = {"prompt": ["Hello"] * 3, "max_tokens": 2000, "ignore_eos": True, "stream": stream, "n": 2, "seed": 1}
+    body = {
+        "prompt": ["Hello"] * 3,
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "stream": stream,
+        "n": 2,
+        "seed": 1,
+    }
     with httpx.Client(base_url=url, timeout=60) as leaving:
         if stream:
             with leaving.stream("POST", "/v1/completions", json=body) as response:
@@ -687,14 +880,26 @@ def test_a_client_that_leaves_is_aborted(client: Any, url: str, stream: bool) ->
 
 def test_a_slow_reader_gets_everything(client: Any, url: str) -> None:
     "Nothing waits for it: meanwhile what it did not read is put together, and others are answered."
-    body = {"prompt": "The river", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "logprobs": 3}
+    body = {
+        "prompt": "The river",
+        "max_tokens": 1500,
+        "ignore_eos": True,
+        "temperature": 0,
+        "logprobs": 3,
+    }
     expected = client.post("/v1/completions", json=body).json()["choices"][0]
-    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=200) as response:
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=200
+    ) as response:
         for _ in range(200):
             if not client.get("/state").json()["requests"]:
                 break
             time.sleep(0.05)
-        choices = [json.loads(line[6:])["choices"][0] for line in response.iter_lines() if line.startswith("data: {")]
+        choices = [
+            json.loads(line[6:])["choices"][0]
+            for line in response.iter_lines()
+            if line.startswith("data: {")
+        ]
     assert "".join(choice["text"] for choice in choices) == expected["text"]
     for name, values in expected["logprobs"].items():
         assert [value for choice in choices for value in choice["logprobs"][name]] == values, name
@@ -704,7 +909,9 @@ def test_a_million_errors_are_one(client: Any) -> None:
     "And the other clients do not wait for it."
     for content in b"1.5," * 900_000 + b"1.5", b"[]," * 100_000 + b"[1.5]":
         body = b'{"prompt": [' + content + b"]}"
-        response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        response = client.post(
+            "/v1/completions", content=body, headers={"content-type": "application/json"}
+        )
         assert response.status_code == 400 and len(response.content) < 1000
 
 
@@ -718,14 +925,21 @@ def resident() -> int:
     return 0
 
 
-def test_load_with_clients_that_leave(engine: AsyncLLM, client: Any, url: str, offline: dict) -> None:
-    """500 requests, 50 at a time, a third of the clients leave at random: all other answers are complete, nothing is left.
+def test_load_with_clients_that_leave(
+    engine: AsyncLLM, client: Any, url: str, offline: dict
+) -> None:
+    """500 requests, 50 at a time, a third of the clients leave at random: all other answers are
+    complete, nothing is left.
 
-    No block, task or descriptor, no file in the folder for those, and no more memory than after the first 200.
+    No block, task or descriptor, no file in the folder for those, and no more memory than after the
+    first 200.
     """
-    before, files = settled(client), os.listdir(engine.folder)  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    before = settled(client)
+    files = os.listdir(engine.folder)
     num_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    asked, finished = list(offline), list[int]()
+    asked = list(offline)
+    finished = list[int]()
     rng = random.Random(7)
     leaves = [rng.random() < 1 / 3 for _ in range(NUM)]
     memory: list[int] = []
@@ -747,19 +961,24 @@ def test_load_with_clients_that_leave(engine: AsyncLLM, client: Any, url: str, o
         if not body["stream"]:
             choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
             return choice["text"], choice["finish_reason"]
-        text, reason, last = "", None, ""
+        text = ""
+        reason = None
+        last = ""
         async with http.stream("POST", "/v1/completions", json=body) as response:
             async for line in response.aiter_lines():
                 last = line or last
                 if line.startswith("data: {"):
                     choice = json.loads(line[6:])["choices"][0]
-                    text, reason = text + choice["text"], choice["finish_reason"] or reason
+                    text = text + choice["text"]
+                    reason = choice["finish_reason"] or reason
         assert last == "data: [DONE]"
         return text, reason
 
     async def everything() -> None:
         places = asyncio.Semaphore(50)
-        async with httpx.AsyncClient(base_url=url, timeout=100, limits=httpx.Limits(max_connections=60)) as http:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=100, limits=httpx.Limits(max_connections=60)
+        ) as http:
             await asyncio.gather(*(one(i, http, places) for i in range(NUM)))
 
     asyncio.run(everything())
@@ -783,13 +1002,19 @@ def test_load_with_clients_that_leave(engine: AsyncLLM, client: Any, url: str, o
 # Start and end
 
 
-def test_a_server_in_the_background_leaves_nothing_behind(speaker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachvllm.entrypoints.api_server.Server.GRACE", 10.0)  # a busy machine ends streams slowly
-    threads, contexts = set(threading.enumerate()), contextlib.ExitStack()
+def test_a_server_in_the_background_leaves_nothing_behind(
+    speaker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a busy machine ends streams slowly
+    monkeypatch.setattr("teachvllm.entrypoints.api_server.Server.GRACE", 10.0)
+    threads = set(threading.enumerate())
+    contexts = contextlib.ExitStack()
     with serve_in_background(EngineArgs(speaker, **OPTIONS)) as url:
         port = int(url.rpartition(":")[2])
         body = {"prompt": "a", "stream": True, "max_tokens": 2000, "ignore_eos": True}
-        response = contexts.enter_context(httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60))
+        response = contexts.enter_context(
+            httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60)
+        )
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
     *_, last, done = [line for line in lines if line]
@@ -809,7 +1034,9 @@ def parse(*argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def test_a_start_that_fails_is_one_line(speaker: str, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_a_start_that_fails_is_one_line(
+    speaker: str, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         cases = [
@@ -824,14 +1051,28 @@ def test_a_start_that_fails_is_one_line(speaker: str, tmp_path: Path, capfd: pyt
             assert run_server(parse("--dtype", "float32", *argv)) == 1
             out, err = capfd.readouterr()
             lines = [line for line in err.splitlines() if not line.startswith("INFO")]
-            assert not out and len(lines) == 1 and lines[0].startswith("teachvllm: ") and words in lines[0], err
+            assert (
+                not out
+                and len(lines) == 1
+                and lines[0].startswith("teachvllm: ")
+                and words in lines[0]
+            ), err
 
 
 def test_the_options() -> None:
     from teachvllm.entrypoints.api_server import server_args
 
     given = server_args(
-        parse("--served-model-name", "a", "b", "--api-key", "k", "--disable-log-requests", "--port", "0")
+        parse(
+            "--served-model-name",
+            "a",
+            "b",
+            "--api-key",
+            "k",
+            "--disable-log-requests",
+            "--port",
+            "0",
+        )
     )
     assert given == ServerArgs(served_model_name=["a", "b"], api_key="k", port=0)
     assert server_args(parse()) == ServerArgs() and ServerArgs().host == "127.0.0.1"
@@ -866,7 +1107,8 @@ def server_process(speaker: str, *argv: str) -> Iterator[tuple[subprocess.Popen,
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout
-        core, ready = process.stdout.readline(), process.stdout.readline()
+        core = process.stdout.readline()
+        ready = process.stdout.readline()
         assert core.startswith("core ") and "ready at http://127.0.0.1:" in ready, (
             process.stderr and process.stderr.read()
         )
@@ -880,7 +1122,13 @@ def streams(url: str, num: int, meanwhile: Any, most: int = 1900) -> list[list[s
     "The lines of so many streams; `meanwhile` is called when each has begun."
 
     async def read(http: Any, begun: list, i: int) -> list[str]:
-        body = {"prompt": prompt_of(i), "max_tokens": most, "ignore_eos": True, "temperature": 0, "stream": True}
+        body = {
+            "prompt": prompt_of(i),
+            "max_tokens": most,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
         lines = []
         async with http.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
@@ -895,7 +1143,9 @@ def streams(url: str, num: int, meanwhile: Any, most: int = 1900) -> list[list[s
 
     async def everything() -> list[list[str]]:
         begun: list[int] = []
-        async with httpx.AsyncClient(base_url=url, timeout=100, limits=httpx.Limits(max_connections=num)) as http:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=100, limits=httpx.Limits(max_connections=num)
+        ) as http:
             return await asyncio.gather(*(read(http, begun, i) for i in range(num)))
 
     return asyncio.run(everything())
@@ -903,9 +1153,14 @@ def streams(url: str, num: int, meanwhile: Any, most: int = 1900) -> list[list[s
 
 @contextlib.contextmanager
 def half_a_body(url: str) -> Iterator[Any]:
-    "A request of which the server has read half the body; what this gives sends the rest, and gives the whole answer."
+    """A request of which the server has read half the body; what this gives sends the rest, and
+    gives the whole answer.
+    """
     body = json.dumps({"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: "
+        "application/json\r\n"
+    )
     head += f"Content-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as sock:
 
@@ -958,10 +1213,13 @@ def test_sigterm_drains(speaker: str) -> None:
     with server_process(speaker, "--shutdown-timeout", "60") as (process, core, url):
 
         def stop() -> None:
-            with half_a_body(url) as finish:  # so that the server drains until now, also if the streams have ended
+            # so that the server drains until now, also if the streams have ended
+            with half_a_body(url) as finish:
                 process.send_signal(signal.SIGTERM)
                 for _ in range(100):
-                    response = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=20)
+                    response = httpx.post(
+                        f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=20
+                    )
                     if response.status_code != 200:
                         break
                     time.sleep(0.02)
@@ -974,7 +1232,10 @@ def test_sigterm_drains(speaker: str) -> None:
         ] == "60"
         assert process.wait(timeout=30) == 0 and gone(core)
     for one in lines:
-        assert one[-1] == "data: [DONE]" and json.loads(one[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert (
+            one[-1] == "data: [DONE]"
+            and json.loads(one[-2][6:])["choices"][0]["finish_reason"] == "length"
+        )
 
 
 def test_a_drain_has_an_end(speaker: str) -> None:
@@ -995,7 +1256,10 @@ def test_a_body_that_comes_while_the_server_drains_is_answered(speaker: str) -> 
                     break
                 time.sleep(0.02)
             answer = finish()
-        assert b" 200 " in answer.splitlines()[0] and json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"]
+        assert (
+            b" 200 " in answer.splitlines()[0]
+            and json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"]
+        )
         assert process.wait(timeout=30) == 0
 
 
@@ -1039,11 +1303,22 @@ def test_curl(url: str) -> None:
         "Content-Type: application/json",
         "-d",
     ]
-    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    whole = json.loads(subprocess.run([*command, json.dumps(body)], capture_output=True, check=True).stdout)
+    body = {
+        "model": "tiny",
+        "prompt": "Hello",
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    whole = json.loads(
+        subprocess.run([*command, json.dumps(body)], capture_output=True, check=True).stdout
+    )
     out = subprocess.run(
         [*command, json.dumps({**body, "stream": True})], capture_output=True, check=True, text=True
     ).stdout
     lines = [line[6:] for line in out.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
-    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1]) == whole["choices"][0]["text"]
+    assert (
+        "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+        == whole["choices"][0]["text"]
+    )

@@ -1,4 +1,6 @@
-"""The site: it builds, no link is broken, pages are light, figures have words, and a phone and a dark room can show it."""
+"""The site: it builds, no link is broken, pages are light, figures have words, and a phone and a
+dark room can show it.
+"""
 
 import gzip
 import json
@@ -23,14 +25,17 @@ HEAVIEST = 1_500_000  # bytes of a page with all that it loads, as a host sends 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="smalldocs needs Python 3.11"),
     pytest.mark.skipif(
-        bool(shutil.which("quarto")), reason="Quarto's pages are Quarto's: these tests are about smalldocs'"
+        bool(shutil.which("quarto")),
+        reason="Quarto's pages are Quarto's: these tests are about smalldocs'",
     ),
 ]
 
 
 @pytest.fixture(scope="module")
 def site() -> Path:
-    done = subprocess.run([sys.executable, "tools/docs.py"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "tools/docs.py"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr  # with the links that are broken
     return ROOT / "_docs"
 
@@ -40,14 +45,19 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path):
         super().__init__()
-        self.loads, self.bare = list[str](), list[str]()
+        self.loads = list[str]()
+        self.bare = list[str]()
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
-        if tag in ("img", "iframe") and not (found.get("alt") or found.get("title") or "").strip(" ."):
+        if tag in ("img", "iframe") and not (found.get("alt") or found.get("title") or "").strip(
+            " ."
+        ):
             self.bare.append((found.get("src") or "")[:60])
-        if source := found.get("src") or (tag == "link" and found.get("rel") == "stylesheet" and found.get("href")):
+        if source := found.get("src") or (
+            tag == "link" and found.get("rel") == "stylesheet" and found.get("href")
+        ):
             self.loads.append(source)
 
 
@@ -62,8 +72,14 @@ def test_pages_are_light_and_their_figures_have_words(site: Path) -> None:
     for path in pages:
         page = Page(path)
         assert not page.bare, f"{path}: {page.bare}"
-        files = [(path.parent / source).resolve() for source in page.loads if not source.startswith("data:")]
-        assert not [source for source in page.loads if source.startswith("http")], f"{path} asks another host"
+        files = [
+            (path.parent / source).resolve()
+            for source in page.loads
+            if not source.startswith("data:")
+        ]
+        assert not [source for source in page.loads if source.startswith("http")], (
+            f"{path} asks another host"
+        )
         weight = sum(map(bytes_sent, {path, *files}))
         assert weight < HEAVIEST, f"{path} weighs {weight:,} bytes"
 
@@ -85,7 +101,9 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def test_every_page_on_a_phone(site: Path, browser: Browser) -> None:
-    "No error in the console, no sideways scrolling at 390 pixels, no other host; every second page is seen in the dark."
+    """No error in the console, no sideways scrolling at 390 pixels, no other host; every second
+    page is seen in the dark.
+    """
     problems = []
     with served(site) as url:
         for number, path in enumerate(sorted(site.rglob("*.html"))):
@@ -96,7 +114,11 @@ def test_every_page_on_a_phone(site: Path, browser: Browser) -> None:
             if (width := browser.js("document.documentElement.scrollWidth")) > 390:
                 problems.append(f"{name} is {width} pixels wide")
             problems += [f"{name}: {error}" for error in browser.errors()]
-            sent = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+            sent = [
+                e["params"]["request"]["url"]
+                for e in browser.events
+                if e["method"] == "Network.requestWillBeSent"
+            ]
             other = [one for one in sent if not one.startswith((url, "data:", "blob:", "about:"))]
             problems += [f"{name} asks {one[:80]}" for one in other]
     assert not problems, "\n".join(problems)
@@ -116,7 +138,15 @@ CONTRAST = """(() => {
 @pytest.mark.parametrize("dark", [False, True])
 def test_words_can_be_read(site: Path, browser: Browser, dark: bool) -> None:
     "Headings, text, code, tables, sidebar and contents stand out from what is behind them."
-    selectors = ["h1", "main p", "main pre code", "main td", "#quarto-sidebar .menu-text", "#TOC a", ".navbar-title"]
+    selectors = [
+        "h1",
+        "main p",
+        "main pre code",
+        "main td",
+        "#quarto-sidebar .menu-text",
+        "#TOC a",
+        ".navbar-title",
+    ]
     found = set()
     with served(site) as url:
         for name in ("index", "scheduler", "confusions", "glossary"):
@@ -130,7 +160,9 @@ def test_words_can_be_read(site: Path, browser: Browser, dark: bool) -> None:
 
 
 def test_the_home_page_plays(site: Path, browser: Browser) -> None:
-    "The player starts by itself, where motion is wanted, and goes from step to step; the search finds a chapter."
+    """The player starts by itself, where motion is wanted, and goes from step to step; the search
+    finds a chapter.
+    """
     with served(site) as url:
         browser.size(1280, 900)
         browser.open(f"{url}/index.html")
@@ -142,4 +174,6 @@ def test_the_home_page_plays(site: Path, browser: Browser) -> None:
         browser.open(f"{url}/index.html")
         browser.js("document.querySelector('#quarto-search input').focus()")
         browser.send("Input.insertText", text="preempt")
-        browser.until("document.querySelector('#quarto-search').innerText.toLowerCase().includes('preempt')")
+        browser.until(
+            "document.querySelector('#quarto-search').innerText.toLowerCase().includes('preempt')"
+        )

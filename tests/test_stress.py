@@ -1,4 +1,6 @@
-"""Random requests, aborts and failures on pools that are too small: the same tokens as alone, and nothing is left behind."""
+"""Random requests, aborts and failures on pools that are too small: the same tokens as alone, and
+nothing is left behind.
+"""
 
 import random
 import signal
@@ -24,7 +26,9 @@ def alone(folder: str):
 
 
 class Run:
-    "One engine of random size, with random requests; `go` takes it to the end and checks after every step."
+    """One engine of random size, with random requests; `go` takes it to the end and checks after
+    every step.
+    """
 
     def __init__(self, folder: str, seed: int):
         self.rng = rng = random.Random(seed)
@@ -49,16 +53,22 @@ class Run:
         rng = self.rng
         length = rng.randint(1, min(self.options["max_model_len"] - 1, self.pool))
         params = SamplingParams(
-            temperature=rng.choice([0, 1.0]), top_p=rng.choice([1, 0.8]), top_k=rng.choice([-1, 5]),
-            seed=rng.choice([i, 2**63 + i, -7]), max_tokens=rng.choice([1, 5, 20, None]), ignore_eos=True,
-            stop_token_ids=rng.choice([[], [7], [1, 2, 3, 4]]), min_tokens=rng.choice([0, 1]),
+            temperature=rng.choice([0, 1.0]),
+            top_p=rng.choice([1, 0.8]),
+            top_k=rng.choice([-1, 5]),
+            seed=rng.choice([i, 2**63 + i, -7]),
+            max_tokens=rng.choice([1, 5, 20, None]),
+            ignore_eos=True,
+            stop_token_ids=rng.choice([[], [7], [1, 2, 3, 4]]),
+            min_tokens=rng.choice([0, 1]),
             output_kind=rng.choice(list(RequestOutputKind)),
-        )  # fmt: skip
+        )
         return [rng.randrange(3, VOCAB) for _ in range(length)], params
 
     def take(self, outputs: list) -> None:
         for output in outputs:
-            name, completion = output.request_id, output.outputs[0]
+            name = output.request_id
+            completion = output.outputs[0]
             delta = self.requests[name][1].output_kind is RequestOutputKind.DELTA
             self.tokens[name] = self.tokens[name] * delta + completion.token_ids
             if output.finished:
@@ -67,7 +77,10 @@ class Run:
 
     def go(self, monkeypatch: pytest.MonkeyPatch) -> None:
         "Steps of the model fail now and then, and so does the processing of one request's news."
-        engine, rng, todo, failed = self.llm.llm_engine, self.rng, list(self.requests), 0
+        engine = self.llm.llm_engine
+        rng = self.rng
+        todo = list(self.requests)
+        failed = 0
         core = engine.engine_core.engine_core
         runner = self.llm.collective_rpc(lambda worker: worker.model_runner)[0]
 
@@ -93,19 +106,27 @@ class Run:
                 self.take(engine.step())
             except RuntimeError:
                 failed += 1
-            manager, running = core.scheduler.block_manager, core.scheduler.running
+            manager = core.scheduler.block_manager
+            running = core.scheduler.running
             manager.check_integrity()
-            assert set(manager.block_tables) == {seq.seq_id for group in running for seq in group.unfinished}
+            assert set(manager.block_tables) == {
+                seq.seq_id for group in running for seq in group.unfinished
+            }
         monkeypatch.undo()
         engine.step()  # tells the worker which sequences ended last
-        assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks and not runner.input_batch.slot_of
+        assert (
+            manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
+            and not runner.input_batch.slot_of
+        )
         assert not engine.output_processor.request_states and not core.scheduler.seqs
         assert set(self.ended) | self.aborted == set(self.requests)
         assert ("error" in self.ended.values()) <= (failed > 0)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_loads_on_small_pools(folder: str, alone: LLM, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_loads_on_small_pools(
+    folder: str, alone: LLM, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Run(folder, seed)
     with case.llm:
         case.go(monkeypatch)
@@ -113,18 +134,27 @@ def test_random_loads_on_small_pools(folder: str, alone: LLM, seed: int, monkeyp
         prompt, params = case.requests[name]
         room = case.options["max_model_len"] - len(prompt)
         limited = replace(
-            params, max_tokens=min(params.max_tokens or room, room), output_kind=RequestOutputKind.FINAL_ONLY
+            params,
+            max_tokens=min(params.max_tokens or room, room),
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         wanted = alone.generate(prompt, limited, use_tqdm=False)[0].outputs[0].token_ids
         got = case.tokens[name]
-        if len(prompt) + len(got) > case.pool or case.ended[name] == "error":  # alone in a full pool it ends early
+        # alone in a full pool it ends early
+        if len(prompt) + len(got) > case.pool or case.ended[name] == "error":
             wanted = wanted[: len(got)]
         assert got == wanted, (case.options, name)
-    assert sum(reason != "error" for reason in case.ended.values()) >= 3, "hardly anything was tested"
+    assert sum(reason != "error" for reason in case.ended.values()) >= 3, (
+        "hardly anything was tested"
+    )
 
 
-def test_an_output_that_could_not_be_given_is_given_next_time(alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, got, failures = alone.llm_engine, [], []
+def test_an_output_that_could_not_be_given_is_given_next_time(
+    alone: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = alone.llm_engine
+    got = []
+    failures = []
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     wanted = alone.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0].token_ids
     engine.add_request("a", [5, 6, 7], replace(params, output_kind=RequestOutputKind.DELTA))
@@ -147,35 +177,57 @@ def test_an_output_that_could_not_be_given_is_given_next_time(alone: LLM, monkey
     assert got == wanted and sum(failures) >= 3 and not engine.output_processor.request_states
 
 
-def test_after_a_failed_step_the_requests_that_waited_go_on(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_step_the_requests_that_waited_go_on(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "The model raises once: the two requests that ran end with an error, the next two are answered."
     prompts = {str(i): [i + 3] * (20 + i) for i in range(4)}
-    params, outputs, calls = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), {}, []
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    outputs = {}
+    calls = []
     with tiny(folder, num_gpu_blocks_override=64, max_num_seqs=2) as llm:
-        wanted = [o.outputs[0].token_ids for o in llm.generate(list(prompts.values()), params, use_tqdm=False)]
+        wanted = [
+            o.outputs[0].token_ids
+            for o in llm.generate(list(prompts.values()), params, use_tqdm=False)
+        ]
         runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
         forward = runner.model_inputs
         monkeypatch.setattr(
-            runner, "model_inputs", lambda *args: forward(*args) if calls.append(1) or len(calls) != 4 else 1 / 0
+            runner,
+            "model_inputs",
+            lambda *args: forward(*args) if calls.append(1) or len(calls) != 4 else 1 / 0,
         )
         for name, prompt in prompts.items():
             llm.llm_engine.add_request(name, prompt, params)
         while llm.llm_engine.has_unfinished_requests():
             try:
-                outputs |= {output.request_id: output.outputs[0] for output in llm.llm_engine.step()}
+                outputs |= {
+                    output.request_id: output.outputs[0] for output in llm.llm_engine.step()
+                }
             except ZeroDivisionError:
                 assert len(calls) == 4
-    assert [outputs[name].finish_reason for name in prompts] == ["error", "error", "length", "length"]
+    assert [outputs[name].finish_reason for name in prompts] == [
+        "error",
+        "error",
+        "length",
+        "length",
+    ]
     assert all("ZeroDivisionError" in outputs[name].stop_reason for name in "01")
-    assert [outputs[name].token_ids for name in prompts] == [wanted[0][:3], wanted[1][:3], *wanted[2:]]
+    assert [outputs[name].token_ids for name in prompts] == [
+        wanted[0][:3],
+        wanted[1][:3],
+        *wanted[2:],
+    ]
 
 
 def test_parameters_are_the_engines_own(alone: LLM) -> None:
-    engine, tokens = alone.llm_engine, []
+    engine = alone.llm_engine
+    tokens = []
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     wanted = alone.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0].token_ids
     engine.add_request("a", [5, 6, 7], params)
-    params.max_tokens, params.temperature = 2, 100.0
+    params.max_tokens = 2
+    params.temperature = 100.0
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens = output.outputs[0].token_ids
@@ -187,8 +239,17 @@ def test_parameters_are_the_engines_own(alone: LLM) -> None:
 
 def test_numpy_numbers_and_huge_limits(alone: LLM) -> None:
     np = pytest.importorskip("numpy")
-    params = SamplingParams(seed=np.int64(5), temperature=np.float32(1), max_tokens=np.int64(3), ignore_eos=True)
-    assert len(alone.generate([np.int64(5), np.int64(6)], params, use_tqdm=False)[0].outputs[0].token_ids) == 3
+    params = SamplingParams(
+        seed=np.int64(5), temperature=np.float32(1), max_tokens=np.int64(3), ignore_eos=True
+    )
+    assert (
+        len(
+            alone.generate([np.int64(5), np.int64(6)], params, use_tqdm=False)[0]
+            .outputs[0]
+            .token_ids
+        )
+        == 3
+    )
     endless = SamplingParams(temperature=0, max_tokens=None, min_tokens=10**18, stop_token_ids=[7])
     output = alone.generate([5] * 250, endless, use_tqdm=False)[0].outputs[0]
     assert output.finish_reason == "length" and 7 not in output.token_ids
@@ -196,15 +257,21 @@ def test_numpy_numbers_and_huge_limits(alone: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def said():
-    "The default model, made to say what a test wants: `said(llm, text, params)` gives the outputs of all steps."
+    """The default model, made to say what a test wants: `said(llm, text, params)` gives the outputs
+    of all steps.
+    """
     with LLM(dtype="float32", num_gpu_blocks_override=64) as llm:
         import torch
 
-        tokenizer, runner = llm.get_tokenizer(), llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        tokenizer = llm.get_tokenizer()
+        runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
 
         def say(text: str, params: SamplingParams) -> list:
             script = iter(tokenizer(text).input_ids)
-            runner.sample = lambda batch, *_: (torch.tensor([next(script)] * len(batch.sample_indices)), None)
+            runner.sample = lambda batch, *_: (
+                torch.tensor([next(script)] * len(batch.sample_indices)),
+                None,
+            )
             llm.llm_engine.add_request("a", [1, 2, 3], params)
             outputs = []
             while llm.llm_engine.has_unfinished_requests():
@@ -219,20 +286,29 @@ def test_eos_ends_unless_it_is_ignored(said) -> None:
     ends = said(text, SamplingParams(max_tokens=8))[-1]
     assert ends.text == "Well." and ends.finish_reason == "stop"
     goes_on = said(text, SamplingParams(max_tokens=5, ignore_eos=True))[-1]
-    assert goes_on.text == "Well. And then" and goes_on.finish_reason == "length" and len(goes_on.token_ids) == 5
+    assert (
+        goes_on.text == "Well. And then"
+        and goes_on.finish_reason == "length"
+        and len(goes_on.token_ids) == 5
+    )
 
 
 def test_stop_strings_wait_for_min_tokens(said) -> None:
     text = "one two three one two three one"
     assert said(text, SamplingParams(max_tokens=7, stop=" two"))[-1].text == "one"
-    assert said(text, SamplingParams(max_tokens=7, stop=" two", min_tokens=3))[-1].text == "one two three one"
+    assert (
+        said(text, SamplingParams(max_tokens=7, stop=" two", min_tokens=3))[-1].text
+        == "one two three one"
+    )
 
 
 def test_half_characters_are_held_back(said) -> None:
     text = "a 👩‍🚀 in Zürich 日本"
     params = SamplingParams(max_tokens=100, stop="本", include_stop_str_in_output=True)
     pieces = [o.text for o in said(text, replace(params, output_kind=RequestOutputKind.DELTA))]
-    assert "".join(pieces) == text and "" in pieces and not any("\ufffd" in piece for piece in pieces)
+    assert (
+        "".join(pieces) == text and "" in pieces and not any("\ufffd" in piece for piece in pieces)
+    )
 
 
 def test_truncated_prompts_keep_their_end(alone: LLM) -> None:
@@ -253,7 +329,9 @@ def test_truncated_prompts_keep_their_end(alone: LLM) -> None:
 def test_impossible_sizes(folder: str, change: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         tiny(folder, **change)
-    with tiny(folder, num_gpu_blocks_override=64, seed=None, max_num_seqs=None, quantization=None) as llm:
+    with tiny(
+        folder, num_gpu_blocks_override=64, seed=None, max_num_seqs=None, quantization=None
+    ) as llm:
         assert llm.llm_engine.config.scheduler_config.max_num_seqs == 256
 
 

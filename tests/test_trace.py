@@ -1,4 +1,6 @@
-"""Recordings: what the engine reports of its blocks survives JSON and msgpack, and the player tells it in words."""
+"""Recordings: what the engine reports of its blocks survives JSON and msgpack, and the player tells
+it in words.
+"""
 
 from pathlib import Path
 
@@ -16,7 +18,10 @@ def step(number: int, tables: dict[str, list[int]], **fields) -> StepTrace:
         "process_seconds": 0.1,
         "num_free_blocks": 0,
     }
-    lists = {name: fields.pop(name, []) for name in ("waiting", "running", "swapped", "preempted", "finished")}
+    lists = {
+        name: fields.pop(name, [])
+        for name in ("waiting", "running", "swapped", "preempted", "finished")
+    }
     computed = {name: 4 * len(table) for name, table in tables.items()}
     return StepTrace(
         step=number,
@@ -30,26 +35,62 @@ def step(number: int, tables: dict[str, list[int]], **fields) -> StepTrace:
 
 
 def a_trace() -> Trace:
-    "A request is forked, one of the two copies a shared block; both are swapped out and in; another takes what was cached."
+    """A request is forked, one of the two copies a shared block; both are swapped out and in;
+    another takes what was cached.
+    """
     steps = [
-        step(0, {"a": [0, 1]}, block_events=[("allocate", 0, "a"), ("allocate", 1, "a"), ("cache", 0, "a")]),
         step(
-            1, {"a": [0, 2], "a.1": [0, 1]}, copied_blocks=[(1, 2)],
-            block_events=[("share", 0, "a.1"), ("share", 1, "a.1"), ("allocate", 2, "a"), ("free", 1, "a"), ("copy", 2, "a")],
+            0,
+            {"a": [0, 1]},
+            block_events=[("allocate", 0, "a"), ("allocate", 1, "a"), ("cache", 0, "a")],
         ),
         step(
-            2, {}, swapped=["a", "a.1"], preempted=["a", "a.1"], swapped_out_blocks=[(0, 5), (2, 6), (1, 7)],
-            block_events=[("free", 2, "a"), ("free", 0, "a"), ("free", 1, "a.1"), ("free", 0, "a.1"),
-                          ("swap_out", 0, "a.1"), ("swap_out", 2, "a.1"), ("swap_out", 1, "a.1")],
+            1,
+            {"a": [0, 2], "a.1": [0, 1]},
+            copied_blocks=[(1, 2)],
+            block_events=[
+                ("share", 0, "a.1"),
+                ("share", 1, "a.1"),
+                ("allocate", 2, "a"),
+                ("free", 1, "a"),
+                ("copy", 2, "a"),
+            ],
         ),
         step(
-            3, {"a": [3, 4], "a.1": [3, 0]}, swapped_in_blocks=[(5, 3), (6, 4), (7, 0)], finished=["a"],
-            block_events=[("allocate", 3, "a"), ("allocate", 4, "a"), ("evict", 0, ""), ("allocate", 0, "a.1"),
-                          ("share", 3, "a.1"), ("swap_in", 3, "a.1"), ("swap_in", 4, "a.1"), ("swap_in", 0, "a.1")],
+            2,
+            {},
+            swapped=["a", "a.1"],
+            preempted=["a", "a.1"],
+            swapped_out_blocks=[(0, 5), (2, 6), (1, 7)],
+            block_events=[
+                ("free", 2, "a"),
+                ("free", 0, "a"),
+                ("free", 1, "a.1"),
+                ("free", 0, "a.1"),
+                ("swap_out", 0, "a.1"),
+                ("swap_out", 2, "a.1"),
+                ("swap_out", 1, "a.1"),
+            ],
+        ),
+        step(
+            3,
+            {"a": [3, 4], "a.1": [3, 0]},
+            swapped_in_blocks=[(5, 3), (6, 4), (7, 0)],
+            finished=["a"],
+            block_events=[
+                ("allocate", 3, "a"),
+                ("allocate", 4, "a"),
+                ("evict", 0, ""),
+                ("allocate", 0, "a.1"),
+                ("share", 3, "a.1"),
+                ("swap_in", 3, "a.1"),
+                ("swap_in", 4, "a.1"),
+                ("swap_in", 0, "a.1"),
+            ],
             token_ids={"a": [1, 2, 3]},
         ),
         step(4, {"a.1": [3, 0]}, block_events=[("free", 4, "a"), ("free", 3, "a")]),
-    ]  # fmt: skip
+    ]
     return Trace(8, 4, 64, num_prompt_tokens={"a": 7, "a.1": 7}, steps=steps)
 
 
@@ -57,7 +98,10 @@ def test_a_recording_survives_json_and_msgpack(tmp_path: Path) -> None:
     trace = a_trace()
     assert Trace.load(trace.save(tmp_path / "trace.json")) == trace
     for step_trace in trace.steps:
-        assert msgspec.msgpack.Decoder(StepTrace).decode(msgspec.msgpack.encode(step_trace)) == step_trace
+        assert (
+            msgspec.msgpack.Decoder(StepTrace).decode(msgspec.msgpack.encode(step_trace))
+            == step_trace
+        )
 
 
 def test_the_player_tells_what_the_core_reported() -> None:
@@ -72,6 +116,10 @@ def test_the_player_tells_what_the_core_reported() -> None:
         "step 3: swap_in: a is swapped in: the CPU's 5–7 come to blocks 3–4, 0",
         "step 4: free: a has finished and gives back blocks 4, 3; block 3 others still hold",
     ]
-    assert swapped_tables(trace)[2] == {"a": [5, 6], "a.1": [5, 7]} and swapped_tables(trace)[3] == {}
+    assert (
+        swapped_tables(trace)[2] == {"a": [5, 6], "a.1": [5, 7]} and swapped_tables(trace)[3] == {}
+    )
     page = block_player(trace)
-    assert page.count("<section class='frame'") == 5 and "copy</b>" in page and "swap out</b>" in page
+    assert (
+        page.count("<section class='frame'") == 5 and "copy</b>" in page and "swap out</b>" in page
+    )

@@ -1,6 +1,8 @@
-"""The Triton backend: equal to the oracle on any batch, and compiled, without a GPU, for the chips that it ships for.
+"""The Triton backend: equal to the oracle on any batch, and compiled, without a GPU, for the chips
+that it ships for.
 
-Without a GPU the kernels run in Triton's interpreter, and a child process (this file, started as a program) compiles.
+Without a GPU the kernels run in Triton's interpreter, and a child process (this file, started as a
+program) compiles.
 """
 
 import itertools
@@ -36,7 +38,8 @@ from teachvllm.attention.triton import DeviceProperties, TritonBackend, choose_t
 from teachvllm.attention.triton_ladder import compiling_for  # noqa: E402
 from teachvllm.attention.triton_utils import interpreted  # noqa: E402
 
-SHARED_MEMORY = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (9, 0): 232448}  # bytes a program can have
+# bytes a program can have
+SHARED_MEMORY = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (9, 0): 232448}
 
 
 class WithoutSplits(TritonBackend):
@@ -63,7 +66,8 @@ class Case:
     soft_cap: float | None = None
     dtype: torch.dtype = torch.float32
     cls: type[TritonBackend] = TritonBackend
-    capability: tuple[int, int] | None = None  # whose tiles are taken; None: the real GPU's, and interpreted (9, 0)
+    # whose tiles are taken; None: the real GPU's, and interpreted (9, 0)
+    capability: tuple[int, int] | None = None
     num_padding: int = 0  # rows that only fill up the batch (of nothing but decodes)
     seed: int = 0
 
@@ -84,46 +88,67 @@ class Batch:
 def make_batch(case: Case, beyond: int | None = None) -> Batch:
     """Random tensors of a case, in a cache that is NaN wherever the kernel has nothing to look for.
 
-    That is past a sequence's end, in free blocks and, under a window, in blocks that have left it. Block tables name
-    the block `beyond` (None: one that is NaN) where no entry must be used.
+    That is past a sequence's end, in free blocks and, under a window, in blocks that have left it.
+    Block tables name the block `beyond` (None: one that is NaN) where no entry must be used.
     """
     g = torch.Generator().manual_seed(case.seed)
     seq_lens = [n + past for n, past in zip(case.query_lens, case.past, strict=True)]
-    need, size = [-(-n // case.block_size) for n in seq_lens], case.block_size
+    need = [-(-n // case.block_size) for n in seq_lens]
+    size = case.block_size
     ids = torch.randperm(sum(need) + 2, generator=g)
     order = TritonBackend.get_kv_cache_stride_order()
     shape = TritonBackend.get_kv_cache_shape(len(ids), size, case.heads[1], case.head_size)
     clean = torch.randn([shape[a] for a in order], generator=g).to(DEVICE, case.dtype)
     clean = clean.permute([order.index(a) for a in range(5)])
-    cache, never = torch.full_like(clean, torch.nan), int(ids[-1]) if beyond is None else beyond
+    cache = torch.full_like(clean, torch.nan)
+    never = int(ids[-1]) if beyond is None else beyond
     clean_table = torch.zeros(len(need), max(need) + 2, dtype=torch.int32)
-    table, slots, at = torch.full_like(clean_table, never), [], 0
+    table = torch.full_like(clean_table, never)
+    slots = []
+    at = 0
     for i, (n, new) in enumerate(zip(seq_lens, case.query_lens, strict=True)):
         clean_table[i, : need[i]] = ids[at : at + need[i]]
         at += need[i]
-        behind = 0 if case.window is None else max(0, n - new + 1 - case.window) // size  # blocks given away
+        # blocks given away
+        behind = 0 if case.window is None else max(0, n - new + 1 - case.window) // size
         table[i, behind : need[i]] = clean_table[i, behind : need[i]]
         token = torch.arange(behind * size, n)
         where = clean_table[i, token // size].long().to(DEVICE), (token % size).to(DEVICE)
         cache[:, where[0], where[1]] = clean[:, where[0], where[1]]
-        slots += (clean_table[i, token // size].long() * size + token % size)[len(token) - new :].tolist()
-    qkv = torch.randn(len(slots) + case.num_padding, case.heads[0] + 2 * case.heads[1], case.head_size, generator=g)
+        slots += (clean_table[i, token // size].long() * size + token % size)[
+            len(token) - new :
+        ].tolist()
+    qkv = torch.randn(
+        len(slots) + case.num_padding,
+        case.heads[0] + 2 * case.heads[1],
+        case.head_size,
+        generator=g,
+    )
     qkv[len(slots) :] = torch.nan
     decodes = next((i for i, n in enumerate(case.query_lens) if n != 1), len(need))
     metas = []
     for blocks in (table, clean_table):
         rows = [*case.query_lens, *[1] * case.num_padding]
-        start, lens = torch.tensor([0, *rows]).cumsum(0), torch.tensor([*seq_lens, *[0] * case.num_padding])
-        blocks = torch.cat((blocks, torch.full((case.num_padding, blocks.shape[1]), never, dtype=torch.int32)))
+        start = torch.tensor([0, *rows]).cumsum(0)
+        lens = torch.tensor([*seq_lens, *[0] * case.num_padding])
+        blocks = torch.cat(
+            (blocks, torch.full((case.num_padding, blocks.shape[1]), never, dtype=torch.int32))
+        )
         tensors = (start, lens, blocks, torch.tensor(slots + [-1] * case.num_padding))
         cpu: dict[str, Any] = {"query_start_loc_cpu": start.numpy(), "seq_lens_cpu": lens.numpy()}
-        metas.append(AttentionMetadata(*(t.to(DEVICE) for t in tensors), decodes + case.num_padding, **cpu))
-    q, key, value = qkv.to(DEVICE, case.dtype).split((case.heads[0], case.heads[1], case.heads[1]), 1)
+        metas.append(
+            AttentionMetadata(*(t.to(DEVICE) for t in tensors), decodes + case.num_padding, **cpu)
+        )
+    q, key, value = qkv.to(DEVICE, case.dtype).split(
+        (case.heads[0], case.heads[1], case.heads[1]), 1
+    )
     return Batch(q, key, value, cache, metas[0], clean, metas[1])
 
 
 def device_of(case: Case) -> DeviceProperties:
-    "The real one on a GPU, so that keys are split as they are there; if asked, with tiles of another capability."
+    """The real one on a GPU, so that keys are split as they are there; if asked, with tiles of
+    another capability.
+    """
     if interpreted():
         capability = case.capability or (9, 0)
         return DeviceProperties(capability, 1, SHARED_MEMORY[capability])
@@ -142,28 +167,44 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def check(case: Case, beyond: int | None = None) -> None:
     """Write and attend as the engine does, and compare with the oracle.
 
-    Weights and output are rounded to the dtype: 2.1 u Σ p·|v| bounds that (notebook 21). The interpreter cuts bfloat16
-    off instead of rounding it.
+    Weights and output are rounded to the dtype: 2.1 u Σ p·|v| bounds that (notebook 21). The
+    interpreter cuts bfloat16 off instead of rounding it.
     """
     batch = make_batch(case, beyond)
-    n, size = len(batch.q) - case.num_padding, case.block_size
-    config = (case.heads[0], case.head_size, case.heads[1], case.head_size**-0.5, case.window, case.soft_cap)
+    n = len(batch.q) - case.num_padding
+    size = case.block_size
+    config = (
+        case.heads[0],
+        case.head_size,
+        case.heads[1],
+        case.head_size**-0.5,
+        case.window,
+        case.soft_cap,
+    )
     chip = device_of(case)
     with mock.patch.object(ours, "get_device_properties", lambda: chip):
-        backend, oracle = case.cls(*config), ReferenceBackend(*config)
+        backend = case.cls(*config)
+        oracle = ReferenceBackend(*config)
     where = batch.meta.slot_mapping[:n] // size, batch.meta.slot_mapping[:n] % size
     expected = batch.cache.clone()
     expected[:, where[0], where[1]] = torch.stack((batch.key[:n], batch.value[:n]))
     backend.build(batch.meta, size)
     backend.do_kv_cache_update(batch.key, batch.value, batch.cache, batch.meta)
-    assert torch.equal(bits(batch.cache), bits(expected)), "written elsewhere than into the slots, or not all"
+    assert torch.equal(bits(batch.cache), bits(expected)), (
+        "written elsewhere than into the slots, or not all"
+    )
     out = backend.forward(batch.q, batch.cache, batch.meta)
     assert out.shape == batch.q.shape and out.dtype == case.dtype
     assert torch.equal(bits(batch.cache), bits(expected)), "attention wrote into the cache"
     batch.clean[:, where[0], where[1]] = torch.stack((batch.key[:n], batch.value[:n]))
-    clean, q, meta = batch.clean.float(), batch.q[:n].float(), batch.clean_meta
-    meta.query_start_loc, meta.seq_lens = meta.query_start_loc[: len(case.past) + 1], meta.seq_lens[: len(case.past)]
-    want, spread = (oracle.forward(q, kv, meta) for kv in (clean, torch.stack((clean[0], clean[1].abs()))))
+    clean = batch.clean.float()
+    q = batch.q[:n].float()
+    meta = batch.clean_meta
+    meta.query_start_loc = meta.query_start_loc[: len(case.past) + 1]
+    meta.seq_lens = meta.seq_lens[: len(case.past)]
+    want, spread = (
+        oracle.forward(q, kv, meta) for kv in (clean, torch.stack((clean[0], clean[1].abs())))
+    )
     u = torch.finfo(case.dtype).eps / (1 if interpreted() and case.dtype == torch.bfloat16 else 2)
     assert ((out[:n].float() - want).abs() <= 2.1 * u * spread + 5e-6).all()  # False for NaN
 
@@ -184,7 +225,8 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.sampled_from([None, 1, 7, 40])),
         soft_cap=draw(st.sampled_from([None, 2.0])),
         cls=draw(st.sampled_from([TritonBackend, WithoutSplits, Unpacked])),
-        capability=draw(st.sampled_from([None, (7, 5)])),  # a T4 has smaller tiles, and gathers prompts
+        # a T4 has smaller tiles, and gathers prompts
+        capability=draw(st.sampled_from([None, (7, 5)])),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -210,7 +252,15 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 @pytest.mark.parametrize("index", range(12))
 def test_head_sizes_block_sizes_dtypes(index: int) -> None:
     sizes = (HEAD_SIZES[index % 10], BLOCK_SIZES[index % 6])
-    check(Case(**MIXED, head_size=sizes[0], block_size=sizes[1], dtype=DTYPES[index % 3], window=[None, 20][index % 2]))
+    check(
+        Case(
+            **MIXED,
+            head_size=sizes[0],
+            block_size=sizes[1],
+            dtype=DTYPES[index % 3],
+            window=[None, 20][index % 2],
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -250,12 +300,17 @@ def test_padding_rows_write_nowhere_and_disturb_nobody(cls: type[TritonBackend])
 @pytest.mark.parametrize("seed", range(20))
 def test_large_batches_on_a_gpu(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    query_lens = [1] * int(rng.integers(0, 30)) + [int(n) for n in rng.integers(1, 500, rng.integers(1, 5))]
+    query_lens = [1] * int(rng.integers(0, 30)) + [
+        int(n) for n in rng.integers(1, 500, rng.integers(1, 5))
+    ]
     past = [int(n) for n in rng.integers(0, 3000, len(query_lens))]
     real = ours.get_device_properties().capability
     dtype = DTYPES[seed % 3] if real >= (8, 0) else DTYPES[2 * (seed % 2)]
-    heads, head_size = [(32, 8), (9, 3), (16, 16)][seed % 3], [128, 64, 80, 256][seed % 4]
-    check(Case(query_lens, past, heads, head_size, 16, [None, 700][seed % 2], dtype=dtype, seed=seed))
+    heads = [(32, 8), (9, 3), (16, 16)][seed % 3]
+    head_size = [128, 64, 80, 256][seed % 4]
+    check(
+        Case(query_lens, past, heads, head_size, 16, [None, 700][seed % 2], dtype=dtype, seed=seed)
+    )
 
 
 @pytest.mark.gpu
@@ -263,9 +318,20 @@ def test_large_batches_on_a_gpu(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 4])
 def test_split_keys_on_a_gpu(num_seqs: int, dtype: torch.dtype, window: int | None) -> None:
-    "A few long sequences cannot fill a chip: several programs share the keys of each, and short ones leave splits empty."
+    """A few long sequences cannot fill a chip: several programs share the keys of each, and short
+    ones leave splits empty.
+    """
     with mock.patch.object(ours, "num_splits", wraps=num_splits) as asked:
-        check(Case([1] * num_seqs, [5000, 17, 4999, 0][:num_seqs], (8, 2), 128, window=window, dtype=dtype))
+        check(
+            Case(
+                [1] * num_seqs,
+                [5000, 17, 4999, 0][:num_seqs],
+                (8, 2),
+                128,
+                window=window,
+                dtype=dtype,
+            )
+        )
     assert asked.call_count and all(num_splits(*call.args) > 1 for call in asked.call_args_list)
 
 
@@ -279,10 +345,18 @@ def test_layers_with_and_without_windows_equal_transformers() -> None:
     from teachvllm.model_executor.models.parity import largest_difference
 
     config = transformers.MinistralConfig(
-        vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, max_position_embeddings=128, sliding_window=6,
-        layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        max_position_embeddings=128,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        tie_word_embeddings=False,
+    )
     assert largest_difference(LlamaForCausalLM, config, (11,), (TritonBackend,)) < 1e-4
 
 
@@ -290,25 +364,47 @@ def test_layers_with_and_without_windows_equal_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_engine_gives_the_oracles_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    "Prompts in chunks beside decodes; the Mistral's blocks leave its window of 16 tokens and serve others."
+def test_engine_gives_the_oracles_tokens(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks beside decodes; the Mistral's blocks leave its window of 16 tokens and
+    serve others.
+    """
     from transformers import MistralConfig
 
     from teachvllm import LLM, SamplingParams
 
     window = MistralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=20, max_position_embeddings=128, sliding_window=16,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=20,
+        max_position_embeddings=128,
+        sliding_window=16,
+    )
     monkeypatch.setitem(TINY, "mistral", lambda: window)
     make_tiny(name, tmp_path)
-    prompts, greedy, answers = random_prompts(3, 50, seed=1), SamplingParams(temperature=0, max_tokens=5), {}
+    prompts = random_prompts(3, 50, seed=1)
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    answers = {}
     for backend in ("reference", "triton"):
         with LLM(
-            str(tmp_path), dtype="float32", skip_tokenizer_init=True, attention_backend=backend, block_size=4,
-            num_gpu_blocks_override=60, max_num_batched_tokens=48, enable_chunked_prefill=True, max_num_seqs=4,
-        ) as llm:  # fmt: skip
-            answers[backend] = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)]
+            str(tmp_path),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            attention_backend=backend,
+            block_size=4,
+            num_gpu_blocks_override=60,
+            max_num_batched_tokens=48,
+            enable_chunked_prefill=True,
+            max_num_seqs=4,
+        ) as llm:
+            answers[backend] = [
+                o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)
+            ]
     assert answers["triton"] == answers["reference"]
 
 
@@ -316,7 +412,9 @@ def test_engine_gives_the_oracles_tokens(name: str, tmp_path: Path, monkeypatch:
 
 
 def test_what_it_refuses() -> None:
-    def reason(device: str = "cuda", dtype: torch.dtype = torch.float16, head_size: int = 64) -> str:
+    def reason(
+        device: str = "cuda", dtype: torch.dtype = torch.float16, head_size: int = 64
+    ) -> str:
         with pytest.raises(ValueError) as error:
             get_attn_backend("triton", device, dtype, head_size, 16)
         return str(error.value)
@@ -362,12 +460,18 @@ def test_splits_fill_the_chip_and_no_more() -> None:
 
 # Compiled for chips that are not here
 #
-# What must be compiled? Tiles, and so shared memory and the size of everything, depend on the chip, on 2 or 4 bytes an
-# element, on the head size as a power of two, on decode or not, and on the group where it is above 16. So each
-# combination of the first four that some model has is in the set for each chip, and one large group. Everything else changes
-# instructions but no sizes: bfloat16 for float16, a head size that is masked, block size, window, soft cap, splits, small groups.
-# Each of these occurs for each chip at least once. Every row compiles the kernel for decodes, the one for all else (on a T4
-# only under a soft cap: else prompts are gathered), `merge_splits` where there are splits, and `write_kernel`.
+# What must be compiled? Tiles, and so shared memory and the size of everything, depend on the chip,
+# on 2 or 4 bytes an element, on the head size as a power of two, on decode or not, and on the group
+# where it is above
+# 16. So each combination of the first four that some model has is in the set for each chip, and one
+# large group. Everything else changes instructions but no sizes: bfloat16 for float16, a head size
+# that is masked, block size, window, soft cap, splits, small groups. Each of these occurs for each
+# chip at least once. Every row compiles the kernel for decodes, the one for all else (on a T4 only
+# under
+# a soft cap: else prompts
+# are gathered), `merge_splits` where
+# there are splits, and
+# `write_kernel`.
 
 ROWS = [  # dtype, head size, query heads a KV head, block size, window, soft cap, most splits
     ("float16", 64, 4, 16, None, None, 64),
@@ -380,7 +484,9 @@ ROWS = [  # dtype, head size, query heads a KV head, block size, window, soft ca
     ("float32", 256, 8, 16, None, None, 1),
     ("float16", 64, 71, 16, None, None, 64),  # as in Falcon 7B
 ]
-MATRIX = [(chip, *row) for chip in ((7, 5), (8, 0), (9, 0)) for row in ROWS] + [((8, 6), *ROWS[i]) for i in (2, 4, 7)]
+MATRIX = [(chip, *row) for chip in ((7, 5), (8, 0), (9, 0)) for row in ROWS] + [
+    ((8, 6), *ROWS[i]) for i in (2, 4, 7)
+]
 MATRIX = [(c, "float16" if c < (8, 0) and d == "bfloat16" else d, *more) for c, d, *more in MATRIX]
 
 
@@ -389,7 +495,8 @@ def compile_row(
 ) -> list[Any]:
     "The kernels that a step with a decode and a prompt would launch."
     window, soft_cap, max_splits = cut
-    heads, chip = (2 * group, 2), DeviceProperties(capability, 40, SHARED_MEMORY[capability])
+    heads = (2 * group, 2)
+    chip = DeviceProperties(capability, 40, SHARED_MEMORY[capability])
     with (
         mock.patch.object(ours, "get_device_properties", lambda: chip),
         compiling_for(10 * capability[0] + capability[1]) as made,
@@ -398,22 +505,40 @@ def compile_row(
         backend.max_splits = max_splits
         for num_decodes, num_tokens in ((1, 1), (0, 40)):
             if num_decodes or backend.tensor_cores or soft_cap is not None:
-                run_step(backend, heads, getattr(torch, dtype), block_size, num_decodes, num_tokens - num_decodes)
+                run_step(
+                    backend,
+                    heads,
+                    getattr(torch, dtype),
+                    block_size,
+                    num_decodes,
+                    num_tokens - num_decodes,
+                )
     return made
 
 
 def run_step(
-    backend: TritonBackend, heads: tuple[int, int], dtype: torch.dtype, block_size: int, num_decodes: int, others: int
+    backend: TritonBackend,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    block_size: int,
+    num_decodes: int,
+    others: int,
 ) -> None:
-    "Decodes, and a prompt of `others` tokens if there are any; the arrays are slices that begin anywhere."
-    size, n = backend.head_size, num_decodes + (others > 0)
+    """Decodes, and a prompt of `others` tokens if there are any; the arrays are slices that begin
+    anywhere.
+    """
+    size = backend.head_size
+    n = num_decodes + (others > 0)
     order = backend.get_kv_cache_stride_order()
     shape = backend.get_kv_cache_shape(4, block_size, heads[1], size)
-    cache = torch.empty([shape[a] for a in order], dtype=dtype).permute([order.index(a) for a in range(5)])
+    cache = torch.empty([shape[a] for a in order], dtype=dtype).permute(
+        [order.index(a) for a in range(5)]
+    )
     qkv = torch.empty(num_decodes + others, heads[0] + 2 * heads[1], size, dtype=dtype)
     q, key, value = qkv.split((heads[0], heads[1], heads[1]), 1)
     start = torch.tensor([*range(num_decodes + 1), *[num_decodes + others] * (others > 0)])
-    table, slots = torch.zeros(n, 8, dtype=torch.int32), torch.zeros(len(q), dtype=torch.int64)
+    table = torch.zeros(n, 8, dtype=torch.int32)
+    slots = torch.zeros(len(q), dtype=torch.int64)
     meta = AttentionMetadata(start, torch.full((n,), 40), table, slots, num_decodes)
     backend.do_kv_cache_update(key, value, cache, meta)
     backend.forward(q, cache, meta)
@@ -422,16 +547,26 @@ def run_step(
 def describe(kernel: Any) -> dict[str, Any]:
     ptx = kernel.asm["ptx"]
     uses = {name: name in ptx for name in ("wgmma.mma_async", "mma.sync", "fma.rn")}
-    return {"name": kernel.metadata.name, "shared": kernel.metadata.shared, "cubin": len(kernel.asm["cubin"]), **uses}
+    return {
+        "name": kernel.metadata.name,
+        "shared": kernel.metadata.shared,
+        "cubin": len(kernel.asm["cubin"]),
+        **uses,
+    }
 
 
 def compile_all(part: int) -> Iterator[dict[str, Any]]:
-    "What a child process reports: every second row of the matrix, and how often a kernel is compiled as batches change."
+    """What a child process reports: every second row of the matrix, and how often a kernel is
+    compiled as batches change.
+    """
     for row in range(part, len(MATRIX), 2):
         yield {"row": row, "kernels": [describe(kernel) for kernel in compile_row(*MATRIX[row])]}
     if part == 0:
         chip = DeviceProperties((8, 0), 108, SHARED_MEMORY[8, 0])
-        with mock.patch.object(ours, "get_device_properties", lambda: chip), compiling_for(80) as made:
+        with (
+            mock.patch.object(ours, "get_device_properties", lambda: chip),
+            compiling_for(80) as made,
+        ):
             backend = WithoutSplits(8, 64, 2, 0.125)
             for num_decodes in (1, 2, 3, 4, 5):
                 run_step(backend, (8, 2), torch.float16, 16, num_decodes, 40 + num_decodes)
@@ -446,7 +581,12 @@ def compiled() -> dict[int, list[dict[str, Any]]]:
     root = str(Path(teachvllm.__file__).resolve().parents[1])  # the same package as here
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     command = [sys.executable, "-W", "ignore", __file__]
-    pipes: dict[str, Any] = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {
+        "env": env,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     children = [subprocess.Popen([*command, str(part)], **pipes) for part in (0, 1)]
     found = {}
     try:
@@ -463,20 +603,32 @@ def compiled() -> dict[int, list[dict[str, Any]]]:
 def test_the_matrix_covers() -> None:
     for chip in ((7, 5), (8, 0), (9, 0)):
         rows = [row[1:] for row in MATRIX if row[0] == chip]
-        sizes = {(dtype == "float32", max(16, triton.next_power_of_2(head))) for dtype, head, *_ in rows}
+        sizes = {
+            (dtype == "float32", max(16, triton.next_power_of_2(head))) for dtype, head, *_ in rows
+        }
         assert sizes == set(itertools.product((False, True), (64, 128, 256)))
         dtypes, heads, groups, blocks, windows, caps, splits = map(set, zip(*rows, strict=True))
         assert dtypes == {"float16", "float32"} | ({"bfloat16"} if chip >= (8, 0) else set())
-        assert 80 in heads and max(groups) > 16 and {1, 3, 4, 8} <= groups and {1, 16, 32, 64, 128} <= blocks
+        assert (
+            80 in heads
+            and max(groups) > 16
+            and {1, 3, 4, 8} <= groups
+            and {1, 16, 32, 64, 128} <= blocks
+        )
         assert len(windows) > 1 < len(caps) and None in windows & caps and splits == {1, 64}
 
 
-@pytest.mark.parametrize("row", range(len(MATRIX)), ids=lambda i: "-".join(map(str, MATRIX[i])).replace(" ", ""))
+@pytest.mark.parametrize(
+    "row", range(len(MATRIX)), ids=lambda i: "-".join(map(str, MATRIX[i])).replace(" ", "")
+)
 def test_compiles_and_fits(row: int, compiled: dict[int, list[dict[str, Any]]]) -> None:
     chip, dtype, *_, soft_cap, splits = MATRIX[row]
     names = [kernel["name"] for kernel in compiled[row]]
     prefills = chip >= (8, 0) or soft_cap is not None
-    assert names.count("unified_attention") == 1 + prefills and names.count("write_kernel") == 1 + prefills
+    assert (
+        names.count("unified_attention") == 1 + prefills
+        and names.count("write_kernel") == 1 + prefills
+    )
     assert names.count("merge_splits") == (splits > 1)
     for kernel in compiled[row]:
         assert kernel["cubin"] > 1000 and kernel["shared"] <= SHARED_MEMORY[chip]
@@ -487,7 +639,9 @@ def test_compiles_and_fits(row: int, compiled: dict[int, list[dict[str, Any]]]) 
         assert any(kernel["wgmma.mma_async"] for kernel in compiled[row])
 
 
-def test_batches_of_other_sizes_compile_nothing_new(compiled: dict[int, list[dict[str, Any]]]) -> None:
+def test_batches_of_other_sizes_compile_nothing_new(
+    compiled: dict[int, list[dict[str, Any]]],
+) -> None:
     "However many decodes come first: one narrow kernel, one wide one, one that writes."
     names = [kernel["name"] for kernel in compiled[-1]]
     assert sorted(names) == ["unified_attention"] * 2 + ["write_kernel"]

@@ -1,6 +1,8 @@
-"""Each rung of the Triton ladder equals the oracle on ragged batches in poisoned caches, and compiles for real chips.
+"""Each rung of the Triton ladder equals the oracle on ragged batches in poisoned caches, and
+compiles for real chips.
 
-Run as a program, without TRITON_INTERPRET, this file compiles the rungs and prints what became of them as JSON.
+Run as a program, without TRITON_INTERPRET, this file compiles the rungs and prints what became of
+them as JSON.
 """
 
 import json
@@ -15,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-if __name__ != "__main__" and not torch.cuda.is_available():  # Triton must know before it is imported
+# Triton must know before it is imported
+if __name__ != "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
@@ -29,7 +32,8 @@ assert isinstance(triton.language.cdiv, triton.JITFunction) != triton_utils.inte
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 RUNGS = {n: getattr(ladder, f"paged_attention_v{n}") for n in (1, 2, 3, 4)}
-SHARED = {75: 65536, 80: 166912, 90: 232448}  # bytes of shared memory that a program can have, by CUDA's documentation
+# bytes of shared memory that a program can have, by CUDA's documentation
+SHARED = {75: 65536, 80: 166912, 90: 232448}
 
 
 # Batches
@@ -42,9 +46,15 @@ def poisoned(shape: tuple[int, ...], order: list[int], dtype: torch.dtype) -> to
 
 
 def make_batch(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-    "Queries, a cache in which all that belongs to no sequence is NaN, and metadata with absurd ids past each table's end."
-    g, kv_heads, head_size = torch.Generator().manual_seed(case["seed"]), case["kv_heads"], case["head_size"]
-    block_size, seq_lens, query_lens = case["block_size"], case["seq_lens"], case["query_lens"]
+    """Queries, a cache in which all that belongs to no sequence is NaN, and metadata with absurd
+    ids past each table's end.
+    """
+    g = torch.Generator().manual_seed(case["seed"])
+    kv_heads = case["kv_heads"]
+    head_size = case["head_size"]
+    block_size = case["block_size"]
+    seq_lens = case["seq_lens"]
+    query_lens = case["query_lens"]
     need = [-(-n // block_size) for n in seq_lens]
     ids = torch.randperm(sum(need) + 2, generator=g).tolist()
     table = torch.full((len(need), max(need) + 1), 10**9, dtype=torch.int32)
@@ -56,26 +66,37 @@ def make_batch(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Attent
             cache[:, block, :tokens] = torch.randn(2, tokens, kv_heads, head_size, generator=g).to(
                 DEVICE, case["dtype"]
             )
-    whole = torch.randn(sum(query_lens), case["group"] * kv_heads + 2, head_size, generator=g).to(DEVICE, case["dtype"])
-    start, slots = torch.tensor([0, *query_lens]).cumsum(0), torch.full((sum(query_lens),), -1)
+    whole = torch.randn(sum(query_lens), case["group"] * kv_heads + 2, head_size, generator=g).to(
+        DEVICE, case["dtype"]
+    )
+    start = torch.tensor([0, *query_lens]).cumsum(0)
+    slots = torch.full((sum(query_lens),), -1)
     decodes = next((i for i, m in enumerate(query_lens) if m > 1), len(query_lens))
-    meta = AttentionMetadata(*(t.to(DEVICE) for t in (start, torch.tensor(seq_lens), table, slots)), decodes)
+    meta = AttentionMetadata(
+        *(t.to(DEVICE) for t in (start, torch.tensor(seq_lens), table, slots)), decodes
+    )
     return whole[:, 1:-1], cache, meta  # queries are a slice of something larger, as in a model
 
 
 def check(rung: Callable, case: dict[str, Any], **options: Any) -> None:
-    """Two roundings to the dtype, of weights and output, and float32 scores: no more may lie between rung and oracle.
+    """Two roundings to the dtype, of weights and output, and float32 scores: no more may lie
+    between rung and oracle.
 
-    The interpreter cuts a bfloat16 number's digits off where a GPU rounds, so there its roundings count double.
+    The interpreter cuts a bfloat16 number's digits off where a GPU rounds, so there its roundings
+    count double.
     """
     q, cache, meta = make_batch(case)
     oracle = ReferenceBackend(q.shape[1], q.shape[2], cache.shape[3], q.shape[2] ** -0.5)
-    out, (k, v) = rung(q, cache, meta, oracle.scale, **options), cache.float()
+    out = rung(q, cache, meta, oracle.scale, **options)
+    (k, v) = cache.float()
     size = oracle.forward(q.float(), torch.stack((k, v.abs())), meta)
-    u = torch.finfo(q.dtype).eps / (1 if triton_utils.interpreted() and q.dtype == torch.bfloat16 else 2)
+    u = torch.finfo(q.dtype).eps / (
+        1 if triton_utils.interpreted() and q.dtype == torch.bfloat16 else 2
+    )
     assert out.shape == q.shape and out.dtype == q.dtype
     off = (out.float() - oracle.forward(q.float(), cache.float(), meta)).abs()
-    assert (off <= 2.1 * u * size + 1e-5).all(), f"off by {off.max():.1e}"  # a NaN is not below it either
+    # a NaN is not below it either
+    assert (off <= 2.1 * u * size + 1e-5).all(), f"off by {off.max():.1e}"
 
 
 @st.composite
@@ -83,7 +104,8 @@ def batches(
     draw: st.DrawFn, longest: int, max_heads: int = 8, decode: bool = True, in_pages: bool = False
 ) -> dict[str, Any]:
     "A shape and ragged lengths; `longest` counts tokens, or pages if `in_pages`."
-    kv_heads, block_size = draw(st.integers(1, 3)), draw(st.integers(1, 32))
+    kv_heads = draw(st.integers(1, 3))
+    block_size = draw(st.integers(1, 32))
     lengths = st.integers(1, longest * block_size if in_pages else longest)
     seq_lens = draw(st.lists(lengths, min_size=1, max_size=3))
     return {
@@ -156,22 +178,33 @@ def test_decode_rungs_refuse_prompts(number: int) -> None:
 @pytest.mark.parametrize("num_splits", [0, 3, 12])
 def test_splits_are_a_power_of_two(num_splits: int) -> None:
     with pytest.raises(ValueError, match=f"num_splits={num_splits} is no power of two"):
-        RUNGS[4](*make_batch({**PLAIN, "seq_lens": [5], "query_lens": [1]}), 0.125, num_splits=num_splits)
+        RUNGS[4](
+            *make_batch({**PLAIN, "seq_lens": [5], "query_lens": [1]}), 0.125, num_splits=num_splits
+        )
 
 
 # What they read
 
 
-def reads(number: int, seq_lens: list[int], query_lens: list[int] | None = None, **options: Any) -> torch.Tensor:
-    "How many tokens each program read of each block: [num_blocks, *grid from its last axis to its first]."
-    batch, log = make_batch({**PLAIN, "seq_lens": seq_lens, "query_lens": query_lens or [1] * len(seq_lens)}), []
+def reads(
+    number: int, seq_lens: list[int], query_lens: list[int] | None = None, **options: Any
+) -> torch.Tensor:
+    """How many tokens each program read of each block: [num_blocks, *grid from its last axis to its
+    first].
+    """
+    batch = make_batch(
+        {**PLAIN, "seq_lens": seq_lens, "query_lens": query_lens or [1] * len(seq_lens)}
+    )
+    log = []
     RUNGS[number](*batch, 0.125, log, **options)
     assert len(log) == 1 and len(log[0]) == batch[1].shape[1]
     return log[0].cpu()
 
 
 def test_decode_rungs_read_each_token_once_a_program_row() -> None:
-    "Rung 1 reads a token once for each query head; rungs 2, 3 and 4 once for each KV head, whoever the programs are."
+    """Rung 1 reads a token once for each query head; rungs 2, 3 and 4 once for each KV head,
+    whoever the programs are.
+    """
     lens = [1, 16, 40, 100]
     assert int(reads(1, lens).sum()) == 6 * sum(lens)
     for number in (2, 3, 4):
@@ -188,7 +221,8 @@ def test_prefill_stops_at_the_diagonal() -> None:
 def test_the_grid_depends_on_counts_alone() -> None:
     "However 60 new tokens are shared among 4 sequences, the launch is the same."
     grids = {
-        tuple(reads(3, lens, news).shape[1:]) for lens, news in [([90, 9, 9, 9], [57, 1, 1, 1]), ([15] * 4, [15] * 4)]
+        tuple(reads(3, lens, news).shape[1:])
+        for lens, news in [([90, 9, 9, 9], [57, 1, 1, 1]), ([15] * 4, [15] * 4)]
     }
     assert len(grids) == 1
 
@@ -208,12 +242,18 @@ def test_the_grid_depends_on_counts_alone() -> None:
 def test_reshape_and_cache(
     order: list[int], dtype: torch.dtype, heads: int, head_size: int, block_size: int, rng: Any
 ) -> None:
-    "What goes in is in its slot, in any memory order; -1 is written nowhere, and nothing else changes."
-    cache, num_tokens = poisoned((2, 3, block_size, heads, head_size), order, dtype), min(6, 3 * block_size)
-    slots = torch.tensor([rng.choice([slot, -1]) for slot in rng.sample(range(3 * block_size), num_tokens)])
+    """What goes in is in its slot, in any memory order; -1 is written nowhere, and nothing else
+    changes.
+    """
+    cache = poisoned((2, 3, block_size, heads, head_size), order, dtype)
+    num_tokens = min(6, 3 * block_size)
+    slots = torch.tensor(
+        [rng.choice([slot, -1]) for slot in rng.sample(range(3 * block_size), num_tokens)]
+    )
     key, value = torch.randn(2, num_tokens, heads + 1, head_size).to(DEVICE, dtype)[:, :, 1:]
     triton_utils.reshape_and_cache(key, value, cache, slots.to(DEVICE))
-    flat, kept = cache.flatten(1, 2).cpu(), slots >= 0
+    flat = cache.flatten(1, 2).cpu()
+    kept = slots >= 0
     assert torch.equal(flat[:, slots[kept]], torch.stack((key, value))[:, kept].cpu())
     untouched = torch.ones(3 * block_size, dtype=torch.bool).index_fill_(0, slots[kept], False)
     assert flat[:, untouched].isnan().all()
@@ -223,17 +263,26 @@ def test_reshape_and_cache(
 
 
 def compile_everything() -> Iterator[dict[str, Any]]:
-    "Every rung and the write, through the launchers themselves: for each chip in 16 bits, once in float32 with a log."
+    """Every rung and the write, through the launchers themselves: for each chip in 16 bits, once in
+    float32 with a log.
+    """
     in_16_bits = {75: torch.float16, 80: torch.bfloat16, 90: torch.bfloat16}
-    for capability, dtype, log in [*((c, dtype, None) for c, dtype in in_16_bits.items()), (80, torch.float32, [])]:
+    for capability, dtype, log in [
+        *((c, dtype, None) for c, dtype in in_16_bits.items()),
+        (80, torch.float32, []),
+    ]:
         shape = {**PLAIN, "dtype": dtype, "head_size": 96}
         q, cache, meta = make_batch({**shape, "seq_lens": [40] * 4, "query_lens": [1] * 4})
         with ladder.compiling_for(capability) as made:
             for rung in RUNGS.values():
                 rung(q, cache, meta, 0.1, log)
-            triton_utils.reshape_and_cache(cache[0, 0, :4], cache[1, 0, :4], cache, meta.slot_mapping)
+            triton_utils.reshape_and_cache(
+                cache[0, 0, :4], cache[1, 0, :4], cache, meta.slot_mapping
+            )
         yield from (describe(kernel, capability, dtype) for kernel in made)
-    q, cache, meta = make_batch({**PLAIN, "head_size": 256, "seq_lens": [40] * 4, "query_lens": [1] * 4})
+    q, cache, meta = make_batch(
+        {**PLAIN, "head_size": 256, "seq_lens": [40] * 4, "query_lens": [1] * 4}
+    )
     with ladder.compiling_for(75) as made:  # the largest rows on the smallest chip
         RUNGS[3](q, cache, meta, 0.1)
     yield describe(made[0], 75, torch.float32)
@@ -242,8 +291,14 @@ def compile_everything() -> Iterator[dict[str, Any]]:
 def describe(kernel: Any, capability: int, dtype: torch.dtype) -> dict[str, Any]:
     ptx = kernel.asm["ptx"]
     cores = next((name for name in ("wgmma", "mma.sync") if name in ptx), "fma")
-    return {"capability": capability, "dtype": str(dtype), "name": kernel.metadata.name, "cores": cores,
-            "shared": kernel.metadata.shared, "code": len(kernel.asm["cubin"])}  # fmt: skip
+    return {
+        "capability": capability,
+        "dtype": str(dtype),
+        "name": kernel.metadata.name,
+        "cores": cores,
+        "shared": kernel.metadata.shared,
+        "code": len(kernel.asm["cubin"]),
+    }
 
 
 def test_the_interpreter_compiles_nothing() -> None:
@@ -254,10 +309,16 @@ def test_the_interpreter_compiles_nothing() -> None:
 
 
 def test_every_rung_compiles_and_fits() -> None:
-    "For sm_75, sm_80 and sm_90, in a process whose Triton compiles; a program's shared memory fits the chip."
+    """For sm_75, sm_80 and sm_90, in a process whose Triton compiles; a program's shared memory
+    fits the chip.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__], env=env, capture_output=True, text=True, timeout=800
+        [sys.executable, "-W", "ignore", __file__],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
@@ -266,7 +327,11 @@ def test_every_rung_compiles_and_fits() -> None:
         mine = [kernel for kernel in kernels if kernel["capability"] == capability]
         assert {kernel["name"] for kernel in mine} == names
         assert all(kernel["shared"] <= min(most, 65536) and kernel["code"] > 0 for kernel in mine)
-    cores = {k["capability"]: k["cores"] for k in kernels if k["name"] == "v3_kernel" and k["dtype"] != "torch.float32"}
+    cores = {
+        k["capability"]: k["cores"]
+        for k in kernels
+        if k["name"] == "v3_kernel" and k["dtype"] != "torch.float32"
+    }
     assert cores == {75: "fma", 80: "mma.sync", 90: "wgmma"}
 
 

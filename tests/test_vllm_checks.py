@@ -1,7 +1,9 @@
-"""What vLLM's documentation promises of a request, checked afresh: why it ends, how long it may be, what is left behind.
+"""What vLLM's documentation promises of a request, checked afresh: why it ends, how long it may be,
+what is left behind.
 
-The model is a tiny one with random weights and SmolLM2's tokenizer. Where a test needs certain words, a logits processor
-makes the model say them. What other files check already (ranks, penalties, preemption, aborts) is not repeated here.
+The model is a tiny one with random weights and SmolLM2's tokenizer. Where a test needs certain
+words, a logits processor makes the model say them. What other files check already (ranks,
+penalties, preemption, aborts) is not repeated here.
 """
 
 import gc
@@ -30,7 +32,8 @@ from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.worker import memory_profiling
 
 BASE = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 128}
-BLOCK = 2 * 2 * 16 * 64 * 4  # bytes of the speaker's block: layers, keys and values, tokens, four heads of 16, float32
+# bytes of the speaker's block: layers, keys and values, tokens, four heads of 16, float32
+BLOCK = 2 * 2 * 16 * 64 * 4
 PROMPT = "The president of the United States is"
 
 
@@ -49,17 +52,27 @@ def llm(folder: str) -> Iterator[LLM]:
 
 # The methods' arguments
 
-METHODS = {  # those of vLLM 0.8.5's LLM with the names of their parameters, and (after a bar) what 0.33.0 has beside
-    "generate": "prompts sampling_params prompt_token_ids use_tqdm lora_request prompt_adapter_request guided_options_request "
+# those of vLLM 0.8.5's LLM with the names of their parameters, and (after a bar) what 0.33.0 has
+# beside
+METHODS = {
+    "generate": "prompts sampling_params prompt_token_ids use_tqdm lora_request prompt_adapter_request "
+    "guided_options_request "
     "priority | tokenization_kwargs mm_processor_kwargs",
-    "chat": "messages sampling_params use_tqdm lora_request chat_template chat_template_content_format add_generation_prompt "
+    "chat": "messages sampling_params use_tqdm lora_request chat_template "
+    "chat_template_content_format add_generation_prompt "
     "continue_final_message tools mm_processor_kwargs | chat_template_kwargs tokenization_kwargs",
     "beam_search": "prompts params | lora_request use_tqdm concurrency_limit",
-    "encode": "prompts pooling_params prompt_token_ids use_tqdm lora_request prompt_adapter_request | pooling_task "
+    "encode": "prompts pooling_params prompt_token_ids use_tqdm lora_request prompt_adapter_request "
+    "| pooling_task "
     "tokenization_kwargs",
-    "embed": "prompts use_tqdm pooling_params lora_request prompt_adapter_request | tokenization_kwargs",
+    "embed": (
+        "prompts use_tqdm pooling_params lora_request prompt_adapter_request | tokenization_kwargs"
+    ),
     "classify": "prompts use_tqdm lora_request prompt_adapter_request | tokenization_kwargs",
-    "score": "text_1 text_2 truncate_prompt_tokens use_tqdm lora_request prompt_adapter_request | tokenization_kwargs",
+    "score": (
+        "text_1 text_2 truncate_prompt_tokens use_tqdm lora_request prompt_adapter_request | "
+        "tokenization_kwargs"
+    ),
     "get_tokenizer": "lora_request",
     "set_tokenizer": "tokenizer",
     "get_default_sampling_params": "",
@@ -71,7 +84,11 @@ METHODS = {  # those of vLLM 0.8.5's LLM with the names of their parameters, and
     "sleep": "level",
     "wake_up": "tags",
 }
-NEUTRAL = {"chat_template_content_format": "auto", "reset_running_requests": False, "reset_connector": False}
+NEUTRAL = {
+    "chat_template_content_format": "auto",
+    "reset_running_requests": False,
+    "reset_connector": False,
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -82,8 +99,11 @@ def test_a_method_knows_vllms_arguments(method: str) -> None:
     assert names <= parameters.keys() | (LLM.NOT_YET.keys() if takes_others else set())
 
 
-def test_arguments_that_ask_for_nothing_are_accepted_and_others_refused_by_name(llm: LLM, folder: str) -> None:
-    chat, short = [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1)
+def test_arguments_that_ask_for_nothing_are_accepted_and_others_refused_by_name(
+    llm: LLM, folder: str
+) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    short = SamplingParams(max_tokens=1)
     with LLM(folder, task="embed", **BASE) as embedder:
         calls: dict[str, Callable] = {
             "generate": lambda **more: llm.generate("Hi", short, False, **more),
@@ -96,28 +116,43 @@ def test_arguments_that_ask_for_nothing_are_accepted_and_others_refused_by_name(
             "reset_prefix_cache": llm.reset_prefix_cache,
         }
         for method, call in calls.items():
-            others = [name for name in METHODS[method].replace("|", "").split() if name in LLM.NOT_YET]
-            assert others and call(**{name: NEUTRAL.get(name) for name in others}) and call(**dict.fromkeys(others))
+            others = [
+                name for name in METHODS[method].replace("|", "").split() if name in LLM.NOT_YET
+            ]
+            assert (
+                others
+                and call(**{name: NEUTRAL.get(name) for name in others})
+                and call(**dict.fromkeys(others))
+            )
             for name in others:
-                with pytest.raises(NotSupportedYet, match=f"LLM: vLLM's `{name}='mine'` is not in teachvllm yet: "):
+                with pytest.raises(
+                    NotSupportedYet, match=f"LLM: vLLM's `{name}='mine'` is not in teachvllm yet: "
+                ):
                     call(**{name: "mine"})
                 with pytest.raises(TypeError, match="lora_reqest"):
                     call(lora_reqest=None)
         with pytest.raises(NotSupportedYet, match="prompt_adapter_request"):
             LLM.classify(
-                SimpleNamespace(_pooler=lambda *_, **__: None, encode=embedder.encode), "Hi", prompt_adapter_request=1
+                SimpleNamespace(_pooler=lambda *_, **__: None, encode=embedder.encode),
+                "Hi",
+                prompt_adapter_request=1,
             )  # type: ignore[arg-type]
 
 
 def test_token_ids_in_place_of_use_tqdm_are_refused(llm: LLM) -> None:
-    "vLLM 0.8.5 has `prompt_token_ids` third, today's vLLM `use_tqdm`; a list must not count as True."
+    """vLLM 0.8.5 has `prompt_token_ids` third, today's vLLM `use_tqdm`; a list must not count as
+    True.
+    """
     short = SamplingParams(temperature=0, max_tokens=2)
     for third in ([1, 2], [[1, 2]], None, "yes"):
-        with pytest.raises(ValueError, match="use_tqdm=.*; token ids go by name: prompt_token_ids="):
+        with pytest.raises(
+            ValueError, match="use_tqdm=.*; token ids go by name: prompt_token_ids="
+        ):
             llm.generate(None, short, third)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="use_tqdm="):
             llm.beam_search("Hi", BeamSearchParams(1, 1), third)  # type: ignore[arg-type]
-    by_name, by_place = llm.generate(None, short, False, prompt_token_ids=[1, 2]), llm.generate([1, 2], short, False)
+    by_name = llm.generate(None, short, False, prompt_token_ids=[1, 2])
+    by_place = llm.generate([1, 2], short, False)
     assert by_name[0].outputs == by_place[0].outputs
 
 
@@ -139,21 +174,34 @@ def ids_of(llm: LLM, text: str) -> list[int]:
 def say(llm: LLM, said: str | list[int], prompt: Any = PROMPT, **params: Any) -> CompletionOutput:
     "The output of a request whose model says `said`, a text or token ids, after `prompt`."
     token_ids = ids_of(llm, said) if isinstance(said, str) else said
-    options = {"temperature": 0, "max_tokens": len(token_ids), "logits_processors": [forced(token_ids)]} | params
+    options = {
+        "temperature": 0,
+        "max_tokens": len(token_ids),
+        "logits_processors": [forced(token_ids)],
+    } | params
     return llm.generate(prompt, SamplingParams(**options), use_tqdm=False)[0].outputs[0]
 
 
 def stream(llm: LLM, said: list[int], **params: Any) -> list[str]:
     "The same, in pieces: what each step gave out."
-    options = {"temperature": 0, "max_tokens": len(said), "ignore_eos": True, "logits_processors": [forced(said)]}
-    engine, pieces = llm.llm_engine, []
-    engine.add_request("stream", PROMPT, SamplingParams(**options | params, output_kind=RequestOutputKind.DELTA))
+    options = {
+        "temperature": 0,
+        "max_tokens": len(said),
+        "ignore_eos": True,
+        "logits_processors": [forced(said)],
+    }
+    engine = llm.llm_engine
+    pieces = []
+    engine.add_request(
+        "stream", PROMPT, SamplingParams(**options | params, output_kind=RequestOutputKind.DELTA)
+    )
     while engine.has_unfinished_requests():
         pieces += [output.outputs[0].text for output in engine.step()]
     return pieces
 
 
-# Why a request ends (vLLM: stop_reason is the stop string or token id that was found, None for EOS and for a length)
+# Why a request ends (vLLM: stop_reason is the stop string or token id that was found, None for EOS
+# and for a length)
 
 SAID = "one two three, four five"
 
@@ -163,10 +211,16 @@ SAID = "one two three, four five"
     [
         ({}, SAID, ("length", None)),
         ({"stop": " four"}, "one two three,", ("stop", " four")),
-        ({"stop": [" five", "ee,", "three"]}, "one two ", ("stop", "three")),  # the first that is complete
+        # the first that is complete
+        ({"stop": [" five", "ee,", "three"]}, "one two ", ("stop", "three")),
         ({"stop": "e, f"}, "one two thre", ("stop", "e, f")),  # parts of three tokens
-        ({"stop": " four", "include_stop_str_in_output": True}, "one two three, four", ("stop", " four")),
-        ({"stop": " five"}, "one two three, four", ("stop", " five")),  # found in the last token that it may have
+        (
+            {"stop": " four", "include_stop_str_in_output": True},
+            "one two three, four",
+            ("stop", " four"),
+        ),
+        # found in the last token that it may have
+        ({"stop": " five"}, "one two three, four", ("stop", " five")),
         ({"stop": "is one"}, SAID, ("length", None)),  # begins in the prompt, which does not count
         ({"stop": "ONE"}, SAID, ("length", None)),
         ({"stop": " two", "min_tokens": 3}, SAID, ("length", None)),
@@ -182,32 +236,56 @@ def test_a_stop_string_or_the_length(llm: LLM, params: dict, text: str, why: tup
     "params, text, why",
     [
         ({}, "one two", ("stop", None)),
-        ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "one two<|im_end|>", ("stop", None)),
+        (
+            {"include_stop_str_in_output": True, "skip_special_tokens": False},
+            "one two<|im_end|>",
+            ("stop", None),
+        ),
         ({"ignore_eos": True}, "one two three", ("length", None)),
-        ({"ignore_eos": True, "skip_special_tokens": False}, "one two<|im_end|> three", ("length", None)),
+        (
+            {"ignore_eos": True, "skip_special_tokens": False},
+            "one two<|im_end|> three",
+            ("length", None),
+        ),
         pytest.param({"stop_token_ids": [EOS]}, "one two", ("stop", None)),
         ({"ignore_eos": True, "stop_token_ids": [EOS]}, "one two", ("stop", EOS)),
-        ({"ignore_eos": True, "skip_special_tokens": False, "stop": "<|im_end|>"}, "one two", ("stop", "<|im_end|>")),
+        (
+            {"ignore_eos": True, "skip_special_tokens": False, "stop": "<|im_end|>"},
+            "one two",
+            ("stop", "<|im_end|>"),
+        ),
         ({"detokenize": False}, "", ("stop", None)),
     ],
 )
 def test_eos(llm: LLM, params: dict, text: str, why: tuple) -> None:
     output = say(llm, "one two<|im_end|> three", **params)
     assert (output.text, (output.finish_reason, output.stop_reason)) == (text, why)
-    assert (output.token_ids[-1] == EOS) == (why[0] == "stop"), "the token that ended it is among its tokens"
+    assert (output.token_ids[-1] == EOS) == (why[0] == "stop"), (
+        "the token that ended it is among its tokens"
+    )
 
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_token_is_kept_and_its_text_is_not(llm: LLM, include: bool) -> None:
     two, three = ids_of(llm, " two three")
-    output = say(llm, SAID, stop_token_ids=[three, two], stop=["three"], include_stop_str_in_output=include)
-    assert output.text == ("one two" if include else "one") and output.token_ids == ids_of(llm, "one two")
+    output = say(
+        llm, SAID, stop_token_ids=[three, two], stop=["three"], include_stop_str_in_output=include
+    )
+    assert output.text == ("one two" if include else "one") and output.token_ids == ids_of(
+        llm, "one two"
+    )
     assert (output.finish_reason, output.stop_reason) == ("stop", two)
 
 
-def test_the_models_own_eos_ends_it_and_ignore_eos_does_not(llm: LLM, folder: str, tmp_path: Path) -> None:
+def test_the_models_own_eos_ends_it_and_ignore_eos_does_not(
+    llm: LLM, folder: str, tmp_path: Path
+) -> None:
     "A model whose EOS is a token that it says by itself; it has two, as chat models have."
-    free = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids
+    free = (
+        llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0]
+        .outputs[0]
+        .token_ids
+    )
     make_speaker(tmp_path, eos_token_id=[EOS, free[4]])
     first = free.index(free[4])
     with LLM(str(tmp_path), **BASE) as other:
@@ -215,7 +293,10 @@ def test_the_models_own_eos_ends_it_and_ignore_eos_does_not(llm: LLM, folder: st
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=ignore)
             output = other.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
             assert output.token_ids == (free if ignore else free[: first + 1])
-            assert (output.finish_reason, output.stop_reason) == ("length" if ignore else "stop", None)
+            assert (output.finish_reason, output.stop_reason) == (
+                "length" if ignore else "stop",
+                None,
+            )
 
 
 # Seeds
@@ -230,7 +311,8 @@ def test_seeds_repeat_and_what_has_none_does_not(llm: LLM) -> None:
         outputs = llm.generate([PROMPT] * 5, params, use_tqdm=False)
         return [tuple(tuple(o.token_ids) for o in output.outputs) for output in outputs]
 
-    first, second = run(), run()
+    first = run()
+    second = run()
     assert first[0] == first[2] == second[0] == second[2] and first[4] == second[4]
     different = {first[0], first[1], first[3], first[4], second[1], second[3]}
     assert len(different) == 6, "requests without a seed are like no other"
@@ -257,21 +339,33 @@ def test_the_context_ends_at_2048(long: tuple[str, Any], asynchronous: bool) -> 
     path, model = long
     prompt = (random_prompts(1, seed=1)[0] * 2048)[:2049]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    options = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "async_scheduling": asynchronous}
+    options = {
+        "dtype": "float32",
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "async_scheduling": asynchronous,
+    }
     with LLM(path, num_gpu_blocks_override=400, **options) as llm:
         lengths = [2047, 2040, 2000]
         outputs = llm.generate([prompt[:n] for n in lengths], params, use_tqdm=False)
         for n, output in zip(lengths, outputs, strict=True):
-            answer, room = output.outputs[0], min(100, 2048 - n)
+            answer = output.outputs[0]
+            room = min(100, 2048 - n)
             assert answer.token_ids == greedy(model, prompt[:n], room), n
             assert (answer.finish_reason, answer.stop_reason) == ("length", None)
         for n in (2048, 2049):
-            with pytest.raises(ValueError, match=f"{n} tokens.*maximum model length of 2048.*max_model_len"):
+            with pytest.raises(
+                ValueError, match=f"{n} tokens.*maximum model length of 2048.*max_model_len"
+            ):
                 llm.generate(prompt[:n], params, use_tqdm=False)
         cut = replace(params, truncate_prompt_tokens=2047)
         output = llm.generate(prompt, cut, use_tqdm=False)[0]
         assert output.prompt_token_ids == prompt[2:] and len(output.outputs[0].token_ids) == 1
-        assert llm.generate([1, 2], replace(params, max_tokens=3), use_tqdm=False)[0].outputs[0].finished()
+        assert (
+            llm.generate([1, 2], replace(params, max_tokens=3), use_tqdm=False)[0]
+            .outputs[0]
+            .finished()
+        )
     with pytest.raises(ValueError, match="max_model_len=2049"):
         LLM(path, max_model_len=2049, num_gpu_blocks_override=400, **options)
 
@@ -282,7 +376,9 @@ def test_the_context_ends_at_2048(long: tuple[str, Any], asynchronous: bool) -> 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("chunk", [1, 4, 16, 30])
 def test_chunks_change_no_token(long: tuple[str, Any], chunk: int, caching: bool) -> None:
-    "As vLLM's test of them: as many sequences as tokens in a step. 30 does not divide a block; the second time all is cached."
+    """As vLLM's test of them: as many sequences as tokens in a step. 30 does not divide a block;
+    the second time all is cached.
+    """
     path, model = long
     shared = random_prompts(1, seed=2)[0][:1] * 33
     prompts = [shared + prompt for prompt in random_prompts(5, longest=20, seed=3)] + [shared[:32]]
@@ -294,7 +390,12 @@ def test_chunks_change_no_token(long: tuple[str, Any], chunk: int, caching: bool
         "max_model_len": 200,
     }
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    options = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "enable_prefix_caching": caching}
+    options = {
+        "dtype": "float32",
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": caching,
+    }
     with LLM(path, **sizes, **options) as llm:
         for time in (1, 2):
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -305,12 +406,18 @@ def test_chunks_change_no_token(long: tuple[str, Any], chunk: int, caching: bool
 
 def test_what_was_written_is_as_likely_as_what_is_read(llm: LLM) -> None:
     "Log-probabilities of decoded tokens equal those of the same tokens in a prompt."
-    written = llm.generate(PROMPT, SamplingParams(temperature=1, seed=1, max_tokens=12, logprobs=0), use_tqdm=False)[0]
+    written = llm.generate(
+        PROMPT, SamplingParams(temperature=1, seed=1, max_tokens=12, logprobs=0), use_tqdm=False
+    )[0]
     answer = written.outputs[0]
     text = written.prompt_token_ids + answer.token_ids
-    read = llm.generate(text, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0].prompt_logprobs
+    read = llm.generate(text, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[
+        0
+    ].prompt_logprobs
     assert read is not None and answer.logprobs is not None
-    for token_id, one, other in zip(answer.token_ids, answer.logprobs, read[-len(answer.token_ids) :], strict=True):
+    for token_id, one, other in zip(
+        answer.token_ids, answer.logprobs, read[-len(answer.token_ids) :], strict=True
+    ):
         assert one[token_id].logprob == pytest.approx(other[token_id].logprob, abs=1e-3)
         assert (
             abs(one[token_id].rank - other[token_id].rank) <= 2
@@ -356,14 +463,18 @@ def byte_ids(llm: LLM, data: bytes) -> list[int]:
         b"\xe6\x97" + "日".encode() + b"\xe6",
         b"\xc3" * 6 + b"\xa9 end",
         b"\xed\xa0\x80 a surrogate, which UTF-8 may not hold",
-        b"\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x9a\x80" * 2,  # an emoji of seven code units, byte by byte
+        # an emoji of seven code units, byte by byte
+        b"\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x9a\x80" * 2,
     ],
 )
 def test_bytes_that_are_no_text_do_no_harm(llm: LLM, data: bytes) -> None:
-    "The stream ends with the whole text, as the tokenizer decodes it at once; no piece is taken back, nothing raises."
+    """The stream ends with the whole text, as the tokenizer decodes it at once; no piece is taken
+    back, nothing raises.
+    """
     ids = byte_ids(llm, data)
     assert 0 not in ids, "the tokenizer has no token for one of the bytes"
-    pieces, whole = stream(llm, ids), say(llm, ids, ignore_eos=True).text
+    pieces = stream(llm, ids)
+    whole = say(llm, ids, ignore_eos=True).text
     assert "".join(pieces) == whole == llm.get_tokenizer().decode(ids)
 
 
@@ -381,18 +492,31 @@ def test_answers_have_their_numbers_and_their_own_ends(llm: LLM) -> None:
     free = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs
     assert [o.index for o in free] == [0, 1, 2, 3] and len({tuple(o.token_ids) for o in free}) == 4
     stop = free[2].token_ids[3]
-    outputs = llm.generate(PROMPT, replace(params, stop_token_ids=[stop]), use_tqdm=False)[0].outputs
+    outputs = llm.generate(PROMPT, replace(params, stop_token_ids=[stop]), use_tqdm=False)[
+        0
+    ].outputs
     for before, after in zip(free, outputs, strict=True):
         ends = stop in before.token_ids
-        assert after.token_ids == before.token_ids[: before.token_ids.index(stop) + 1 if ends else None]
-        assert (after.finish_reason, after.stop_reason) == (("stop", stop) if ends else (before.finish_reason, None))
-        total = sum(entry[i].logprob for i, entry in zip(after.token_ids, after.logprobs, strict=True))
+        assert (
+            after.token_ids
+            == before.token_ids[: before.token_ids.index(stop) + 1 if ends else None]
+        )
+        assert (after.finish_reason, after.stop_reason) == (
+            ("stop", stop) if ends else (before.finish_reason, None)
+        )
+        total = sum(
+            entry[i].logprob for i, entry in zip(after.token_ids, after.logprobs, strict=True)
+        )
         assert after.cumulative_logprob == pytest.approx(total, abs=1e-4)
     best = llm.generate(PROMPT, replace(params, n=2, best_of=4), use_tqdm=False)[0].outputs
     ranked = sorted(free, key=lambda o: -o.cumulative_logprob)
-    assert [o.token_ids for o in best] == [o.token_ids for o in ranked[:2]] and [o.index for o in best] == [0, 1]
+    assert [o.token_ids for o in best] == [o.token_ids for o in ranked[:2]] and [
+        o.index for o in best
+    ] == [0, 1]
     assert (
-        llm.generate(PROMPT, replace(params, n=1, best_of=1), use_tqdm=False)[0].outputs[0].token_ids
+        llm.generate(PROMPT, replace(params, n=1, best_of=1), use_tqdm=False)[0]
+        .outputs[0]
+        .token_ids
         == free[0].token_ids
     )
 
@@ -414,7 +538,9 @@ def test_more_answers_than_may_run_at_once_are_written_or_refused(folder: str) -
 
 
 def test_three_engines_side_by_side_and_one_leaves(folder: str) -> None:
-    "Each has the memory that it was given, and answers alone, in turns, and after another one was closed."
+    """Each has the memory that it was given, and answers alone, in turns, and after another one was
+    closed.
+    """
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     options = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64}
     sizes = [1 << 20, 2 << 20, 3 << 20]
@@ -422,7 +548,9 @@ def test_three_engines_side_by_side_and_one_leaves(folder: str) -> None:
     try:
         num_blocks = [llm.llm_engine.get_metrics()["num_gpu_blocks"] for llm in engines]
         assert num_blocks == [size // BLOCK for size in sizes]
-        expected = [llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids for llm in engines]
+        expected = [
+            llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids for llm in engines
+        ]
         assert expected[0] == expected[1] == expected[2]
         for llm in engines:
             llm.llm_engine.add_request("turns", PROMPT, params)
@@ -444,11 +572,17 @@ def test_a_fraction_of_the_memory_each(folder: str) -> None:
     options = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 32, "max_num_seqs": 2}
     with ExitStack() as stack:
         stack.enter_context(patch.object(memory_profiling, "available_memory", lambda: 1 << 30))
-        engines = [stack.enter_context(LLM(folder, gpu_memory_utilization=part, **options)) for part in (0.1, 0.2, 0.3)]
+        engines = [
+            stack.enter_context(LLM(folder, gpu_memory_utilization=part, **options))
+            for part in (0.1, 0.2, 0.3)
+        ]
         sizes = [llm.llm_engine.get_metrics()["num_gpu_blocks"] * BLOCK / 2**30 for llm in engines]
-        for one, next in zip(sizes, sizes[1:], strict=False):  # each has a tenth more, whatever else it needs
+        # each has a tenth more, whatever else it needs
+        for one, next in zip(sizes, sizes[1:], strict=False):
             assert next - one == pytest.approx(0.1, abs=0.02)
-        answers = [llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids for llm in engines]
+        answers = [
+            llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids for llm in engines
+        ]
         assert answers[0] == answers[1] == answers[2]
 
 

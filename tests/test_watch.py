@@ -1,4 +1,6 @@
-"""The page that shows a living engine: its frames agree with the engine's own trace, it costs nothing unseen, and it plays."""
+"""The page that shows a living engine: its frames agree with the engine's own trace, it costs
+nothing unseen, and it plays.
+"""
 
 import asyncio
 import gc
@@ -47,11 +49,30 @@ from teachvllm.entrypoints.watch import (
 from teachvllm.trace import StepTrace, Trace, request_phases
 
 SMALL: dict[str, Any] = {
-    "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "block_size": 4, "num_gpu_blocks_override": 24,
-    "max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 96, "disable_log_stats": True,
-}  # fmt: skip
-FIELDS = ("step", "num_scheduled_tokens", "num_computed_tokens", "block_tables", "waiting", "running", "swapped", "preempted",
-          "num_free_blocks", "copied_blocks", "swapped_out_blocks", "swapped_in_blocks")  # fmt: skip
+    "dtype": "float32",
+    "device": "cpu",
+    "skip_tokenizer_init": True,
+    "block_size": 4,
+    "num_gpu_blocks_override": 24,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 8,
+    "max_model_len": 96,
+    "disable_log_stats": True,
+}
+FIELDS = (
+    "step",
+    "num_scheduled_tokens",
+    "num_computed_tokens",
+    "block_tables",
+    "waiting",
+    "running",
+    "swapped",
+    "preempted",
+    "num_free_blocks",
+    "copied_blocks",
+    "swapped_out_blocks",
+    "swapped_in_blocks",
+)
 
 
 def sampling(max_tokens: int, **options: Any) -> SamplingParams:
@@ -86,18 +107,31 @@ LOADS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("load", LOADS)
 def test_frames_are_the_trace(folder: str, load: str) -> None:
-    "Through JSON and back, whatever happens: preemption, swaps, forks, prefixes found, and key frames in between."
-    prompts = [*random_prompts(8, 40), [5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 10, 11, 12, 14, 15]] * 2
-    params = [sampling(24)] * 19 + [SamplingParams(n=3, temperature=1, seed=1, max_tokens=12, ignore_eos=True)]
+    """Through JSON and back, whatever happens: preemption, swaps, forks, prefixes found, and key
+    frames in between.
+    """
+    prompts = [
+        *random_prompts(8, 40),
+        [5, 6, 7, 8, 9, 10, 11, 12, 13],
+        [5, 6, 7, 8, 9, 10, 11, 12, 14, 15],
+    ] * 2
+    params = [sampling(24)] * 19 + [
+        SamplingParams(n=3, temperature=1, seed=1, max_tokens=12, ignore_eos=True)
+    ]
     trace = record(folder, prompts, params, **LOADS[load])
     assert any(step.preempted for step in trace.steps) and len(trace.steps) > StepEncoder.KEY_EVERY
     if load == "swap":
         assert any(step.swapped for step in trace.steps)
     encoder = StepEncoder(trace)
     decoder = StepDecoder(
-        {"num_blocks": trace.num_blocks, "block_size": trace.block_size, "block_bytes": trace.block_bytes}
+        {
+            "num_blocks": trace.num_blocks,
+            "block_size": trace.block_size,
+            "block_bytes": trace.block_bytes,
+        }
     )
-    phases, sizes = request_phases(trace), []
+    phases = request_phases(trace)
+    sizes = []
     for step, now in zip(trace.steps, phases, strict=True):
         data = json.dumps(encoder(step))
         sizes.append(len(data))
@@ -112,7 +146,11 @@ def test_frames_are_the_trace(folder: str, load: str) -> None:
         n for s in trace.steps[-1:] for n in [*s.waiting, *s.running, *s.swapped, *s.block_tables]
     }
     decoder(json.loads(json.dumps(encoder.idle())))
-    assert decoder.is_idle and decoder.state["tables"] == {} and decoder.state["free"] == trace.num_blocks
+    assert (
+        decoder.is_idle
+        and decoder.state["tables"] == {}
+        and decoder.state["free"] == trace.num_blocks
+    )
     assert encoder.is_idle
     assert sum(sizes) / len(sizes) < 600, "a step is told in few bytes"
 
@@ -124,31 +162,54 @@ def test_pairs_of_ids() -> None:
 
 
 def test_two_living_sequences_have_two_looks() -> None:
-    "A colour is free again when its sequence has ended, also for a request that comes under the same name."
+    """A colour is free again when its sequence has ended, also for a request that comes under the
+    same name.
+    """
 
     def step(number: int, names: list[str]) -> StepTrace:
-        tables, one = {name: [i] for i, name in enumerate(names)}, dict.fromkeys(names, 1)
+        tables = {name: [i] for i, name in enumerate(names)}
+        one = dict.fromkeys(names, 1)
         prompts = {"num_prompt_tokens": dict.fromkeys(names, 3)}
-        return StepTrace(number, number, 0, 0, 0, one, one, tables, [], names, [], [], [], 9, **prompts)
+        return StepTrace(
+            number, number, 0, 0, 0, one, one, tables, [], names, [], [], [], 9, **prompts
+        )
 
     encoder = StepEncoder(Trace(16, 4, 64))
     assert encoder(step(0, ["a", "b"]))["new"] == [[0, "a", 3, 0], [1, "b", 3, 1]]
     assert encoder(step(1, ["b", "c"]))["new"] == [[2, "c", 3, 0]]
     assert encoder(step(2, ["b", "c", "a"]))["new"] == [[3, "a", 3, 2]]
-    assert set(encoder.trace.num_prompt_tokens) == {"a", "b", "c"}, "and what has ended is forgotten"
+    assert set(encoder.trace.num_prompt_tokens) == {"a", "b", "c"}, (
+        "and what has ended is forgotten"
+    )
 
 
 # Feeds
 
 
 def feed_of(num_steps: int, **options: Any) -> tuple[Feed, Callable[[int], None]]:
-    feed, trace = Feed(lambda: None, **options), Trace(64, 4, 64)
+    feed = Feed(lambda: None, **options)
+    trace = Trace(64, 4, 64)
 
     def add(number: int) -> None:
         table = [block % 64 for block in range(number % 30 + 1)]
         names = {"a": number % 7 + 1}
         feed.add(
-            StepTrace(number, number / 100, 0, 0, 0, names, names, {"a": table}, [], ["a"], [], [], [], 64 - len(table))
+            StepTrace(
+                number,
+                number / 100,
+                0,
+                0,
+                0,
+                names,
+                names,
+                {"a": table},
+                [],
+                ["a"],
+                [],
+                [],
+                [],
+                64 - len(table),
+            )
         )
 
     feed.begin(trace, model="m", max_num_batched_tokens=32)
@@ -161,7 +222,9 @@ def parse(message: bytes) -> list[tuple[str, Any]]:
     "The events of a stream, as a browser reads them."
     events = []
     for part in message.decode().split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in part.split("\n") if line and not line.startswith(":"))
+        fields = dict(
+            line.split(": ", 1) for line in part.split("\n") if line and not line.startswith(":")
+        )
         if "data" in fields:
             events.append((fields.get("event", "message"), json.loads(fields["data"])))
     return events
@@ -179,7 +242,9 @@ def follow(decoder: StepDecoder | None, message: bytes) -> StepDecoder | None:
 
 
 def test_a_slow_page_drops_frames_and_stays_right() -> None:
-    "It goes on with a key frame: the last state is the true one, and nothing was kept for it meanwhile."
+    """It goes on with a key frame: the last state is the true one, and nothing was kept for it
+    meanwhile.
+    """
 
     async def run() -> None:
         feed, add = feed_of(10)
@@ -263,13 +328,17 @@ def test_a_page_that_leaves_when_news_comes_has_left(ticks: int) -> None:
 
 
 class Server:
-    "An AsyncLLM behind uvicorn, in a loop of its own in a thread: the test does the browser's part."
+    """An AsyncLLM behind uvicorn, in a loop of its own in a thread: the test does the browser's
+    part.
+    """
 
     def __init__(self, folder: str, **options: Any):
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.engine: AsyncLLM = AsyncLLM.from_engine_args(EngineArgs(model=folder, **{**SMALL, **options}))
+        self.engine: AsyncLLM = AsyncLLM.from_engine_args(
+            EngineArgs(model=folder, **{**SMALL, **options})
+        )
         self.steps: list[StepTrace] = []  # the engine's own
         self.engine.stat_loggers.append(self)  # type: ignore[arg-type]
         self.call(self._start())
@@ -279,7 +348,9 @@ class Server:
         app.include_router(make_watch_router(self.engine))
         [self.watcher] = [one for one in self.engine.stat_loggers if isinstance(one, Watcher)]
         self.watcher.linger = 0.1
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=10))
+        self.server = uvicorn.Server(
+            uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=10)
+        )
         self.serving = asyncio.create_task(self.server.serve())
         while not self.server.started:
             await asyncio.sleep(0.01)
@@ -309,12 +380,16 @@ class Server:
 
         async def one(i: int) -> Any:
             await asyncio.sleep(i * pause)
-            async for output in self.engine.generate(prompts[i], sampling(max_tokens), f"{name}{i}"):
+            async for output in self.engine.generate(
+                prompts[i], sampling(max_tokens), f"{name}{i}"
+            ):
                 last = output
             return last
 
         async def run() -> list[Any]:
-            return await asyncio.gather(*[one(i) for i in range(len(prompts))], return_exceptions=True)
+            return await asyncio.gather(
+                *[one(i) for i in range(len(prompts))], return_exceptions=True
+            )
 
         return self.call(run())
 
@@ -355,7 +430,8 @@ class Page:
         self.response = urllib.request.urlopen(f"{url}/events", timeout=30)
         assert self.response.headers["content-type"].startswith("text/event-stream")
         self.decoder: StepDecoder | None = None
-        self.num_bytes, self.ended = 0, ""
+        self.num_bytes = 0
+        self.ended = ""
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
         self.opened.append(self)
@@ -367,7 +443,9 @@ class Page:
                 part += line
                 if line == b"\n":
                     self.num_bytes += len(part)
-                    self.ended = next((data for kind, data in parse(part) if kind == "end"), self.ended)
+                    self.ended = next(
+                        (data for kind, data in parse(part) if kind == "end"), self.ended
+                    )
                     self.decoder = follow(self.decoder, part)
                     part = b""
 
@@ -397,7 +475,9 @@ def is_recording(server: Server) -> bool:
 
 
 def test_a_page_sees_what_the_trace_has(server: Server) -> None:
-    "Two pages, one of which comes in the middle; a load that does not fit, so requests are preempted."
+    """Two pages, one of which comes in the middle; a load that does not fit, so requests are
+    preempted.
+    """
     server.steps.clear()
     first = Page(server.url)
     server.until(lambda: is_recording(server), "the recording has begun")
@@ -405,11 +485,15 @@ def test_a_page_sees_what_the_trace_has(server: Server) -> None:
     second = Page(server.url)
     server.until(lambda: second.decoder and second.decoder.trace.steps, "the last minute was sent")
     server.generate(random_prompts(3, 40, seed=2), name="b")
-    assert any(step.preempted for step in server.steps) and any(step.waiting for step in server.steps)
+    assert any(step.preempted for step in server.steps) and any(
+        step.waiting for step in server.steps
+    )
     for page in (first, second):
         server.until(
             lambda page=page: (
-                page.decoder and page.decoder.is_idle and len(page.decoder.trace.steps) == len(server.steps)
+                page.decoder
+                and page.decoder.is_idle
+                and len(page.decoder.trace.steps) == len(server.steps)
             ),
             "an idle engine is shown as idle, with all its steps",
         )
@@ -450,10 +534,14 @@ def test_a_page_that_is_loaded_again_keeps_the_last_minute(server: Server) -> No
     server.until(lambda: again.decoder and len(again.decoder.trace.steps) >= 4, "and is back")
     server.watcher.linger = 0.1
     again.close()
-    server.until(lambda: not server.watcher.tasks and not server.watcher.is_recording, "nothing is left")
+    server.until(
+        lambda: not server.watcher.tasks and not server.watcher.is_recording, "nothing is left"
+    )
 
 
-def test_an_engine_that_cannot_be_recorded_says_why(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_be_recorded_says_why(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse() -> Trace:
         raise NotSupportedYet("a pipeline cannot be recorded yet")
 
@@ -472,21 +560,29 @@ def test_an_engine_that_cannot_be_recorded_says_why(server: Server, monkeypatch:
 
 
 def test_a_page_that_reads_nothing_holds_nothing_up(server: Server) -> None:
-    "Its connection is full at some time; requests go on, memory stays, and when it is gone nothing is left of it."
+    """Its connection is full at some time; requests go on, memory stays, and when it is gone
+    nothing is left of it.
+    """
     server.until(lambda: not server.watcher.is_recording, "no other page is open")
     with socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         stuck.connect(("127.0.0.1", server.port))
-        stuck.sendall(f"GET /watch/events HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+        stuck.sendall(
+            f"GET /watch/events HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode()
+        )
         server.until(lambda: is_recording(server), "recording")
         for number in range(2000):  # much to say: more than the connection takes
-            step = StepTrace(number, 0, 0, 0, 0, {}, {}, {}, [f"{number:05}" * 2000], [], [], [], [], 24)
+            step = StepTrace(
+                number, 0, 0, 0, 0, {}, {}, {}, [f"{number:05}" * 2000], [], [], [], [], 24
+            )
             server.loop.call_soon_threadsafe(server.watcher.feed.add, step)
         outputs = server.generate(random_prompts(4, 30, seed=5), name="s")
         assert all(output.finished for output in outputs)
         assert server.watcher.feed.num_bytes <= server.watcher.feed.max_bytes + 1_000_000
     server.until(lambda: server.watcher.num_pages == 0, "it is forgotten")
-    server.until(lambda: not server.watcher.tasks and not server.watcher.feed.readers, "and nothing is left")
+    server.until(
+        lambda: not server.watcher.tasks and not server.watcher.feed.readers, "and nothing is left"
+    )
 
 
 ELSEWHERE = [
@@ -502,16 +598,24 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize("headers", ELSEWHERE)
 def test_only_this_machine_is_answered(server: Server, headers: dict[str, str]) -> None:
-    "A page of another site whose name was made to point here has its own name in `Host`; a proxy here says for whom it asks."
+    """A page of another site whose name was made to point here has its own name in `Host`; a proxy
+    here says for whom it asks.
+    """
     for path in ("", "/events"):
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(urllib.request.Request(server.url + path, headers=headers), timeout=60)
+            urllib.request.urlopen(
+                urllib.request.Request(server.url + path, headers=headers), timeout=60
+            )
         assert refused.value.code == 403 and "127.0.0.1" in refused.value.read().decode()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8000", "127.0.0.2", "localhost:9", "[::1]:8000", "[::ffff:127.0.0.1]"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8000", "127.0.0.2", "localhost:9", "[::1]:8000", "[::ffff:127.0.0.1]"]
+)
 def test_this_machine_is_answered_under_each_of_its_names(server: Server, host: str) -> None:
-    with urllib.request.urlopen(urllib.request.Request(server.url, headers={"Host": host}), timeout=60) as response:
+    with urllib.request.urlopen(
+        urllib.request.Request(server.url, headers={"Host": host}), timeout=60
+    ) as response:
         assert response.status == 200
 
 
@@ -532,9 +636,14 @@ def test_what_is_an_address_of_this_machine() -> None:
 
 def test_the_page_needs_nothing_else(server: Server) -> None:
     with urllib.request.urlopen(server.url, timeout=60) as response:
-        text, policy = response.read().decode(), response.headers["content-security-policy"]
+        text = response.read().decode()
+        policy = response.headers["content-security-policy"]
     assert text == watch_page() and "default-src 'none'" in policy
-    assert "http://" not in text.replace("http://www.w3.org", "") and "https://" not in text and "#0072B2" in text
+    assert (
+        "http://" not in text.replace("http://www.w3.org", "")
+        and "https://" not in text
+        and "#0072B2" in text
+    )
 
 
 def test_closing_ends_the_streams(folder: str) -> None:
@@ -558,7 +667,9 @@ def test_closing_ends_the_streams(folder: str) -> None:
 
 
 def test_watching_an_llm(folder: str) -> None:
-    "The same page for an LLM in this process, from a thread; steps of both calls, and the recording by `record` in between."
+    """The same page for an LLM in this process, from a thread; steps of both calls, and the
+    recording by `record` in between.
+    """
     with LLM(folder, **SMALL) as llm:
         with watch(llm) as shown:
             page = Page(shown.url)
@@ -572,7 +683,11 @@ def test_watching_an_llm(folder: str) -> None:
             assert len(page.decoder.trace.steps) == len(steps) > 16
             for mine, real in zip(page.decoder.trace.steps, steps, strict=True):
                 same(mine, real)
-            assert shown.url in shown._repr_html_() and "iframe" in shown._repr_html_() and shown.url in repr(shown)
+            assert (
+                shown.url in shown._repr_html_()
+                and "iframe" in shown._repr_html_()
+                and shown.url in repr(shown)
+            )
             assert "Step 1 of" in shown.player() and len(shown.player()) > 1000
             with llm.record() as trace:
                 llm.generate([[5, 6, 7]], sampling(4), use_tqdm=False)
@@ -597,7 +712,9 @@ def test_watching_an_llm(folder: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_page_whose_server_does_not_start_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_whose_server_does_not_start_is_refused(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "There is no page with a dead address; the socket is closed, and the engine is not recorded."
 
     async def startup(self: uvicorn.Server, sockets: Any = None) -> None:
@@ -605,7 +722,9 @@ def test_a_page_whose_server_does_not_start_is_refused(folder: str, monkeypatch:
 
     with LLM(folder, **SMALL) as llm, monkeypatch.context() as patched:
         patched.setattr(uvicorn.Server, "startup", startup)
-        with pytest.raises(ValueError, match=r"did not start at http://127.0.0.1:\d+/watch: try another port"):
+        with pytest.raises(
+            ValueError, match=r"did not start at http://127.0.0.1:\d+/watch: try another port"
+        ):
             watch(llm)
         assert llm.llm_engine.trace is None
         patched.undo()
@@ -614,7 +733,9 @@ def test_a_page_whose_server_does_not_start_is_refused(folder: str, monkeypatch:
 
 
 def test_a_watched_llm_forgets_what_no_kept_step_names(folder: str) -> None:
-    "A recording that lasts for days has the names, texts and prompts of its last steps, and of no others."
+    """A recording that lasts for days has the names, texts and prompts of its last steps, and of no
+    others.
+    """
     with LLM(folder, **SMALL) as llm, watch(llm) as shown:
         shown.trace.steps.seconds = 0.02  # type: ignore[attr-defined]
         for i in range(6):
@@ -624,18 +745,26 @@ def test_a_watched_llm_forgets_what_no_kept_step_names(folder: str) -> None:
             time.sleep(0.03)
         steps = shown.trace.steps
         listed = {
-            name for s in steps for name in (*s.waiting, *s.running, *s.finished, *s.block_tables, *s.num_prompt_tokens)
+            name
+            for s in steps
+            for name in (*s.waiting, *s.running, *s.finished, *s.block_tables, *s.num_prompt_tokens)
         }
         names = {name.partition(".")[0] for name in listed}
         known = set(shown.trace.num_prompt_tokens) | set(shown.trace.texts)
         assert names and listed <= set(steps.seen)  # type: ignore[attr-defined]
-        assert {name.partition(".")[0] for name in known} <= names and len(known) <= 4 * len(names) < 24
+        assert {name.partition(".")[0] for name in known} <= names and len(known) <= 4 * len(
+            names
+        ) < 24
 
 
 def test_a_page_that_looks_takes_no_recording_away(folder: str) -> None:
-    "`LLM.record` begins between the page's question whether anything is recorded and its own start: the recording stays."
+    """`LLM.record` begins between the page's question whether anything is recorded and its own
+    start: the recording stays.
+    """
     with LLM(folder, **SMALL) as llm, watch(llm) as shown:
-        engine, started, began = llm.llm_engine, threading.Event(), shown.trace
+        engine = llm.llm_engine
+        started = threading.Event()
+        began = shown.trace
         with engine._lock:
             engine.stop_trace()
             looks = threading.Thread(target=lambda: (started.set(), shown._look()))
@@ -650,7 +779,9 @@ def test_a_page_that_looks_takes_no_recording_away(folder: str) -> None:
         assert engine.trace is shown.trace is not began, "but it records where nothing else does"
 
 
-def test_on_colab_the_recorded_player_is_shown(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_colab_the_recorded_player_is_shown(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LLM(folder, **SMALL) as llm, watch(llm) as shown:
         monkeypatch.setitem(sys.modules, "google.colab", object())  # type: ignore[arg-type]
         assert "player()" in shown._repr_html_() and "iframe" not in shown._repr_html_()
@@ -715,7 +846,9 @@ def end_page(browser: Browser) -> None:
 
 
 def test_the_page_plays(server: Server, browser: Browser) -> None:
-    "Live while requests run; then step by step, each state the trace's; a click on a request shows its blocks."
+    """Live while requests run; then step by step, each state the trace's; a click on a request
+    shows its blocks.
+    """
     for _ in range(5):  # a busy machine draws a few times a second
         start_page(server, browser)
         browser.js("""window.states = []; window.most = 0;
@@ -737,14 +870,23 @@ def test_the_page_plays(server: Server, browser: Browser) -> None:
     shown = browser.js(STATES)
     assert len(shown) == len(server.steps) > 50 and any(step.preempted for step in server.steps)
     for page, step, now in zip(shown, server.steps, phases, strict=True):
-        assert dict(page["tables"]) == step.block_tables and dict(page["computed"]) == step.num_computed_tokens
-        assert dict(page["tokens"]) == step.num_scheduled_tokens and page["cached"] == sorted(step.cached_blocks)
+        assert (
+            dict(page["tables"]) == step.block_tables
+            and dict(page["computed"]) == step.num_computed_tokens
+        )
+        assert dict(page["tokens"]) == step.num_scheduled_tokens and page["cached"] == sorted(
+            step.cached_blocks
+        )
         assert [page[queue] for queue in ("waiting", "running", "swapped")] == [
             step.waiting,
             step.running,
             step.swapped,
         ]
-        assert (page["step"], page["free"], page["words"]) == (step.step, step.num_free_blocks, words(step, now))
+        assert (page["step"], page["free"], page["words"]) == (
+            step.step,
+            step.num_free_blocks,
+            words(step, now),
+        )
 
     browser.click("#pause")
     browser.until("document.getElementById('state').textContent === 'Paused'")
@@ -752,21 +894,31 @@ def test_the_page_plays(server: Server, browser: Browser) -> None:
     browser.js(f"show(frames.findIndex(frame => frame.step === {busy} && !frame.idle))")
     said = "document.getElementById('said').textContent"
     browser.until(f"{said}.startsWith('Step {busy}:')")
-    for button, step in (("#back", busy - 1), ("#back", busy - 2), ("#next", busy - 1), ("#next", busy)):
+    for button, step in (
+        ("#back", busy - 1),
+        ("#back", busy - 2),
+        ("#next", busy - 1),
+        ("#next", busy),
+    ):
         browser.click(button)
         browser.until(f"{said} === {words(server.steps[step], phases[step])!r}")
 
     name = server.steps[busy].running[1]
-    number = browser.js(f"[...document.querySelectorAll('.rows .who')].findIndex(e => e.textContent === {name!r})")
+    number = browser.js(
+        f"[...document.querySelectorAll('.rows .who')].findIndex(e => e.textContent === {name!r})"
+    )
     browser.js(f"document.querySelectorAll('.rows button')[{number}].id = 'this-one'")
     browser.click("#this-one")
     browser.until("!document.getElementById('one').hidden")
     assert browser.js("document.getElementById('one-name').textContent") == f"Request {name}"
-    boxes = browser.js("[...document.querySelectorAll('#one-table span')].map(e => parseInt(e.textContent))")
+    boxes = browser.js(
+        "[...document.querySelectorAll('#one-table span')].map(e => parseInt(e.textContent))"
+    )
     assert boxes == server.steps[busy].block_tables[name]
     assert browser.js("document.getElementById('this-one').getAttribute('aria-pressed')") == "true"
 
-    browser.js("document.getElementById('pool').scrollIntoView({block: 'center'})")  # a block chooses who holds it
+    # a block chooses who holds it
+    browser.js("document.getElementById('pool').scrollIntoView({block: 'center'})")
     other, table = next((n, t) for n, t in server.steps[busy].block_tables.items() if n != name)
     place = f"""((r, b) => [r.x + b % grid.columns * grid.w + 20, r.y + Math.floor(b / grid.columns) * grid.h + 25])(
         document.getElementById('pool').getBoundingClientRect(), {table[-1]})"""
@@ -794,12 +946,17 @@ def test_a_pause_holds_while_the_engine_goes_on(server: Server, browser: Browser
     browser.until(f"frames.at(-1).step >= {len(server.steps) - 1}")
     assert browser.js("document.getElementById('said').textContent") == held
     browser.click("#pause")
-    browser.until(f"document.getElementById('said').textContent.includes('after step {len(server.steps) - 1}')")
+    browser.until(
+        "document.getElementById('said').textContent.includes('after step "
+        f"{len(server.steps) - 1}')"
+    )
     end_page(browser)
 
 
 def test_a_page_that_comes_back_keeps_what_it_shows(server: Server, browser: Browser) -> None:
-    "The connection is lost while the page is paused: the recording is the same, so its frames and the pause stay."
+    """The connection is lost while the page is paused: the recording is the same, so its frames and
+    the pause stay.
+    """
     start_page(server, browser)
     other = Page(server.url)  # so that the recording goes on
     server.generate(random_prompts(2, 20), max_tokens=8, name="k")
@@ -812,10 +969,14 @@ def test_a_page_that_comes_back_keeps_what_it_shows(server: Server, browser: Bro
     num_frames = browser.js("frames.length")
     browser.js("connect(); 0")  # as after a lost connection: the same recording from its beginning
     server.generate(random_prompts(2, 20, seed=7), max_tokens=8, name="l")
-    browser.until(f"sources.length === 1 && sources[0].readyState === 1 && frames.length > {num_frames} + 5")
+    browser.until(
+        f"sources.length === 1 && sources[0].readyState === 1 && frames.length > {num_frames} + 5"
+    )
     steps = browser.js("frames.filter(frame => !frame.idle).map(frame => frame.step)")
     assert steps == sorted(set(steps)), "no step is there twice"
-    assert browser.js("document.getElementById('said').textContent") == said and browser.js("paused && frames.length")
+    assert browser.js("document.getElementById('said').textContent") == said and browser.js(
+        "paused && frames.length"
+    )
     other.close()
     end_page(browser)
 
@@ -824,18 +985,30 @@ def test_a_refused_page_tries_again(server: Server, browser: Browser) -> None:
     "After an answer other than 200 the browser's EventSource gives up; the page does not."
     start_page(server, browser)
     browser.js(
-        "window.tries = 0; EventSource = class { static CLOSED = 2; readyState = 2; addEventListener() {}"
+        "window.tries = 0; EventSource = class { static CLOSED = 2; readyState = 2; "
+        "addEventListener() {}"
         " constructor() { tries++; setTimeout(() => this.onerror()); } }; connect(); 0"
     )
-    browser.until("lost && document.getElementById('state').textContent.startsWith('Connection lost') && tries > 1", 30)
+    browser.until(
+        (
+            "lost && document.getElementById('state').textContent.startsWith('Connection "
+            "lost') && tries > 1"
+        ),
+        30,
+    )
     end_page(browser)
 
 
 def test_what_a_screen_reader_gets(server: Server, browser: Browser) -> None:
-    "Regions that scroll can be reached and have names; what is announced is a change of state, or a step that one goes to."
+    """Regions that scroll can be reached and have names; what is announced is a change of state, or
+    a step that one goes to.
+    """
     start_page(server, browser)
     server.generate(random_prompts(8, 40, seed=1), name="h")
-    browser.until("live?.idle && document.getElementById('spoken').textContent.startsWith('Idle. Idle after step')")
+    browser.until(
+        "live?.idle && document.getElementById('spoken').textContent.startsWith('Idle. "
+        "Idle after step')"
+    )
     browser.js("show(5)")
     browser.until("document.getElementById('spoken').textContent.startsWith('Paused. Step ')")
     browser.until("document.getElementById('time').ariaLabel.startsWith('The last minute: ')")
@@ -857,15 +1030,22 @@ def test_what_a_screen_reader_gets(server: Server, browser: Browser) -> None:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 768, 1280])
-def test_the_page_reads_at_every_width(server: Server, browser: Browser, width: int, dark: bool) -> None:
-    "Nothing sticks out sideways, whatever is shown; and what is drawn is drawn in the scheme's colours."
+def test_the_page_reads_at_every_width(
+    server: Server, browser: Browser, width: int, dark: bool
+) -> None:
+    """Nothing sticks out sideways, whatever is shown; and what is drawn is drawn in the scheme's
+    colours.
+    """
     start_page(server, browser, width, 844)
     browser.size(width, 844, dark)
-    server.generate(random_prompts(10, 40, seed=1), name="chatcmpl-0123456789abcdef0123456789abcdef-")
+    server.generate(
+        random_prompts(10, 40, seed=1), name="chatcmpl-0123456789abcdef0123456789abcdef-"
+    )
     browser.until("frames.length > 40")
     browser.js("show(30)")
     browser.until("document.querySelectorAll('.rows button').length > 2")
-    browser.js("document.querySelector('.rows button').click()")  # wherever a busy machine has drawn it by now
+    # wherever a busy machine has drawn it by now
+    browser.js("document.querySelector('.rows button').click()")
     browser.until("!document.getElementById('one').hidden")
     assert browser.js("document.documentElement.scrollWidth") <= width
     inside = """[...document.querySelectorAll('section, canvas, button, .tile')].filter(e => e.offsetParent)
@@ -877,8 +1057,14 @@ def test_the_page_reads_at_every_width(server: Server, browser: Browser, width: 
         document.getElementById('%s'))"""
     for name in ("pool", "budget", "time"):  # something is drawn
         browser.until(f"{colors % name} > 4")
-    small = "[...document.querySelectorAll('button')].filter(e => e.offsetParent && e.getBoundingClientRect().height < 24).length"
-    unnamed = "[...document.querySelectorAll('button, input, canvas')].filter(e => !(e.ariaLabel || e.textContent.trim())).length"
+    small = (
+        "[...document.querySelectorAll('button')].filter(e => e.offsetParent && "
+        "e.getBoundingClientRect().height < 24).length"
+    )
+    unnamed = (
+        "[...document.querySelectorAll('button, input, canvas')].filter(e => !(e.ariaLabel || "
+        "e.textContent.trim())).length"
+    )
     assert browser.js(small) == browser.js(unnamed) == 0, "all can be hit, and have names"
     end_page(browser)
 

@@ -20,13 +20,18 @@ from readme import README_ONLY
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERED = re.compile(r"(?<![/\w])(\.\./|solutions/)?\d\d[a-z]{0,2}_(\w+\.ipynb)")
 COLAB_BADGE = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
-WEB_FONTS = re.compile(r"""@import\s*(?:url\()?(["']?)https?://fonts\.googleapis\.com[^"')]*\1\)?;?""")
-OURS = {"00a_startup": 3, "95_to_vllm": 2}  # so many parts of a table's line, cut at each |, hold no names of vLLM's
+WEB_FONTS = re.compile(
+    r"""@import\s*(?:url\()?(["']?)https?://fonts\.googleapis\.com[^"')]*\1\)?;?"""
+)
+# so many parts of a table's line, cut at each |, hold no names of vLLM's
+OURS = {"00a_startup": 3, "95_to_vllm": 2}
 OUTPUT_FILE = re.compile(r'\n *"output-file: .*",')
 
 
 def own_links(text: str, home: str, stem: str) -> str:
-    "Links that nbdev made of names in backticks, to pages of this site; those that it could not know to be wrong are undone."
+    """Links that nbdev made of names in backticks, to pages of this site; those that it could not
+    know to be wrong are undone.
+    """
     theirs = re.compile(r"\[(`[^`\]]+`)\]\(" + re.escape(home) + r"[^)]*\)")
     lines = []
     for line in text.split("\n"):
@@ -34,22 +39,33 @@ def own_links(text: str, home: str, stem: str) -> str:
             line = theirs.sub(r"\1", line)
         if line.startswith("|") and stem in OURS:
             cells = line.split("|")
-            line = "|".join(cells[: OURS[stem]] + [theirs.sub(r"\1", cell) for cell in cells[OURS[stem] :]])
+            line = "|".join(
+                cells[: OURS[stem]] + [theirs.sub(r"\1", cell) for cell in cells[OURS[stem] :]]
+            )
         lines.append(line)
     elsewhere = (
         re.escape(home) + "(?!" + stem.partition("_")[2] + r"\.html)"
     )  # `merge`, say, is a word in many chapters
     text = re.sub(r"\[(`[a-z]+`)\]\(" + elsewhere + r"[^)]*\)", r"\1", "\n".join(lines))
-    text = re.sub(re.escape(home) + r"(\w+\.html)#_\w*", home + r"\1", text)  # what is private has no heading
-    return re.sub(re.escape(home) + r"(\w+\.html#\w+)\.[\w.]+", home + r"\1", text)  # nor has a method
+    # what is private has no heading
+    text = re.sub(re.escape(home) + r"(\w+\.html)#_\w*", home + r"\1", text)
+    # nor has a method
+    return re.sub(re.escape(home) + r"(\w+\.html#\w+)\.[\w.]+", home + r"\1", text)
 
 
 def for_the_site(folder: Path) -> None:
-    "Number the titles, leave out what is for README.md alone, and keep readers here: Colab's link needs no picture."
+    """Number the titles, leave out what is for README.md alone, and keep readers here: Colab's link
+    needs no picture.
+    """
     home = get_config().doc_host + get_config().doc_baseurl + "/"
     for path in [*folder.glob("*.ipynb"), *folder.glob("solutions/*.ipynb")]:
-        notebook, number = json.loads(path.read_text(encoding="utf-8")), path.stem.partition("_")[0]
-        notebook["cells"] = [cell for cell in notebook["cells"] if not "".join(cell["source"]).startswith(README_ONLY)]
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        number = path.stem.partition("_")[0]
+        notebook["cells"] = [
+            cell
+            for cell in notebook["cells"]
+            if not "".join(cell["source"]).startswith(README_ONLY)
+        ]
         for cell in notebook["cells"]:
             text = "".join(cell["source"])
             if cell["cell_type"] == "raw" and number[0].isdigit():
@@ -62,8 +78,14 @@ def for_the_site(folder: Path) -> None:
 
 
 def drop_numbers(folder: Path) -> None:
-    "Give the pages of processed notebooks the addresses that nbdev's links use: 12_scheduler becomes scheduler."
-    for path in [*folder.glob("*.ipynb"), *folder.glob("solutions/*.ipynb"), folder / "_quarto.yml"]:
+    """Give the pages of processed notebooks the addresses that nbdev's links use: 12_scheduler
+    becomes scheduler.
+    """
+    for path in [
+        *folder.glob("*.ipynb"),
+        *folder.glob("solutions/*.ipynb"),
+        folder / "_quarto.yml",
+    ]:
         text = OUTPUT_FILE.sub("", path.read_text(encoding="utf-8"))
         path.write_text(NUMBERED.sub(r"\1\2", text), encoding="utf-8")
         path.rename(path.with_name(NUMBERED.sub(r"\2", path.name)))
@@ -91,9 +113,11 @@ def show_arguments_of_kernels() -> None:
 def main() -> None:
     refresh_quarto_yml()
     show_arguments_of_kernels()
-    processed = proc_nbs(force=True, n_workers=0)  # a process of its own for each would import torch each time
+    # a process of its own for each would import torch each time
+    processed = proc_nbs(force=True, n_workers=0)
     for_the_site(processed)
-    site, built = ROOT / "_docs", processed / "_docs"
+    site = ROOT / "_docs"
+    built = processed / "_docs"
     if quarto := shutil.which("quarto"):
         subprocess.run([quarto, "render", "--no-cache"], cwd=processed, check=True)
     else:
@@ -111,4 +135,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # IPython has a shell for each notebook, and each would collect garbage at exit: that takes two minutes
+    # IPython has a shell for each notebook, and each would collect garbage at exit: that takes two
+    # minutes
+    os._exit(0)

@@ -3,8 +3,9 @@
     python tools/engine_arguments.py            write the page
     python tools/engine_arguments.py --check    write nothing, and fail if the page would change
 
-What becomes of an argument comes from `teachvllm.arg_utils`: the fields of `EngineArgs`, and `NOT_YET`. Which arguments vLLM
-has, with its defaults, is in tests/vllm_engine_arguments.json, by version: all fields of `EngineArgs` and `AsyncEngineArgs`.
+What becomes of an argument comes from `teachvllm.arg_utils`: the fields of `EngineArgs`, and
+`NOT_YET`. Which arguments vLLM has, with its defaults, is in tests/vllm_engine_arguments.json, by
+version: all fields of `EngineArgs` and `AsyncEngineArgs`.
 """
 
 import dataclasses
@@ -18,8 +19,11 @@ from teachvllm.arg_utils import NOT_YET, EngineArgs
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "engine-arguments.md"
 
-VLLM: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "vllm_engine_arguments.json").read_text())
-OLD, NEW = "0.8.5", "0.33.0"
+VLLM: dict[str, dict[str, Any]] = json.loads(
+    (ROOT / "tests" / "vllm_engine_arguments.json").read_text()
+)
+OLD = "0.8.5"
+NEW = "0.33.0"
 
 INTRO = """# Engine arguments
 
@@ -54,13 +58,17 @@ def accepted_values(name: str) -> tuple:
 
 
 def is_idle(name: str) -> bool:
-    "Whether all values that an argument can have are accepted: it is a switch, and both of its positions are."
+    """Whether all values that an argument can have are accepted: it is a switch, and both of its
+    positions are.
+    """
     return {True, False} <= {v for v in accepted_values(name) if isinstance(v, bool)}
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def page() -> str:
@@ -69,12 +77,19 @@ def page() -> str:
     idle = [name for name in sorted(NOT_YET) if is_idle(name)]
     refused = [name for name in sorted(NOT_YET) if name not in idle]
     others = [
-        f"`{name}` ({version(name)})" for name in sorted({*served, *NOT_YET} - VLLM[OLD].keys() - VLLM[NEW].keys())
+        f"`{name}` ({version(name)})"
+        for name in sorted({*served, *NOT_YET} - VLLM[OLD].keys() - VLLM[NEW].keys())
     ]
-    counts = {"served": len(served), "idle": len(idle), "refused": len(refused), "all": len(served) + len(NOT_YET)}
+    counts = {
+        "served": len(served),
+        "idle": len(idle),
+        "refused": len(refused),
+        "all": len(served) + len(NOT_YET),
+    }
     counts |= {"old": len(VLLM[OLD]), "new": len(VLLM[NEW]), "others": ", ".join(others)}
     supported = [
-        [f"`{name}`", version(name), code(f.default), f.metadata["help"]] for name, f in sorted(served.items())
+        [f"`{name}`", version(name), code(f.default), f.metadata["help"]]
+        for name, f in sorted(served.items())
     ]
     parts = [
         INTRO.format(**counts),
@@ -82,13 +97,21 @@ def page() -> str:
         table(["argument", "vLLM", "default", "what it is"], supported),
         "\n## Accepted, with nothing to do\n",
         "Both positions of these switches are accepted.\n",
-        table(["argument", "vLLM", "why"], [[f"`{name}`", version(name), NOT_YET[name][1]] for name in idle]),
+        table(
+            ["argument", "vLLM", "why"],
+            [[f"`{name}`", version(name), NOT_YET[name][1]] for name in idle],
+        ),
         "\n## Refused\n",
         "The values in the third column are accepted, because they ask for what is done anyway.\n",
         table(
             ["argument", "vLLM", "accepted", "why not another value"],
             [
-                [f"`{n}`", version(n), ", ".join(map(code, accepted_values(n))) or "`None`", NOT_YET[n][1]]
+                [
+                    f"`{n}`",
+                    version(n),
+                    ", ".join(map(code, accepted_values(n))) or "`None`",
+                    NOT_YET[n][1],
+                ]
                 for n in refused
             ],
         ),
@@ -100,7 +123,11 @@ def main() -> int:
     text = page()
     if sys.argv[1:] == ["--check"]:
         same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
-        print(f"{PAGE.name} is up to date" if same else f"{PAGE.name} is not what tools/engine_arguments.py writes")
+        print(
+            f"{PAGE.name} is up to date"
+            if same
+            else f"{PAGE.name} is not what tools/engine_arguments.py writes"
+        )
         return not same
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE.name}")

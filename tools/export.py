@@ -3,8 +3,8 @@
     python tools/export.py            write what changed into teachvllm/
     python tools/export.py --check    write nothing, and fail if something would change
 
-`nbdev_export` itself would do to write. This also notices modules that no notebook exports any more, and can check
-without writing: it exports into a temporary copy, and compares.
+`nbdev_export` itself would do to write. This also notices modules that no notebook exports any
+more, and can check without writing: it exports into a temporary copy, and compares.
 """
 
 import argparse
@@ -20,7 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def modules(package: Path) -> dict[str, str]:
     "The text of every module of a package, by its path inside it."
-    return {str(p.relative_to(package)): p.read_text(encoding="utf-8") for p in sorted(package.rglob("*.py"))}
+    return {
+        str(p.relative_to(package)): p.read_text(encoding="utf-8")
+        for p in sorted(package.rglob("*.py"))
+    }
 
 
 def exported() -> dict[str, str]:
@@ -42,7 +45,8 @@ def notebook(text: str) -> str:
 
 def main(check: bool) -> int:
     package = ROOT / "teachvllm"
-    new, old = exported(), modules(package)
+    new = exported()
+    old = modules(package)
     changed = [name for name in new if new[name] != old.get(name)]
     orphans = [name for name in old if name not in new]
     for name in changed:
@@ -58,6 +62,10 @@ def main(check: bool) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, and fail if something would change")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, and fail if something would change"
+    )
     sys.exit(main(parser.parse_args().check))

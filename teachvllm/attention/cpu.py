@@ -15,30 +15,38 @@ from torch.nn.functional import scaled_dot_product_attention
 from .backend import FLOAT8, AttentionBackend, AttentionMetadata, from_float8
 
 # %% ../../nbs/21_cpu_attention.ipynb #f3b565ea
-def bucket_by_length(seq_lens: torch.Tensor, smallest: int = 64, most: int = 1 << 16) -> list[torch.Tensor]:
+def bucket_by_length(
+    seq_lens: torch.Tensor, smallest: int = 64, most: int = 1 << 16
+) -> list[torch.Tensor]:
     """Rows grouped so that in a group the longest is at most twice the shortest, or `smallest`.
 
     A group has at most `most` tokens, padding counted, or a single row.
     """
     bits = torch.log2(seq_lens.clamp(min=smallest).double()).ceil()
     buckets = [torch.nonzero(bits == b).flatten() for b in bits.unique()]
-    return [part for rows in buckets for part in rows.split(max(1, most // int(seq_lens[rows].max())))]
+    return [
+        part for rows in buckets for part in rows.split(max(1, most // int(seq_lens[rows].max())))
+    ]
 
 # %% ../../nbs/21_cpu_attention.ipynb #ea226ce9
-HEAD_FIRST = (0, 3, 1, 2, 4)  # in memory: keys or values, KV head, block, offset in the block, element
+# in memory: keys or values, KV head, block, offset in the block, element
+HEAD_FIRST = (0, 3, 1, 2, 4)
 
 # %% ../../nbs/21_cpu_attention.ipynb #f014a726
 @dataclass
 class Part:
-    """What is computed in one go: a bucket of decoding sequences, or some new tokens of one sequence.
+    """What is computed in one go: a bucket of decoding sequences, or some new tokens of one
+    sequence.
 
     Its n sequences bring m tokens each, and what they see is gathered from n * num_pages pages.
     """
 
     tokens: torch.Tensor  # [n * m] int64: which tokens of the batch
     pages: torch.Tensor  # [n * num_pages] int64: block ids, one sequence after the other
-    stale: torch.Tensor  # int64: gathered positions, of n * num_pages * block_size, past the last of `tokens`
-    hidden: torch.Tensor  # [n, 1, m, h] bool, for the last h gathered positions: True where a token must not look
+    # int64: gathered positions, of n * num_pages * block_size, past the last of `tokens`
+    stale: torch.Tensor
+    # [n, 1, m, h] bool, for the last h gathered positions: True where a token must not look
+    hidden: torch.Tensor
 
 # %% ../../nbs/21_cpu_attention.ipynb #d35aa098
 def plan_part(
@@ -50,12 +58,21 @@ def plan_part(
     window: int | None,
 ) -> Part:
     "Which pages `tokens` need, what in them is not theirs, and what each token must not see."
-    start = torch.zeros_like(position[:, :1]) if window is None else (position[:, :1] + 1 - window).clamp(min=0)
-    first, last = start // block_size, position[:, -1:] // block_size
-    wanted = first + torch.arange(int((last - first).max()) + 1, device=rows.device)  # [n, num_pages]
-    read = torch.where(wanted <= last, wanted, first)  # the first page stands in for those past the last
+    start = (
+        torch.zeros_like(position[:, :1])
+        if window is None
+        else (position[:, :1] + 1 - window).clamp(min=0)
+    )
+    first = start // block_size
+    last = position[:, -1:] // block_size
+    # [n, num_pages]
+    wanted = first + torch.arange(int((last - first).max()) + 1, device=rows.device)
+    # the first page stands in for those past the last
+    read = torch.where(wanted <= last, wanted, first)
     offset = torch.arange(block_size, device=rows.device)
-    wanted_at, read_at = ((page[..., None] * block_size + offset).flatten(1) for page in (wanted, read))
+    wanted_at, read_at = (
+        (page[..., None] * block_size + offset).flatten(1) for page in (wanted, read)
+    )
     masked = wanted_at[:, None, 0 if window is not None else int(position.min()) + 1 :]
     hidden = masked > position[..., None]
     if window is not None:
@@ -67,17 +84,20 @@ def plan_part(
 TILE = 128  # new tokens of one sequence that are computed at a time
 
 
-FUSED_UP_TO = 512  # gathered slots up to which one decoding sequence alone is quicker in torch's fused kernel
+# gathered slots up to which one decoding sequence alone is quicker in torch's fused kernel
+FUSED_UP_TO = 512
 
 # %% ../../nbs/21_cpu_attention.ipynb #0014b551
 Job = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # `plan_part`'s rows, tokens, position
 
 # %% ../../nbs/21_cpu_attention.ipynb #df4f726d
 class TorchSDPABackend(AttentionBackend):
-    """Pages gathered into buckets and tiles that torch multiplies in batches. Layers of one window share a step's plan.
+    """Pages gathered into buckets and tiles that torch multiplies in batches. Layers of one window
+    share a step's plan.
 
-    The query heads that share a KV head are laid along the query axis, so its keys are read once and not repeated.
-    Scores are float32, also for bfloat16 keys. vLLM: `v1/attention/backends/cpu_attn.py`.
+    The query heads that share a KV head are laid along the query axis, so its keys are read once
+    and not repeated. Scores are float32, also for bfloat16 keys. vLLM:
+    `v1/attention/backends/cpu_attn.py`.
     """
 
     name = "torch_sdpa"
@@ -107,45 +127,81 @@ class TorchSDPABackend(AttentionBackend):
     def decode_jobs(self, meta: AttentionMetadata) -> Iterator[Job]:
         "Sequences with one new token, in buckets."
         seen = meta.seq_lens[: meta.num_decodes]
-        for rows in bucket_by_length(seen if self.window is None else seen.clamp(max=self.window)) if len(seen) else ():
+        for rows in (
+            bucket_by_length(seen if self.window is None else seen.clamp(max=self.window))
+            if len(seen)
+            else ()
+        ):
             yield rows, rows, meta.seq_lens[rows, None] - 1
 
     def chunk_jobs(self, meta: AttentionMetadata) -> Iterator[Job]:
         "The new tokens of each other sequence, in tiles."
-        n, device, bounds = meta.num_decodes, meta.seq_lens.device, meta.query_start_loc.tolist()
+        n = meta.num_decodes
+        device = meta.seq_lens.device
+        bounds = meta.query_start_loc.tolist()
         for i, seq_len in enumerate(meta.seq_lens[n:].tolist(), start=n):
             for start in range(bounds[i], bounds[i + 1], TILE):
                 tokens = torch.arange(start, min(start + TILE, bounds[i + 1]), device=device)
-                yield torch.tensor([i], device=device), tokens, tokens[None] + (seq_len - bounds[i + 1])
+                yield (
+                    torch.tensor([i], device=device),
+                    tokens,
+                    tokens[None] + (seq_len - bounds[i + 1]),
+                )
 
     def forward(self, q, kv_cache, meta):
         "Run the plan: gather each part's pages, and attend."
-        plan, pages, out = meta.plans[self.plan_key], kv_cache.permute(HEAD_FIRST), torch.empty_like(q)
+        plan = meta.plans[self.plan_key]
+        pages = kv_cache.permute(HEAD_FIRST)
+        out = torch.empty_like(q)
         page = 2 * self.num_kv_heads * kv_cache.shape[2] * self.head_size  # elements
-        room = kv_cache.new_empty(page * max((len(part.pages) for part in plan), default=0))  # for one after the other
+        # for one after the other
+        room = kv_cache.new_empty(page * max((len(part.pages) for part in plan), default=0))
         for part in plan:
-            kv = room[: page * len(part.pages)].view(2, self.num_kv_heads, len(part.pages), -1, self.head_size)
-            kv = torch.index_select(pages, 2, part.pages, out=kv).view(2, self.num_kv_heads, -1, self.head_size)
+            kv = room[: page * len(part.pages)].view(
+                2, self.num_kv_heads, len(part.pages), -1, self.head_size
+            )
+            kv = torch.index_select(pages, 2, part.pages, out=kv).view(
+                2, self.num_kv_heads, -1, self.head_size
+            )
             kv = from_float8(kv, q.dtype) if kv.dtype in FLOAT8 else kv
             alone = part.tokens.numel() == 1 and kv.shape[2] <= FUSED_UP_TO
-            run = self._alone if alone and self.window is None and self.soft_cap is None else self._together
+            run = (
+                self._alone
+                if alone and self.window is None and self.soft_cap is None
+                else self._together
+            )
             out[part.tokens] = run(q[part.tokens], kv, part)
         return out if self.v_scale == 1 else out.mul_(self.v_scale)
 
     def _alone(self, q: torch.Tensor, kv: torch.Tensor, part: Part) -> torch.Tensor:
         k, v = kv[:, None, :, : kv.shape[2] - len(part.stale)]
         q = q.view(1, self.num_kv_heads, -1, self.head_size)
-        return scaled_dot_product_attention(q, k, v, scale=self.scale * self.k_scale).view(1, self.num_heads, self.head_size)
+        return scaled_dot_product_attention(q, k, v, scale=self.scale * self.k_scale).view(
+            1, self.num_heads, self.head_size
+        )
 
     def _together(self, q: torch.Tensor, kv: torch.Tensor, part: Part) -> torch.Tensor:
         (n, _, m, num_masked), heads = part.hidden.shape, self.num_kv_heads
-        group, length = self.num_heads // heads, kv.shape[2] // n
-        k, v = kv[0].view(heads * n, length, -1), kv[1].index_fill_(1, part.stale, 0).view(heads * n, length, -1)
-        q = (q.float() * (self.scale * self.k_scale)).view(n, m, heads, group, -1).permute(2, 0, 3, 1, 4)
+        group = self.num_heads // heads
+        length = kv.shape[2] // n
+        k = kv[0].view(heads * n, length, -1)
+        v = kv[1].index_fill_(1, part.stale, 0).view(heads * n, length, -1)
+        q = (
+            (q.float() * (self.scale * self.k_scale))
+            .view(n, m, heads, group, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
         q = q.reshape(heads * n, group * m, -1)
-        scores = torch.bmm(q, k.float().transpose(1, 2))  # a bfloat16 product would round them to 8 bits
+        # a bfloat16 product would round them to 8 bits
+        scores = torch.bmm(q, k.float().transpose(1, 2))
         if self.soft_cap is not None:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
-        scores.view(heads, n, group, m, length)[..., length - num_masked :].masked_fill_(part.hidden, -torch.inf)
+        scores.view(heads, n, group, m, length)[..., length - num_masked :].masked_fill_(
+            part.hidden, -torch.inf
+        )
         out = torch.bmm(scores.softmax(-1).to(v.dtype), v)
-        return out.view(heads, n, group, m, -1).permute(1, 3, 0, 2, 4).reshape(n * m, self.num_heads, -1)
+        return (
+            out.view(heads, n, group, m, -1)
+            .permute(1, 3, 0, 2, 4)
+            .reshape(n * m, self.num_heads, -1)
+        )

@@ -120,15 +120,27 @@ def _sixteen(builder, address, offset, dtype):
 
 @operation
 def add_dots(typing_context, tile, q, stride, rows, row_stride, dtype):
-    "Add the products of sixteen numbers of four queries (float32) and four rows of `dtype`, to a tile's vector for each pair."
+    """Add the products of sixteen numbers of four queries (float32) and four rows of `dtype`, to a
+    tile's vector for each pair.
+    """
 
     def build(context, builder, sig, args):
         sums, q, stride, rows, row_stride, _ = args
-        keys = [builder.add(rows, builder.mul(row_stride, llvmlite.ir.Constant(I64, k))) for k in range(4)]
+        keys = [
+            builder.add(rows, builder.mul(row_stride, llvmlite.ir.Constant(I64, k)))
+            for k in range(4)
+        ]
         loaded = [_sixteen(builder, key, 0, dtype.dtype) for key in keys]
-        fma = cgutils.get_or_insert_function(builder.module, llvmlite.ir.FunctionType(FLOATS, [FLOATS] * 3), "llvm.fma.v16f32")
+        fma = cgutils.get_or_insert_function(
+            builder.module, llvmlite.ir.FunctionType(FLOATS, [FLOATS] * 3), "llvm.fma.v16f32"
+        )
         for r in range(4):
-            query = _sixteen(builder, builder.add(q, builder.mul(stride, llvmlite.ir.Constant(I64, r))), 0, types.float32)
+            query = _sixteen(
+                builder,
+                builder.add(q, builder.mul(stride, llvmlite.ir.Constant(I64, r))),
+                0,
+                types.float32,
+            )
             for k, key in enumerate(loaded):
                 new = builder.call(fma, [query, key, builder.extract_value(sums, 4 * r + k)])
                 sums = builder.insert_value(sums, new, 4 * r + k)
@@ -139,12 +151,16 @@ def add_dots(typing_context, tile, q, stride, rows, row_stride, dtype):
 
 @operation
 def add_row(typing_context, tile, weights, stride, row, dtype):
-    "Add 64 numbers of a row of `dtype` to a tile's four rows of sums, times a float32 weight for each."
+    """Add 64 numbers of a row of `dtype` to a tile's four rows of sums, times a float32 weight for
+    each.
+    """
 
     def build(context, builder, sig, args):
         sums, weights, stride, row, _ = args
         loaded = [_sixteen(builder, row, LANES * j, dtype.dtype) for j in range(VECTORS)]
-        fma = cgutils.get_or_insert_function(builder.module, llvmlite.ir.FunctionType(FLOATS, [FLOATS] * 3), "llvm.fma.v16f32")
+        fma = cgutils.get_or_insert_function(
+            builder.module, llvmlite.ir.FunctionType(FLOATS, [FLOATS] * 3), "llvm.fma.v16f32"
+        )
         for r in range(4):
             place = builder.add(weights, builder.mul(stride, llvmlite.ir.Constant(I64, r)))
             weight = _spread(builder, builder.load(_at(builder, place, 0, FLOAT), align=4))
@@ -158,12 +174,15 @@ def add_row(typing_context, tile, weights, stride, row, dtype):
 
 @operation
 def put_totals(typing_context, tile, out, stride):
-    "Write the total of each of a tile's vectors: those of query r go to four places from `out` + r * `stride` bytes on."
+    """Write the total of each of a tile's vectors: those of query r go to four places from `out` +
+    r * `stride` bytes on.
+    """
 
     def build(context, builder, sig, args):
         sums, out, stride = args
         vectors = [builder.extract_value(sums, i) for i in range(LANES)]
-        for bit in (8, 4, 2, 1):  # of two vectors one: half of the lanes is the first's, and each lane is the sum of two
+        # of two vectors one: half of the lanes is the first's, and each lane is the sum of two
+        for bit in (8, 4, 2, 1):
             one = [i + (i & bit and LANES) for i in range(LANES)]
             other = [(i ^ bit) + (i & bit and LANES) for i in range(LANES)]
             pairs = [(vectors[i], vectors[i + bit]) for i in range(bit)]
@@ -172,7 +191,9 @@ def put_totals(typing_context, tile, out, stride):
             vectors = [builder.fadd(x, y) for x, y in shuffled]
         four = llvmlite.ir.VectorType(I32, 4)
         for r in range(4):
-            some = builder.shuffle_vector(vectors[0], vectors[0], llvmlite.ir.Constant(four, [4 * r + k for k in range(4)]))
+            some = builder.shuffle_vector(
+                vectors[0], vectors[0], llvmlite.ir.Constant(four, [4 * r + k for k in range(4)])
+            )
             place = builder.add(out, builder.mul(stride, llvmlite.ir.Constant(I64, r)))
             builder.store(some, _at(builder, place, 0, llvmlite.ir.VectorType(FLOAT, 4)), align=4)
         return context.get_dummy_value()
@@ -193,10 +214,27 @@ def dot1(q, row):
 def add4(a, b, c, d, rows, wa, wb, wc, wd):
     "Add four rows to each of a, b, c and d, times the four numbers of wa, wb, wc and wd."
     r0, r1, r2, r3 = rows
-    a0, a1, a2, a3, b0, b1, b2, b3 = wa[0], wa[1], wa[2], wa[3], wb[0], wb[1], wb[2], wb[3]
-    c0, c1, c2, c3, d0, d1, d2, d3 = wc[0], wc[1], wc[2], wc[3], wd[0], wd[1], wd[2], wd[3]
+    a0 = wa[0]
+    a1 = wa[1]
+    a2 = wa[2]
+    a3 = wa[3]
+    b0 = wb[0]
+    b1 = wb[1]
+    b2 = wb[2]
+    b3 = wb[3]
+    c0 = wc[0]
+    c1 = wc[1]
+    c2 = wc[2]
+    c3 = wc[3]
+    d0 = wd[0]
+    d1 = wd[1]
+    d2 = wd[2]
+    d3 = wd[3]
     for i in range(a.shape[0]):
-        x, y, z, w = load(r0[i]), load(r1[i]), load(r2[i]), load(r3[i])
+        x = load(r0[i])
+        y = load(r1[i])
+        z = load(r2[i])
+        w = load(r3[i])
         a[i] += a0 * x + a1 * y + a2 * z + a3 * w
         b[i] += b0 * x + b1 * y + b2 * z + b3 * w
         c[i] += c0 * x + c1 * y + c2 * z + c3 * w
@@ -212,10 +250,13 @@ def add1(a, row, weight):
 # %% ../../nbs/21f_numba_attention.ipynb #6e913b57
 @compiled
 def exponentials(scores, soft_cap):
-    "Make scores [n] the numerators of their softmax; returns the largest score, and the sum of the numerators."
+    """Make scores [n] the numerators of their softmax; returns the largest score, and the sum of
+    the numerators.
+    """
     if soft_cap > 0:
         squash(scores, soft_cap)
-    largest, total = largest_of(scores), np.float32(0)
+    largest = largest_of(scores)
+    total = np.float32(0)
     for t in range(scores.shape[0]):
         weight = exp(scores[t] - largest)
         scores[t] = weight
@@ -234,19 +275,32 @@ def fits(size, multiple, item):
 
 @compiled
 def score_pages(q, rows, k, table, block_size, first, last, scores, dtype):
-    "scores [4, last - first]: products of q [4, size] with a sequence's keys first to last, in pages at the address k."
-    n, size, item = last - first, q.shape[1], array_at(k, (1,), dtype).itemsize
+    """scores [4, last - first]: products of q [4, size] with a sequence's keys first to last, in
+    pages at the address k.
+    """
+    n = last - first
+    size = q.shape[1]
+    item = array_at(k, (1,), dtype).itemsize
     step = size * item
-    sa, sb, sc, sd = scores[0], scores[1], scores[2], scores[3]
-    at, block, offset = 0, first // block_size, first % block_size
+    sa = scores[0]
+    sb = scores[1]
+    sc = scores[2]
+    sd = scores[3]
+    at = 0
+    block = first // block_size
+    offset = first % block_size
     while at < n:  # page by page
-        here, page = min(block_size - offset, n - at), k + (table[block] * block_size + offset) * step
-        coming, t = k + table[min(block + AHEAD, (last - 1) // block_size)] * block_size * step, 0
+        here = min(block_size - offset, n - at)
+        page = k + (table[block] * block_size + offset) * step
+        coming = k + table[min(block + AHEAD, (last - 1) // block_size)] * block_size * step
+        t = 0
         while rows > 1 and fits(size, LANES, item) and t + 4 <= here:
             prefetch(coming + t * step, 4 * step)
             tile = zeros(4, np.float32)
             for i in range(0, size, LANES):
-                tile = add_dots(tile, q.ctypes.data + 4 * i, 4 * size, page + t * step + i * item, step, dtype)
+                tile = add_dots(
+                    tile, q.ctypes.data + 4 * i, 4 * size, page + t * step + i * item, step, dtype
+                )
             put_totals(tile, sa[at + t :].ctypes.data, scores.strides[0])
             t += 4
         for i in range(t, here):
@@ -255,41 +309,77 @@ def score_pages(q, rows, k, table, block_size, first, last, scores, dtype):
                 sa[at + i] = dot1(q, row)
             else:
                 sa[at + i], sb[at + i], sc[at + i], sd[at + i] = dot4(q, row)
-        at, block, offset = at + here, block + 1, 0
+        at = at + here
+        block = block + 1
+        offset = 0
 
 # %% ../../nbs/21f_numba_attention.ipynb #40a2d360
 @compiled
 def add_page_tiles(weights, v, table, block_size, first, last, out, dtype):
-    "`add_pages` for four heads whose size is a multiple of 64: 64 numbers of each at a time, with sums in registers."
-    item, size, stride = array_at(v, (1,), dtype).itemsize, out.shape[1], weights.strides[0]
+    """`add_pages` for four heads whose size is a multiple of 64: 64 numbers of each at a time, with
+    sums in registers.
+    """
+    item = array_at(v, (1,), dtype).itemsize
+    size = out.shape[1]
+    stride = weights.strides[0]
     for column in range(0, size, COLUMNS):
-        at, n, block, offset, tile = 0, last - first, first // block_size, first % block_size, zeros(4, np.float32)
+        at = 0
+        n = last - first
+        block = first // block_size
+        offset = first % block_size
+        tile = zeros(4, np.float32)
         while at < n:
-            here, page = min(block_size - offset, n - at), v + ((table[block] * block_size + offset) * size + column) * item
-            coming = v + (table[min(block + AHEAD, (last - 1) // block_size)] * block_size * size + column) * item
+            here = min(block_size - offset, n - at)
+            page = v + ((table[block] * block_size + offset) * size + column) * item
+            coming = (
+                v
+                + (table[min(block + AHEAD, (last - 1) // block_size)] * block_size * size + column)
+                * item
+            )
             for t in range(here):
                 prefetch(coming + t * size * item, COLUMNS * item)
-                tile = add_row(tile, weights[0, at + t :].ctypes.data, stride, page + t * size * item, dtype)
-            at, block, offset = at + here, block + 1, 0
+                tile = add_row(
+                    tile, weights[0, at + t :].ctypes.data, stride, page + t * size * item, dtype
+                )
+            at = at + here
+            block = block + 1
+            offset = 0
         put_sums(tile, out[0, column:].ctypes.data, out.strides[0])
 
 
 @compiled
 def add_pages(weights, rows, v, table, block_size, first, last, out, dtype):
-    "out [4, size]: sums of a sequence's values first to last, in pages at the address v, times weights [4, last - first]."
-    n, size, step = last - first, out.shape[1], out.shape[1] * array_at(v, (1,), dtype).itemsize
-    wa, wb, wc, wd = weights[0], weights[1], weights[2], weights[3]
-    a, b = numba.carray(_room(), (size,)), numba.carray(_room(), (size,))
-    c, d = numba.carray(_room(), (size,)), numba.carray(_room(), (size,))
+    """out [4, size]: sums of a sequence's values first to last, in pages at the address v, times
+    weights [4, last - first].
+    """
+    n = last - first
+    size = out.shape[1]
+    step = out.shape[1] * array_at(v, (1,), dtype).itemsize
+    wa = weights[0]
+    wb = weights[1]
+    wc = weights[2]
+    wd = weights[3]
+    a = numba.carray(_room(), (size,))
+    b = numba.carray(_room(), (size,))
+    c = numba.carray(_room(), (size,))
+    d = numba.carray(_room(), (size,))
     for i in range(size):
         a[i] = b[i] = c[i] = d[i] = 0
-    at, block, offset = 0, first // block_size, first % block_size
+    at = 0
+    block = first // block_size
+    offset = first % block_size
     while at < n:
-        here, page, t = min(block_size - offset, n - at), v + (table[block] * block_size + offset) * step, 0
+        here = min(block_size - offset, n - at)
+        page = v + (table[block] * block_size + offset) * step
+        t = 0
         while rows > 1 and t + 4 <= here:
-            r0, r1 = array_at(page + t * step, (size,), dtype), array_at(page + (t + 1) * step, (size,), dtype)
-            r2, r3 = array_at(page + (t + 2) * step, (size,), dtype), array_at(page + (t + 3) * step, (size,), dtype)
-            add4(a, b, c, d, (r0, r1, r2, r3), wa[at + t :], wb[at + t :], wc[at + t :], wd[at + t :])
+            r0 = array_at(page + t * step, (size,), dtype)
+            r1 = array_at(page + (t + 1) * step, (size,), dtype)
+            r2 = array_at(page + (t + 2) * step, (size,), dtype)
+            r3 = array_at(page + (t + 3) * step, (size,), dtype)
+            add4(
+                a, b, c, d, (r0, r1, r2, r3), wa[at + t :], wb[at + t :], wc[at + t :], wd[at + t :]
+            )
             t += 4
         while t < here:
             row = array_at(page + t * step, (size,), dtype)
@@ -299,22 +389,29 @@ def add_pages(weights, rows, v, table, block_size, first, last, out, dtype):
                 add1(c, row, wc[at + t])
                 add1(d, row, wd[at + t])
             t += 1
-        at, block, offset = at + here, block + 1, 0
+        at = at + here
+        block = block + 1
+        offset = 0
     for i in range(size):
-        out[0, i], out[1, i], out[2, i], out[3, i] = a[i], b[i], c[i], d[i]
+        out[0, i] = a[i]
+        out[1, i] = b[i]
+        out[2, i] = c[i]
+        out[3, i] = d[i]
 
 # %% ../../nbs/21f_numba_attention.ipynb #7c6ecbbc
 @compiled
 def attend(q, k, v, table, block_size, first, last, scale, soft_cap, scores, acc, stats, dtype):
-    """Up to four query heads q [rows, size] over the tokens first to last of one sequence, whose pages of block_size rows of
-    `dtype` stand at the addresses k and v.
+    """Up to four query heads q [rows, size] over the tokens first to last of one sequence, whose
+    pages of block_size rows of `dtype` stand at the addresses k and v.
 
-    Leaves sums of values in acc [4, size], not divided yet, and for each head its largest score and what to divide by
-    in stats.
+    Leaves sums of values in acc [4, size], not divided yet, and for each head its largest score and
+    what to divide by in stats.
     """
-    rows, n = q.shape[0], last - first
+    rows = q.shape[0]
+    n = last - first
     for r in range(4):
-        row, here = q[min(r, rows - 1)], acc[r]
+        row = q[min(r, rows - 1)]
+        here = acc[r]
         for i in range(q.shape[1]):
             here[i] = load(row[i]) * scale  # the queries first
     score_pages(acc, rows, k, table, block_size, first, last, scores, dtype)
@@ -328,10 +425,11 @@ def attend(q, k, v, table, block_size, first, last, scale, soft_cap, scores, acc
 # %% ../../nbs/21f_numba_attention.ipynb #27a06665
 @compiled
 def first_item(ends, each, part, parts):
-    """The first of the items, `each` for a sequence, that belong to share `part` of `parts` of all tokens. ends [n]: the tokens
-    that sequences see, added up.
+    """The first of the items, `each` for a sequence, that belong to share `part` of `parts` of all
+    tokens. ends [n]: the tokens that sequences see, added up.
     """
-    target, i = ends[-1] * part // parts, 0
+    target = ends[-1] * part // parts
+    i = 0
     while i < ends.shape[0] and ends[i] <= target:
         i += 1
     if i == ends.shape[0]:
@@ -346,35 +444,74 @@ SPLIT = 256  # a part of a sequence is not shorter than so many tokens
 @compiled
 def decode(words, floats, dtype, cache_dtype):
     "One thread's items of a step: see `NumbaBackend.decode` for the arguments."
-    n, width, longest, window, splits = words[0], words[1], words[2], words[3], words[4]
-    heads, kv_heads, size, num_blocks, block_size = words[15], words[16], words[17], words[18], words[19]
-    scale, soft_cap, thread, threads = np.float32(floats[20]), np.float32(floats[21]), thread_num(), num_threads()
-    table, seq_lens = array_at(words[5], (n, width), np.int32), array_at(words[6], (n,), np.int64)
-    q, out = array_at(words[11], (n, words[12]), dtype), array_at(words[13], (n, heads, size), dtype)
+    n = words[0]
+    width = words[1]
+    longest = words[2]
+    window = words[3]
+    splits = words[4]
+    heads = words[15]
+    kv_heads = words[16]
+    size = words[17]
+    num_blocks = words[18]
+    block_size = words[19]
+    scale = np.float32(floats[20])
+    soft_cap = np.float32(floats[21])
+    thread = thread_num()
+    threads = num_threads()
+    table = array_at(words[5], (n, width), np.int32)
+    seq_lens = array_at(words[6], (n,), np.int64)
+    q = array_at(words[11], (n, words[12]), dtype)
+    out = array_at(words[13], (n, heads, size), dtype)
     head_bytes = num_blocks * block_size * size * array_at(words[14], (1,), cache_dtype).itemsize
-    scores, v_scale = array_at(words[7], (threads, 4, longest), np.float32)[thread], np.float32(floats[22])
+    scores = array_at(words[7], (threads, 4, longest), np.float32)[thread]
+    v_scale = np.float32(floats[22])
     group = heads // kv_heads
     passes = (group + 3) // 4
     items = n * kv_heads * passes * splits
     sums = array_at(words[8], (max(items, threads), 4, size), np.float32)
     stats = array_at(words[9], (max(items, threads), 4, 2), np.float32)
-    ends, each = array_at(words[10], (n,), np.int64), kv_heads * passes * splits
-    for item in range(first_item(ends, each, thread, threads), first_item(ends, each, thread + 1, threads)):
-        split, head = item % splits, item // splits
-        i, kv_head, first_row = head // passes // kv_heads, head // passes % kv_heads, head % passes * 4
-        rows, first_head = min(4, group - first_row), kv_head * group + first_row
+    ends = array_at(words[10], (n,), np.int64)
+    each = kv_heads * passes * splits
+    for item in range(
+        first_item(ends, each, thread, threads), first_item(ends, each, thread + 1, threads)
+    ):
+        split = item % splits
+        head = item // splits
+        i = head // passes // kv_heads
+        kv_head = head // passes % kv_heads
+        first_row = head % passes * 4
+        rows = min(4, group - first_row)
+        first_head = kv_head * group + first_row
         begin = max(0, seq_lens[i] - window) if window else 0
         seen = seq_lens[i] - begin
-        first, last = begin + seen * split // splits, begin + seen * (split + 1) // splits
+        first = begin + seen * split // splits
+        last = begin + seen * (split + 1) // splits
         place = item if splits > 1 else thread
         queries = q[i, first_head * size : (first_head + rows) * size].reshape((rows, size))
-        acc, stat = sums[place], stats[place]
+        acc = sums[place]
+        stat = stats[place]
         k = words[14] + kv_head * head_bytes  # the values stand behind the keys of all heads
         v = k + kv_heads * head_bytes
-        attend(queries, k, v, table[i], block_size, first, last, scale, soft_cap, scores, acc, stat, cache_dtype)
+        attend(
+            queries,
+            k,
+            v,
+            table[i],
+            block_size,
+            first,
+            last,
+            scale,
+            soft_cap,
+            scores,
+            acc,
+            stat,
+            cache_dtype,
+        )
         if splits == 1:
             for r in range(rows):
-                row, result, factor = acc[r], out[i, first_head + r], v_scale / stat[r, 1]
+                row = acc[r]
+                result = out[i, first_head + r]
+                factor = v_scale / stat[r, 1]
                 for x in range(size):
                     store(result, x, row[x] * factor)
 
@@ -382,23 +519,34 @@ def decode(words, floats, dtype, cache_dtype):
 @compiled
 def merge(words, floats, dtype):
     "One thread's part of the heads whose tokens were split: the same arguments."
-    n, splits, heads, kv_heads, size = words[0], words[4], words[15], words[16], words[17]
+    n = words[0]
+    splits = words[4]
+    heads = words[15]
+    kv_heads = words[16]
+    size = words[17]
     if splits == 1:
         return
     group = heads // kv_heads
     passes = (group + 3) // 4
-    out, items = array_at(words[13], (n, heads, size), dtype), n * kv_heads * passes
+    out = array_at(words[13], (n, heads, size), dtype)
+    items = n * kv_heads * passes
     sums = array_at(words[8], (items, splits, 4, size), np.float32)
     stats = array_at(words[9], (items, splits, 4, 2), np.float32)
-    v_scale, (begin, end) = np.float32(floats[22]), share(n * heads)
+    v_scale = np.float32(floats[22])
+    (begin, end) = share(n * heads)
     for index in range(begin, end):
-        i, head = index // heads, index % heads
-        item, r = (i * kv_heads + head // group) * passes + head % group // 4, head % group % 4
-        largest, total, row = stats[item, 0, r, 0], np.float32(0), sums[item, 0, r]
+        i = index // heads
+        head = index % heads
+        item = (i * kv_heads + head // group) * passes + head % group // 4
+        r = head % group % 4
+        largest = stats[item, 0, r, 0]
+        total = np.float32(0)
+        row = sums[item, 0, r]
         for split in range(splits):
             largest = max(largest, stats[item, split, r, 0])
         for split in range(splits):
-            correction, part = np.float32(math.exp(stats[item, split, r, 0] - largest)), sums[item, split, r]
+            correction = np.float32(math.exp(stats[item, split, r, 0] - largest))
+            part = sums[item, split, r]
             total += stats[item, split, r, 1] * correction
             if split == 0:
                 for x in range(size):
@@ -406,22 +554,30 @@ def merge(words, floats, dtype):
             else:
                 for x in range(size):
                     row[x] = row[x] + part[x] * correction
-        result, scale = out[i, head], v_scale / total
+        result = out[i, head]
+        scale = v_scale / total
         for x in range(size):
             store(result, x, row[x] * scale)
 
 # %% ../../nbs/21f_numba_attention.ipynb #f3f8bc24
 @compiled
 def write(words, dtype):
-    "One thread's tokens: key and value [num_tokens, kv_heads, size], rows `stride` apart, into the slots' rows of the pages."
-    n, kv_heads, size, num_blocks, block_size = words[0], words[1], words[2], words[3], words[4]
+    """One thread's tokens: key and value [num_tokens, kv_heads, size], rows `stride` apart, into
+    the slots' rows of the pages.
+    """
+    n = words[0]
+    kv_heads = words[1]
+    size = words[2]
+    num_blocks = words[3]
+    block_size = words[4]
     key = array_at(words[5], (n, words[6]), dtype)
     value = array_at(words[7], (n, words[8]), dtype)
     pages = array_at(words[9], (2, kv_heads, num_blocks, block_size, size), dtype)
     slots = array_at(words[10], (n,), np.int64)
     first, last = share(n)
     for i in range(first, last):
-        block, row = slots[i] // block_size, slots[i] % block_size
+        block = slots[i] // block_size
+        row = slots[i] % block_size
         for head in range(kv_heads if slots[i] >= 0 else 0):  # -1: no slot
             pages[0, head, block, row] = key[i, head * size : (head + 1) * size]
             pages[1, head, block, row] = value[i, head * size : (head + 1) * size]
@@ -450,16 +606,20 @@ def _write(dtype):
     return Kernel(run)
 
 
-DECODE = {pair: _decode(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_DTYPES}  # dtypes of queries and cache
+# dtypes of queries and cache
+DECODE = {pair: _decode(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_DTYPES}
 MERGE = {dtype: _merge(seen) for dtype, seen in DTYPES.items()}
 WRITE = {dtype: _write(seen) for dtype, seen in {**DTYPES, torch.uint8: np.uint8}.items()}
 
 # %% ../../nbs/21f_numba_attention.ipynb #99d00059
 @dataclass
 class NumbaPlan:
-    "What layers of one shape need in a step: the kernel's arguments for the sequences that decode, and a list of chunks."
+    """What layers of one shape need in a step: the kernel's arguments for the sequences that
+    decode, and a list of chunks.
+    """
 
-    chunks: list[tuple[int, int, int, torch.Tensor]]  # first token, the one after the last, seq_len, table [width] int32
+    # first token, the one after the last, seq_len, table [width] int32
+    chunks: list[tuple[int, int, int, torch.Tensor]]
     alone: Sequence[int] = ()  # which of the chunks must be computed one by one
     groups: Sequence[Chunks] = ()  # the others, as chapter 21e computes them
     threads: int = 1  # for so many there is scratch memory
@@ -469,7 +629,8 @@ class NumbaPlan:
 
 # %% ../../nbs/21f_numba_attention.ipynb #9a8b5596
 class NumbaBackend(AttentionBackend):
-    """Decoding sequences by a compiled loop over their pages, chunks of prompts by chapters 21d and 21e. bfloat16 and float32.
+    """Decoding sequences by a compiled loop over their pages, chunks of prompts by chapters 21d and
+    21e. bfloat16 and float32.
 
     Scores and sums are float32. vLLM: `csrc/cpu/attention.cpp`.
     """
@@ -477,7 +638,9 @@ class NumbaBackend(AttentionBackend):
     name = "numba"
 
     @classmethod
-    def validate_configuration(cls, device: str, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+    def validate_configuration(
+        cls, device: str, dtype: torch.dtype, head_size: int, block_size: int
+    ) -> str | None:
         "Why it does not serve, or None."
         if device != "cpu":
             return "it runs on CPUs"
@@ -499,10 +662,17 @@ class NumbaBackend(AttentionBackend):
     def compile(cls, dtype, kv_cache_dtype):
         "Compile the kernels of these dtypes, or load them, before a step needs them."
         stored = torch.uint8 if kv_cache_dtype != dtype else dtype
-        prompts: tuple[Kernel, ...] = GATHER[dtype, kv_cache_dtype], QUERIES[dtype], SOFTEN[dtype], MERGE_TILES[dtype]
+        prompts: tuple[Kernel, ...] = (
+            GATHER[dtype, kv_cache_dtype],
+            QUERIES[dtype],
+            SOFTEN[dtype],
+            MERGE_TILES[dtype],
+        )
         if dtype in dtypes_served():
             prompts = PACK[dtype, kv_cache_dtype], ATTEND[dtype]
-        compile_all((*prompts, DECODE[dtype, kv_cache_dtype], MERGE[dtype], WRITE[stored]), "attention")
+        compile_all(
+            (*prompts, DECODE[dtype, kv_cache_dtype], MERGE[dtype], WRITE[stored]), "attention"
+        )
 
     @property
     def plan_key(self) -> tuple[Any, ...]:
@@ -512,10 +682,15 @@ class NumbaBackend(AttentionBackend):
     def build(self, meta, block_size):
         "Where the chunks are; for the decodes, tables in the kernel's dtype, and its memory."
         if self.plan_key not in meta.plans:
-            n, table = meta.num_decodes, meta.block_table.to(torch.int32).contiguous()
-            bounds, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
+            n = meta.num_decodes
+            table = meta.block_table.to(torch.int32).contiguous()
+            bounds = meta.query_start_loc.tolist()
+            lens = meta.seq_lens.tolist()
             chunks = [(bounds[i], bounds[i + 1], lens[i], i) for i in range(n, len(table))]
-            plan = NumbaPlan([(first, last, seq_len, table[i]) for first, last, seq_len, i in chunks], alone=range(len(chunks)))
+            plan = NumbaPlan(
+                [(first, last, seq_len, table[i]) for first, last, seq_len, i in chunks],
+                alone=range(len(chunks)),
+            )
             if chunks and serves(self.num_heads, self.num_kv_heads, self.head_size):
                 largest = MOST_BYTES // (4 * tile_numbers(self.num_kv_heads, self.head_size))
                 plan.groups, plan.alone = group_chunks(chunks, table, self.window, largest)
@@ -524,37 +699,58 @@ class NumbaBackend(AttentionBackend):
             meta.plans[self.plan_key] = plan
 
     def plan_decodes(self, plan: NumbaPlan, table: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        "One token for each row of table [n, width] int32, which sees seq_lens [n] int64 tokens, or the window's."
-        require(self.head_size <= LARGEST_HEAD, f"head size {self.head_size}: at most {LARGEST_HEAD}")
+        """One token for each row of table [n, width] int32, which sees seq_lens [n] int64 tokens,
+        or the window's.
+        """
+        require(
+            self.head_size <= LARGEST_HEAD, f"head size {self.head_size}: at most {LARGEST_HEAD}"
+        )
         seen = seq_lens if self.window is None else seq_lens.clamp(max=self.window)
-        n, longest, numbers = len(table), int(seen.max()), int(seen.sum()) * 2 * self.num_kv_heads * self.head_size
+        n = len(table)
+        longest = int(seen.max())
+        numbers = int(seen.sum()) * 2 * self.num_kv_heads * self.head_size
         plan.threads = threads = torch.get_num_threads() if numbers >= GRAIN else 1
         items = n * self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // 4)
         few = items < 4 * threads and (n > 1 or items % threads > 0)
         plan.splits = max(1, min(threads, longest // SPLIT)) if few else 1
         longest = -(-longest // plan.splits)
-        all_threads = torch.get_num_threads()  # a recorded step runs on all of them, whatever this one needs
+        # a recorded step runs on all of them, whatever this one needs
+        all_threads = torch.get_num_threads()
         places = max(items * plan.splits, all_threads)
         sizes = all_threads * 4 * longest, places * 4 * self.head_size, places * 8
         plan.scratch = table.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
         plan.decode_args = (
-            n, table.shape[1], longest, self.window or 0, plan.splits, table, seq_lens, *plan.scratch, seen.cumsum(0)
-        )  # fmt: skip
+            n,
+            table.shape[1],
+            longest,
+            self.window or 0,
+            plan.splits,
+            table,
+            seq_lens,
+            *plan.scratch,
+            seen.cumsum(0),
+        )
 
     def do_kv_cache_update(self, key, value, kv_cache, meta):
         "One pass over the new tokens, for keys and values."
-        shape, key, value = key.shape, key.flatten(1), value.flatten(1)  # a view, if a token's heads are neighbours
-        strides, slots = (key.stride(0), value.stride(0)), meta.slot_mapping
+        # a view, if a token's heads are neighbours
+        shape = key.shape
+        key = key.flatten(1)
+        value = value.flatten(1)
+        strides = (key.stride(0), value.stride(0))
+        slots = meta.slot_mapping
         assert slots.dtype == torch.int64 and kv_cache.permute(HEAD_FIRST).is_contiguous()
         args = (*shape, *kv_cache.shape[1:3], key, strides[0], value, strides[1], kv_cache, slots)
         WRITE[key.dtype](*args, threads=1 + key.numel() // GRAIN)
 
     def forward(self, q, kv_cache, meta):
         "[num_tokens, num_heads, head_size] in and out."
-        plan, out = meta.plans[self.plan_key], q.new_empty(q.shape)
+        plan = meta.plans[self.plan_key]
+        out = q.new_empty(q.shape)
         if meta.num_decodes:
             self.decode(q, out, kv_cache, plan)
-        pages, served = kv_cache.permute(HEAD_FIRST), q.dtype in dtypes_served()
+        pages = kv_cache.permute(HEAD_FIRST)
+        served = q.dtype in dtypes_served()
         rules = float(self.scale * self.k_scale), self.window, self.soft_cap, self.v_scale
         for chunks in plan.groups if served else ():
             attend_chunks(q, out, pages, chunks, *rules)
@@ -563,13 +759,27 @@ class NumbaBackend(AttentionBackend):
             prefill(q[first:last], out[first:last], pages, table, seq_len, *rules)
         return out
 
-    def decode(self, q: torch.Tensor, out: torch.Tensor, kv_cache: torch.Tensor, plan: NumbaPlan) -> None:
-        "Attention of the first tokens of q [num_tokens, num_heads, head_size] into `out`, by a plan of theirs."
+    def decode(
+        self, q: torch.Tensor, out: torch.Tensor, kv_cache: torch.Tensor, plan: NumbaPlan
+    ) -> None:
+        """Attention of the first tokens of q [num_tokens, num_heads, head_size] into `out`, by a
+        plan of theirs.
+        """
         assert q.stride(1) == self.head_size or self.num_heads == 1
         args = (
-            *plan.decode_args, q, q.stride(0), out, kv_cache, self.num_heads, self.num_kv_heads, self.head_size,
-            *kv_cache.shape[1:3], float(self.scale * self.k_scale), float(self.soft_cap or 0), float(self.v_scale),
-        )  # fmt: skip
+            *plan.decode_args,
+            q,
+            q.stride(0),
+            out,
+            kv_cache,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            *kv_cache.shape[1:3],
+            float(self.scale * self.k_scale),
+            float(self.soft_cap or 0),
+            float(self.v_scale),
+        )
         DECODE[q.dtype, kv_cache.dtype](*args, threads=plan.threads)
         if plan.splits > 1:
             MERGE[q.dtype](*args, threads=plan.threads)

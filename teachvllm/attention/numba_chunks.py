@@ -43,31 +43,41 @@ TOKENS = COLUMNS  # of a tile: their keys are the columns of a panel
 
 
 def padded(size: int) -> tuple[int, int]:
-    "Numbers of a key in a panel (whole steps, zeros behind), and panels of 64 numbers for the values of a tile."
+    """Numbers of a key in a panel (whole steps, zeros behind), and panels of 64 numbers for the
+    values of a tile.
+    """
     return -(-size // 16) * 16, -(-size // COLUMNS)
 
 
 @compiled
 def pack_tile(pages, table, block_size, size, first, count, panels, dtype, cache_dtype):
-    """Tokens first to first + count of a sequence, up to 64, whose keys and values are in pages at two addresses.
+    """Tokens first to first + count of a sequence, up to 64, whose keys and values are in pages at
+    two addresses.
 
-    At two other addresses: keys [width / pair, 64 tokens, pair]; values [size / 64, 32 or 64 steps, 64 numbers, pair of tokens].
+    At two other addresses: keys [width / pair, 64 tokens, pair]; values [size / 64, 32 or 64 steps,
+    64 numbers, pair of tokens].
     """
-    item, (k, v) = array_at(panels[0], (1,), dtype).itemsize, pages
-    pair, row = 4 // item, size * array_at(k, (1,), cache_dtype).itemsize
+    item = array_at(panels[0], (1,), dtype).itemsize
+    (k, v) = pages
+    pair = 4 // item
+    row = size * array_at(k, (1,), cache_dtype).itemsize
     keys = array_at(panels[0], ((size + 15) // 16 * 16 // pair, TOKENS, pair), dtype)
-    values = array_at(panels[1], ((size + COLUMNS - 1) // COLUMNS, TOKENS // pair, COLUMNS, pair), dtype)
+    values = array_at(
+        panels[1], ((size + COLUMNS - 1) // COLUMNS, TOKENS // pair, COLUMNS, pair), dtype
+    )
     if size % COLUMNS or count < TOKENS:
         keys[:] = 0
         values[:] = 0
     for t in range(count):
         place = (table[(first + t) // block_size] * block_size + (first + t) % block_size) * row
-        key, value = array_at(k + place, (size,), cache_dtype), array_at(v + place, (size,), cache_dtype)
+        key = array_at(k + place, (size,), cache_dtype)
+        value = array_at(v + place, (size,), cache_dtype)
         for i in range(size // pair):
             for p in range(pair):
                 store(keys[i, t], p, load(key[i * pair + p]))
         for i in range(values.shape[0]):
-            some, step = value[i * COLUMNS : min(size, (i + 1) * COLUMNS)], values[i, t // pair]
+            some = value[i * COLUMNS : min(size, (i + 1) * COLUMNS)]
+            step = values[i, t // pair]
             for j in range(some.shape[0]):
                 store(step[j], t % pair, load(some[j]))
 
@@ -78,8 +88,13 @@ FIRST, COUNT, SEQ_LEN, TABLE_ROW, FIRST_TILE, NUM_TILES, FIRST_KEY, FIELDS = ran
 @compiled
 def pack_tiles(words, dtype, cache_dtype):
     "One thread's tiles of all chunks: see `attend_chunks`."
-    n, kv_heads, size, num_blocks, block_size = words[0], words[1], words[2], words[3], words[4]
-    chunks, tables = array_at(words[5], (n, FIELDS), np.int64), array_at(words[6], (words[7], words[8]), np.int32)
+    n = words[0]
+    kv_heads = words[1]
+    size = words[2]
+    num_blocks = words[3]
+    block_size = words[4]
+    chunks = array_at(words[5], (n, FIELDS), np.int64)
+    tables = array_at(words[6], (words[7], words[8]), np.int32)
     item = array_at(words[10], (1,), dtype).itemsize
     head_bytes = num_blocks * block_size * size * array_at(words[9], (1,), cache_dtype).itemsize
     key_bytes = (size + 15) // 16 * 16 * TOKENS * item
@@ -89,14 +104,29 @@ def pack_tiles(words, dtype, cache_dtype):
         for i in range(chunk[NUM_TILES] * kv_heads):
             number = chunk[FIRST_TILE] * kv_heads + i
             if number % num_threads() == thread_num():
-                first, head = chunk[FIRST_KEY] + i // kv_heads * TOKENS, i % kv_heads
-                keys, to = words[9] + head * head_bytes, words[10] + number * tile_bytes
-                pages, panels = (keys, keys + kv_heads * head_bytes), (to, to + key_bytes)
+                first = chunk[FIRST_KEY] + i // kv_heads * TOKENS
+                head = i % kv_heads
+                keys = words[9] + head * head_bytes
+                to = words[10] + number * tile_bytes
+                pages = (keys, keys + kv_heads * head_bytes)
+                panels = (to, to + key_bytes)
                 count = min(TOKENS, chunk[SEQ_LEN] - first)
-                pack_tile(pages, tables[chunk[TABLE_ROW]], block_size, size, first, count, panels, dtype, cache_dtype)
+                pack_tile(
+                    pages,
+                    tables[chunk[TABLE_ROW]],
+                    block_size,
+                    size,
+                    first,
+                    count,
+                    panels,
+                    dtype,
+                    cache_dtype,
+                )
 
 # %% ../../nbs/21e_numba_chunks.ipynb #f0445f05
-BLOCK, TILES = 48, 8  # rows of queries, and tiles of keys, whose scores are computed together
+# rows of queries, and tiles of keys, whose scores are computed together
+BLOCK = 48
+TILES = 8
 SCORES = TILES * TOKENS  # of a row
 
 
@@ -114,15 +144,19 @@ def score_rows(q, rows, tiles, tile_bytes, num, scores, dtype):
     stride = q.shape[1] * q.itemsize
     for row in range(0, rows, ROWS):
         for i in range(num):
-            acc = add_steps(zeros(ROWS, dtype), q[row:].ctypes.data, stride, tiles + i * tile_bytes, stride // 4)
+            acc = add_steps(
+                zeros(ROWS, dtype), q[row:].ctypes.data, stride, tiles + i * tile_bytes, stride // 4
+            )
             put_sums(acc, scores[row, i * TOKENS :].ctypes.data, SCORES * 4)
 
 # %% ../../nbs/21e_numba_chunks.ipynb #f36c3ea0
 @compiled
 def weigh(row, out, begin, end, scale, soft_cap, stat):
-    """Scores of a row -> exponentials relative to the largest that the row has met; zero outside of begin to end.
+    """Scores of a row -> exponentials relative to the largest that the row has met; zero outside of
+    begin to end.
 
-    stat: that largest score, times `scale` and log₂ e; the sum of all exponentials; what `add_values` must scale earlier sums by.
+    stat: that largest score, times `scale` and log₂ e; the sum of all exponentials; what
+    `add_values` must scale earlier sums by.
     """
     stat[2] = 1
     if begin < end:
@@ -132,11 +166,16 @@ def weigh(row, out, begin, end, scale, soft_cap, stat):
                 capped[j] *= scale
             squash(capped, soft_cap)
             scale = np.float32(1)
-        first, last = begin // TOKENS * TOKENS, (end + TOKENS - 1) // TOKENS * TOKENS  # whole vectors
+        # whole vectors
+        first = begin // TOKENS * TOKENS
+        last = (end + TOKENS - 1) // TOKENS * TOKENS
         row[first:begin] = -np.inf
         row[end:last] = -np.inf
-        seen, weights, total = row[first:last], out[first:last], np.float32(0)
-        to_power = scale * LOG2_E  # eˣ is a power of two, too; in these units the largest score has one rounding for all tiles
+        seen = row[first:last]
+        weights = out[first:last]
+        total = np.float32(0)
+        # eˣ is a power of two, too; in these units the largest score has one rounding for all tiles
+        to_power = scale * LOG2_E
         largest = max(stat[0], largest_of(seen) * to_power)
         for j in range(seen.shape[0]):
             weight = exp2(seen[j] * to_power - largest)
@@ -150,53 +189,92 @@ def weigh(row, out, begin, end, scale, soft_cap, stat):
 # %% ../../nbs/21e_numba_chunks.ipynb #4fd4bf5a
 @compiled
 def add_values(weights, rows, tiles, tile_bytes, num, sums, stats, part, dtype):
-    "sums [rows, 64 * panels]: scaled as stats say, plus weights [rows, SCORES] times the values of `num` tiles."
+    """sums [rows, 64 * panels]: scaled as stats say, plus weights [rows, SCORES] times the values
+    of `num` tiles.
+    """
     item = weights.itemsize
     for row in range(0, rows, ROWS):
         for i in range(sums.shape[1] // COLUMNS):
-            acc, panel = zeros(ROWS, dtype), tiles + i * COLUMNS * TOKENS * item
+            acc = zeros(ROWS, dtype)
+            panel = tiles + i * COLUMNS * TOKENS * item
             for j in range(num):
                 x = weights[row, j * TOKENS :].ctypes.data
                 acc = add_steps(acc, x, SCORES * item, panel + j * tile_bytes, TOKENS * item // 4)
             put_sums(acc, part.ctypes.data, COLUMNS * 4)
             for r in range(ROWS):
-                some, factor, new = sums[row + r, i * COLUMNS : (i + 1) * COLUMNS], stats[row + r, 2], part[r]
+                some = sums[row + r, i * COLUMNS : (i + 1) * COLUMNS]
+                factor = stats[row + r, 2]
+                new = part[r]
                 for j in range(COLUMNS):
                     some[j] = some[j] * factor + new[j]
 
 # %% ../../nbs/21e_numba_chunks.ipynb #7556d122
 @compiled
 def room_at(address, size, dtype):
-    "A thread's arrays: queries, scores, weights, one tile's sums, all sums, and three numbers a row (with one for alignment)."
-    width, columns = (size + 15) // 16 * 16, (size + COLUMNS - 1) // COLUMNS * COLUMNS
+    """A thread's arrays: queries, scores, weights, one tile's sums, all sums, and three numbers a
+    row (with one for alignment).
+    """
+    width = (size + 15) // 16 * 16
+    columns = (size + COLUMNS - 1) // COLUMNS * COLUMNS
     scores = address + BLOCK * width * 4
     weights = scores + BLOCK * SCORES * 4
     part = weights + BLOCK * SCORES * 4
     sums = part + ROWS * COLUMNS * 4
     stats = sums + BLOCK * columns * 4
     return (
-        array_at(address, (BLOCK, width), dtype), array_at(scores, (BLOCK, SCORES), np.float32),
-        array_at(weights, (BLOCK, SCORES), dtype), array_at(part, (ROWS, COLUMNS), np.float32),
-        array_at(sums, (BLOCK, columns), np.float32), array_at(stats, (BLOCK, 4), np.float32),
-    )  # fmt: skip
+        array_at(address, (BLOCK, width), dtype),
+        array_at(scores, (BLOCK, SCORES), np.float32),
+        array_at(weights, (BLOCK, SCORES), dtype),
+        array_at(part, (ROWS, COLUMNS), np.float32),
+        array_at(sums, (BLOCK, columns), np.float32),
+        array_at(stats, (BLOCK, 4), np.float32),
+    )
 
 
 @compiled
-def attend_block(room, rows, group, position, first_key, tiles, tile_bytes, key_bytes, num_tiles, window, scale, soft_cap, dtype):
-    "Attention of the queries in `room`, the first of which stands at `position`, to a chunk's tiles, the first of `first_key`."
+def attend_block(
+    room,
+    rows,
+    group,
+    position,
+    first_key,
+    tiles,
+    tile_bytes,
+    key_bytes,
+    num_tiles,
+    window,
+    scale,
+    soft_cap,
+    dtype,
+):
+    """Attention of the queries in `room`, the first of which stands at `position`, to a chunk's
+    tiles, the first of `first_key`.
+    """
     q, scores, weights, part, sums, stats = room
     sums[:rows] = 0
-    stats[:rows, 0], stats[:rows, 1] = -np.inf, 0
-    last = min(num_tiles, (position + (rows - 1) // group - first_key) // TOKENS + 1)  # the others are later than all rows
+    stats[:rows, 0] = -np.inf
+    stats[:rows, 1] = 0
+    # the others are later than all rows
+    last = min(num_tiles, (position + (rows - 1) // group - first_key) // TOKENS + 1)
     begin = (max(0, position + 1 - window) - first_key) // TOKENS if window else 0
     while begin < last:
-        num, here, key = min(TILES, last - begin), tiles + begin * tile_bytes, first_key + begin * TOKENS
+        num = min(TILES, last - begin)
+        here = tiles + begin * tile_bytes
+        key = first_key + begin * TOKENS
         score_rows(q, rows, here, tile_bytes, num, scores, dtype)
         for row in range(rows):
             seen = position + row // group + 1
             low = min(max(0, seen - window - key), num * TOKENS) if window else 0
             high = max(low, min(seen - key, num * TOKENS))
-            weigh(scores[row, : num * TOKENS], weights[row, : num * TOKENS], low, high, scale, soft_cap, stats[row])
+            weigh(
+                scores[row, : num * TOKENS],
+                weights[row, : num * TOKENS],
+                low,
+                high,
+                scale,
+                soft_cap,
+                stats[row],
+            )
         add_values(weights, rows, here + key_bytes, tile_bytes, num, sums, stats, part, dtype)
         begin += num
 
@@ -204,19 +282,32 @@ def attend_block(room, rows, group, position, first_key, tiles, tile_bytes, key_
 @compiled
 def attend_blocks(words, floats, dtype):
     "One thread's blocks of all chunks: see `attend_chunks` for the arguments."
-    # n, kv_heads, size, group, chunks, window, three floats, q, stride, out, tiles, room, num_tokens, room_bytes
-    n, kv_heads, size, group, window, num_tokens = words[0], words[1], words[2], words[3], words[5], words[14]
-    scale, soft_cap, v_scale = np.float32(floats[6]), np.float32(floats[7]), np.float32(floats[8])
-    chunks, q = array_at(words[4], (n, FIELDS), np.int64), array_at(words[9], (num_tokens, words[10]), dtype)
+    # n, kv_heads, size, group, chunks, window, three floats, q, stride, out, tiles, room,
+    # num_tokens, room_bytes
+    n = words[0]
+    kv_heads = words[1]
+    size = words[2]
+    group = words[3]
+    window = words[5]
+    num_tokens = words[14]
+    scale = np.float32(floats[6])
+    soft_cap = np.float32(floats[7])
+    v_scale = np.float32(floats[8])
+    chunks = array_at(words[4], (n, FIELDS), np.int64)
+    q = array_at(words[9], (num_tokens, words[10]), dtype)
     out = array_at(words[11], (num_tokens, kv_heads * group, size), dtype)
     room = room_at(words[13] + thread_num() * words[15], size, dtype)
-    queries, sums, stats = room[0], room[4], room[5]
-    key_bytes, number = queries.shape[1] * TOKENS * q.itemsize, 0
+    queries = room[0]
+    sums = room[4]
+    stats = room[5]
+    key_bytes = queries.shape[1] * TOKENS * q.itemsize
+    number = 0
     tile_bytes = key_bytes + sums.shape[1] * TOKENS * q.itemsize
     for c in range(n):
         chunk = chunks[c]
         for start in range(0, chunk[COUNT], BLOCK // group):
-            tokens, position = min(BLOCK // group, chunk[COUNT] - start), chunk[SEQ_LEN] - chunk[COUNT] + start
+            tokens = min(BLOCK // group, chunk[COUNT] - start)
+            position = chunk[SEQ_LEN] - chunk[COUNT] + start
             for head in range(kv_heads):
                 number += 1
                 if number % num_threads() != thread_num():
@@ -227,10 +318,24 @@ def attend_blocks(words, floats, dtype):
                     at = (head * group + i % group) * size
                     queries[i, :size] = q[chunk[FIRST] + start + i // group, at : at + size]
                 tiles = words[12] + (chunk[FIRST_TILE] * kv_heads + head) * tile_bytes
-                attend_block(room, rows, group, position, chunk[FIRST_KEY], tiles, tile_bytes * kv_heads, key_bytes,
-                             chunk[NUM_TILES], window, scale, soft_cap, dtype)  # fmt: skip
+                attend_block(
+                    room,
+                    rows,
+                    group,
+                    position,
+                    chunk[FIRST_KEY],
+                    tiles,
+                    tile_bytes * kv_heads,
+                    key_bytes,
+                    chunk[NUM_TILES],
+                    window,
+                    scale,
+                    soft_cap,
+                    dtype,
+                )
                 for i in range(tokens * group):
-                    average, factor = sums[i, :size], v_scale / stats[i, 1]
+                    average = sums[i, :size]
+                    factor = v_scale / stats[i, 1]
                     result = out[chunk[FIRST] + start + i // group, head * group + i % group]
                     for j in range(size):
                         store(result, j, average[j] * factor)
@@ -260,7 +365,9 @@ MOST_BYTES = 1 << 28  # of packed keys and values, if they were float32
 
 @dataclass
 class Chunks:
-    "Chunks that are computed together, for layers of one shape: the table [n, fields], all their block tables, number of tiles."
+    """Chunks that are computed together, for layers of one shape: the table [n, fields], all their
+    block tables, number of tiles.
+    """
 
     table: torch.Tensor
     block_tables: torch.Tensor
@@ -268,7 +375,9 @@ class Chunks:
 
 
 def serves(num_heads: int, num_kv_heads: int, head_size: int) -> bool:
-    "Whether `attend_chunks` takes layers of that shape, in the dtypes of chapter 21c's `dtypes_served`."
+    """Whether `attend_chunks` takes layers of that shape, in the dtypes of chapter 21c's
+    `dtypes_served`.
+    """
     return num_heads // num_kv_heads <= BLOCK and head_size % 2 == 0
 
 
@@ -279,16 +388,23 @@ def tile_numbers(num_kv_heads: int, head_size: int) -> int:
 
 
 def group_chunks(
-    chunks: list[tuple[int, int, int, int]], block_tables: torch.Tensor, window: int | None, largest: int
+    chunks: list[tuple[int, int, int, int]],
+    block_tables: torch.Tensor,
+    window: int | None,
+    largest: int,
 ) -> tuple[list[Chunks], list[int]]:
-    """Groups of chunks with at most `largest` tiles each, and the indices of those that have more alone.
+    """Groups of chunks with at most `largest` tiles each, and the indices of those that have more
+    alone.
 
-    A chunk: its first token in the batch, the one after its last, the sequence's length, its row of `block_tables` int32.
+    A chunk: its first token in the batch, the one after its last, the sequence's length, its row of
+    `block_tables` int32.
     """
     groups: list[list[list[int]]] = [[]]
-    alone, total = [], 0
+    alone = []
+    total = 0
     for index, (first, last, seq_len, row) in enumerate(chunks):
-        first_key = 0 if window is None else max(0, seq_len - (last - first) + 1 - window)  # earlier blocks may be another's
+        # earlier blocks may be another's
+        first_key = 0 if window is None else max(0, seq_len - (last - first) + 1 - window)
         num_tiles = -(-(seq_len - first_key) // TOKENS)
         if num_tiles > largest:
             alone.append(index)
@@ -298,17 +414,29 @@ def group_chunks(
             total = 0
         groups[-1].append([first, last - first, seq_len, row, total, num_tiles, first_key])
         total += num_tiles
-    made = [(torch.tensor(group), group[-1][FIRST_TILE] + group[-1][NUM_TILES]) for group in groups if group]
+    made = [
+        (torch.tensor(group), group[-1][FIRST_TILE] + group[-1][NUM_TILES])
+        for group in groups
+        if group
+    ]
     return [Chunks(table, block_tables, num_tiles) for table, num_tiles in made], alone
 
 # %% ../../nbs/21e_numba_chunks.ipynb #34e162af
 def attend_chunks(
-    q: torch.Tensor, out: torch.Tensor, kv_cache: torch.Tensor, chunks: Chunks, scale: float,
-    window: int | None = None, soft_cap: float | None = None, v_scale: float = 1.0,
-) -> None:  # fmt: skip
-    """Causal attention of some of the rows of q [num_tokens, heads, size] into `out`: those of the chunks.
+    q: torch.Tensor,
+    out: torch.Tensor,
+    kv_cache: torch.Tensor,
+    chunks: Chunks,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    v_scale: float = 1.0,
+) -> None:
+    """Causal attention of some of the rows of q [num_tokens, heads, size] into `out`: those of the
+    chunks.
 
-    kv_cache [2, kv_heads, num_blocks, block_size, size], bfloat16 or float32 as q, or 8 bits. Scores and sums are float32.
+    kv_cache [2, kv_heads, num_blocks, block_size, size], bfloat16 or float32 as q, or 8 bits.
+    Scores and sums are float32.
     """
     (num_tokens, heads, size), kv_heads, n = q.shape, kv_cache.shape[1], len(chunks.table)
     assert scale > 0 and (q.stride(1) == size or heads == 1)
@@ -317,8 +445,30 @@ def attend_chunks(
     (width, panels), rows = padded(size), chunks.table
     room_bytes = 4 * (BLOCK * (width + 2 * SCORES + panels * COLUMNS + 4) + ROWS * COLUMNS)
     room = torch.empty(torch.get_num_threads() * room_bytes, dtype=torch.uint8)
-    place = n, kv_heads, size, *kv_cache.shape[2:4], rows, chunks.block_tables, *chunks.block_tables.shape
+    place = (
+        n,
+        kv_heads,
+        size,
+        *kv_cache.shape[2:4],
+        rows,
+        chunks.block_tables,
+        *chunks.block_tables.shape,
+    )
     PACK[q.dtype, kv_cache.dtype](*place, kv_cache, tiles)
     numbers = float(scale), float(soft_cap or 0), float(v_scale)
-    ATTEND[q.dtype](n, kv_heads, size, heads // kv_heads, rows, window or 0, *numbers, q, q.stride(0), out, tiles, room,
-                    num_tokens, room_bytes)  # fmt: skip
+    ATTEND[q.dtype](
+        n,
+        kv_heads,
+        size,
+        heads // kv_heads,
+        rows,
+        window or 0,
+        *numbers,
+        q,
+        q.stride(0),
+        out,
+        tiles,
+        room,
+        num_tokens,
+        room_bytes,
+    )

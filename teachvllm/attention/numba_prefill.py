@@ -30,8 +30,15 @@ from teachvllm.attention.numba_utils import (
 # %% ../../nbs/21d_numba_prefill.ipynb #7c38972f
 @compiled
 def query_rows(words, floats, dtype):
-    "One thread's tokens of q, scaled, as float32 [kv_heads, tokens * group, size]; rows past the last token are zero."
-    n, kv_heads, group, size, padded, scale = words[0], words[1], words[2], words[3], words[4], np.float32(floats[5])
+    """One thread's tokens of q, scaled, as float32 [kv_heads, tokens * group, size]; rows past the
+    last token are zero.
+    """
+    n = words[0]
+    kv_heads = words[1]
+    group = words[2]
+    size = words[3]
+    padded = words[4]
+    scale = np.float32(floats[5])
     q = array_at(words[6], (n, words[7]), dtype)
     out = array_at(words[8], (kv_heads, padded, group, size), np.float32)
     first, last = share(padded)
@@ -48,9 +55,16 @@ def query_rows(words, floats, dtype):
 # %% ../../nbs/21d_numba_prefill.ipynb #6a01861d
 @compiled
 def gather_rows(words, dtype, cache_dtype):
-    "One thread's tokens of the pages: keys as float32, values as the model's dtype, each [kv_heads, tokens, size]."
-    kv_heads, num_blocks, block_size, size = words[0], words[1], words[2], words[3]
-    begin, count, span = words[4], words[5], words[6]
+    """One thread's tokens of the pages: keys as float32, values as the model's dtype, each
+    [kv_heads, tokens, size].
+    """
+    kv_heads = words[0]
+    num_blocks = words[1]
+    block_size = words[2]
+    size = words[3]
+    begin = words[4]
+    count = words[5]
+    span = words[6]
     k = array_at(words[7], (kv_heads, num_blocks, block_size, size), cache_dtype)
     v = array_at(words[8], (kv_heads, num_blocks, block_size, size), cache_dtype)
     table = array_at(words[9], (words[10],), np.int32)
@@ -59,10 +73,13 @@ def gather_rows(words, dtype, cache_dtype):
     first, last = share(span)
     for t in range(first, last):
         for head in range(kv_heads):
-            key, value = keys[head, t], values[head, t]
+            key = keys[head, t]
+            value = values[head, t]
             if t < count:
-                block, row = table[(begin + t) // block_size], (begin + t) % block_size
-                cached_key, cached_value = k[head, block, row], v[head, block, row]
+                block = table[(begin + t) // block_size]
+                row = (begin + t) % block_size
+                cached_key = k[head, block, row]
+                cached_value = v[head, block, row]
                 for j in range(size):
                     key[j] = load(cached_key[j])
                 for j in range(size):
@@ -82,7 +99,9 @@ def squash(row, soft_cap):
 
 @compiled
 def soften(row, out, largest):
-    "out: the weights of scores `row`, which sum up to 1; returns the sum of their exponentials relative to `largest`."
+    """out: the weights of scores `row`, which sum up to 1; returns the sum of their exponentials
+    relative to `largest`.
+    """
     total = np.float32(0)
     for j in range(row.shape[0]):
         weight = exp(row[j] - largest)
@@ -95,50 +114,78 @@ def soften(row, out, largest):
 
 @compiled
 def soften_rows(words, floats, dtype):
-    """One thread's rows of scores [rows, n]: their softmax, in `dtype`; zero for keys that a row must not see.
+    """One thread's rows of scores [rows, n]: their softmax, in `dtype`; zero for keys that a row
+    must not see.
 
-    stats [rows, 4] holds what a row has seen so far, this tile of keys included: its largest score, the sum of exponentials,
-    and in which proportions the average of earlier tiles and that of this one make the new average.
+    stats [rows, 4] holds what a row has seen so far, this tile of keys included: its largest score,
+    the sum of exponentials, and in which proportions the average of earlier tiles and that of this
+    one make the new average.
     """
-    rows, n, group, position, window = words[0], words[1], words[2], words[3], words[4]
-    soft_cap, fresh = np.float32(floats[5]), words[6]
-    scores, weights = array_at(words[7], (rows, n), np.float32), array_at(words[8], (rows, n), dtype)
+    rows = words[0]
+    n = words[1]
+    group = words[2]
+    position = words[3]
+    window = words[4]
+    soft_cap = np.float32(floats[5])
+    fresh = words[6]
+    scores = array_at(words[7], (rows, n), np.float32)
+    weights = array_at(words[8], (rows, n), dtype)
     stats = array_at(words[9], (rows, 4), np.float32)
     first, last = share(rows)
     for r in range(first, last):
-        seen, stat, out = position + r // group + 1, stats[r], weights[r]
+        seen = position + r // group + 1
+        stat = stats[r]
+        out = weights[r]
         begin = min(max(0, seen - window), n) if window else 0
         end = max(begin, min(seen, n))
         row = scores[r, begin:end]
         out[:begin] = 0
         out[end:] = 0
         if fresh:
-            stat[0], stat[1] = np.float32(-np.inf), np.float32(0)
-        stat[2], stat[3] = np.float32(1), np.float32(0)
+            stat[0] = np.float32(-np.inf)
+            stat[1] = np.float32(0)
+        stat[2] = np.float32(1)
+        stat[3] = np.float32(0)
         if begin < end:
             if soft_cap > 0:
                 squash(row, soft_cap)
             largest = largest_of(row)
-            total, both = soften(row, out[begin:end], largest), max(stat[0], largest)
-            before, now = stat[1] * exp(stat[0] - both), total * exp(largest - both)
-            stat[0], stat[1] = both, before + now
+            total = soften(row, out[begin:end], largest)
+            both = max(stat[0], largest)
+            before = stat[1] * exp(stat[0] - both)
+            now = total * exp(largest - both)
+            stat[0] = both
+            stat[1] = before + now
             stat[2], stat[3] = before / stat[1], now / stat[1]
 
 # %% ../../nbs/21d_numba_prefill.ipynb #381d2d17
 @compiled
 def merge_rows(words, floats, dtype):
-    "One thread's rows of weights x values [kv_heads, rows, size]: mixed into `averages`, and stored after the last keys."
-    kv_heads, rows, group, size, all_rows, first_row = words[0], words[1], words[2], words[3], words[4], words[5]
-    n, fresh, done, v_scale = words[6], words[7], words[8], np.float32(floats[9])
+    """One thread's rows of weights x values [kv_heads, rows, size]: mixed into `averages`, and
+    stored after the last keys.
+    """
+    kv_heads = words[0]
+    rows = words[1]
+    group = words[2]
+    size = words[3]
+    all_rows = words[4]
+    first_row = words[5]
+    n = words[6]
+    fresh = words[7]
+    done = words[8]
+    v_scale = np.float32(floats[9])
     parts = array_at(words[10], (kv_heads, rows, size), dtype)
     averages = array_at(words[11], (kv_heads, all_rows, size), np.float32)
     stats = array_at(words[12], (kv_heads, all_rows, 4), np.float32)
     out = array_at(words[13], (n, kv_heads, group, size), dtype)
     first, last = share(kv_heads * rows)
     for item in range(first, last):
-        head, row = item // rows, first_row + item % rows
-        part, average = parts[head, item % rows], averages[head, row]
-        before, now = stats[head, row, 2], stats[head, row, 3]
+        head = item // rows
+        row = first_row + item % rows
+        part = parts[head, item % rows]
+        average = averages[head, row]
+        before = stats[head, row, 2]
+        now = stats[head, row, 3]
         if fresh:
             for j in range(size):
                 average[j] = load(part[j])
@@ -182,13 +229,19 @@ def _merge(dtype):
     return Kernel(run)
 
 
-CACHE_DTYPES = [(dtype, dtype) for dtype in DTYPES] + [(dtype, small) for dtype in DTYPES for small in FLOAT8]
+CACHE_DTYPES = [(dtype, dtype) for dtype in DTYPES] + [
+    (dtype, small) for dtype in DTYPES for small in FLOAT8
+]
 SEEN_AS = {**DTYPES, torch.float8_e4m3fn: np.uint8, torch.float8_e5m2: np.int8}
-QUERIES, SOFTEN, MERGE_TILES = ({dtype: make(DTYPES[dtype]) for dtype in DTYPES} for make in (_queries, _soften, _merge))
+QUERIES, SOFTEN, MERGE_TILES = (
+    {dtype: make(DTYPES[dtype]) for dtype in DTYPES} for make in (_queries, _soften, _merge)
+)
 GATHER = {pair: _gather(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_DTYPES}
 
 # %% ../../nbs/21d_numba_prefill.ipynb #fdf2aeff
-TILE, KEYS = 128, 1024  # tokens whose scores are computed together; keys that they are computed for
+# tokens whose scores are computed together; keys that they are computed for
+TILE = 128
+KEYS = 1024
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -197,49 +250,115 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def dot_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    "x yᵀ for float32 x [m, size] and y [n, size]: by oneDNN if torch has that operation, which is quicker on some processors."
+    """x yᵀ for float32 x [m, size] and y [n, size]: by oneDNN if torch has that operation, which is
+    quicker on some processors.
+    """
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return torch.ops.mkldnn._linear_pointwise(x, y, None, "none", [], "")
     return x @ y.T
 
 
 def prefill(
-    q: torch.Tensor, out: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, seq_len: int, scale: float,
-    window: int | None = None, soft_cap: float | None = None, v_scale: float = 1.0,
-) -> None:  # fmt: skip
+    q: torch.Tensor,
+    out: torch.Tensor,
+    kv_cache: torch.Tensor,
+    table: torch.Tensor,
+    seq_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    v_scale: float = 1.0,
+) -> None:
     """Causal attention of a sequence's last tokens, q [n, heads, size], into `out` of that shape.
 
-    Its pages in kv_cache [2, kv_heads, num_blocks, block_size, size] are those of `table` [width] int32.
-    Scores and sums are float32. Memory: TILE * heads * KEYS numbers and a few times q. vLLM: `csrc/cpu/cpu_attn*`.
+    Its pages in kv_cache [2, kv_heads, num_blocks, block_size, size] are those of `table` [width]
+    int32. Scores and sums are float32. Memory: TILE * heads * KEYS numbers and a few times q. vLLM:
+    `csrc/cpu/cpu_attn*`.
     """
     (n, heads, size), kv_heads, dtype = q.shape, kv_cache.shape[1], q.dtype
-    group, position, padded = heads // kv_heads, seq_len - n, round_up(n, 16)
+    group = heads // kv_heads
+    position = seq_len - n
+    padded = round_up(n, 16)
     first_key = 0 if window is None else max(0, position + 1 - window)
-    span, rows = min(KEYS, round_up(seq_len - first_key, 64)), padded * group
+    span = min(KEYS, round_up(seq_len - first_key, 64))
+    rows = padded * group
     queries, averages = q.new_empty(2, kv_heads, rows, size, dtype=torch.float32)
     stats = q.new_empty(kv_heads, rows, 4, dtype=torch.float32)
-    keys, values = q.new_empty(kv_heads, span, size, dtype=torch.float32), q.new_empty(kv_heads, span, size)
+    keys = q.new_empty(kv_heads, span, size, dtype=torch.float32)
+    values = q.new_empty(kv_heads, span, size)
     room = q.new_empty(kv_heads * min(TILE, padded) * group * span)
     rows_of_q = q.flatten(1)  # a view, if a token's heads are neighbours
     threads = 1 + queries.numel() // GRAIN
-    QUERIES[dtype](n, kv_heads, group, size, padded, scale, rows_of_q, rows_of_q.stride(0), queries, threads=threads)
+    QUERIES[dtype](
+        n,
+        kv_heads,
+        group,
+        size,
+        padded,
+        scale,
+        rows_of_q,
+        rows_of_q.stride(0),
+        queries,
+        threads=threads,
+    )
     for begin in range(first_key, seq_len, KEYS):
         place = begin, min(KEYS, seq_len - begin), span
-        GATHER[dtype, kv_cache.dtype](*kv_cache.shape[1:], *place, *kv_cache, table, len(table), keys, values,
-                                      threads=1 + keys.numel() // GRAIN)  # fmt: skip
+        GATHER[dtype, kv_cache.dtype](
+            *kv_cache.shape[1:],
+            *place,
+            *kv_cache,
+            table,
+            len(table),
+            keys,
+            values,
+            threads=1 + keys.numel() // GRAIN,
+        )
         for start in range(0, padded, TILE):
             last = position + min(start + TILE, n) - 1  # of the tile's tokens
-            earliest = first_key if window is None else max(first_key, position + start + 1 - window)
+            earliest = (
+                first_key if window is None else max(first_key, position + start + 1 - window)
+            )
             if last < begin or earliest >= begin + KEYS:
                 continue
-            fresh, done = begin <= earliest, last < begin + KEYS
-            low, high = max(0, earliest - begin) // 64 * 64, min(span, round_up(last + 1 - begin, 64))  # keys that it needs
-            tile, num = range(start * group, min(start + TILE, padded) * group), high - low
+            fresh = begin <= earliest
+            done = last < begin + KEYS
+            # keys that it needs
+            low = max(0, earliest - begin) // 64 * 64
+            high = min(span, round_up(last + 1 - begin, 64))
+            tile = range(start * group, min(start + TILE, padded) * group)
+            num = high - low
             weights = room[: kv_heads * len(tile) * num].view(kv_heads, len(tile), num)
-            what = len(tile), num, group, position + start - begin - low, window or 0, float(soft_cap or 0), fresh
+            what = (
+                len(tile),
+                num,
+                group,
+                position + start - begin - low,
+                window or 0,
+                float(soft_cap or 0),
+                fresh,
+            )
             for head in range(kv_heads):
                 scores = dot_products(queries[head, tile.start : tile.stop], keys[head, low:high])
-                SOFTEN[dtype](*what, scores, weights[head], stats[head, tile.start :], threads=1 + scores.numel() // GRAIN)
+                SOFTEN[dtype](
+                    *what,
+                    scores,
+                    weights[head],
+                    stats[head, tile.start :],
+                    threads=1 + scores.numel() // GRAIN,
+                )
             parts = torch.bmm(weights, values[:, low:high])
-            where = kv_heads, len(tile), group, size, rows, tile.start, n, fresh, done, float(v_scale)
-            MERGE_TILES[dtype](*where, parts, averages, stats, out, threads=1 + parts.numel() // GRAIN)
+            where = (
+                kv_heads,
+                len(tile),
+                group,
+                size,
+                rows,
+                tile.start,
+                n,
+                fresh,
+                done,
+                float(v_scale),
+            )
+            MERGE_TILES[dtype](
+                *where, parts, averages, stats, out, threads=1 + parts.numel() // GRAIN
+            )

@@ -36,9 +36,12 @@ FAST: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "err
 
 @cache
 def kernel_folder() -> str:
-    """Where compiled functions are kept: its name changes with any module that has some. Numba itself looks only at the file
-    that a function is in, but what it calls is compiled into it, wherever that comes from."""
-    package, digest = Path(sys.modules["teachvllm"].__file__ or "").parent, hashlib.sha256()
+    """Where compiled functions are kept: its name changes with any module that has some. Numba
+    itself looks only at the file that a function is in, but what it calls is compiled into it,
+    wherever that comes from.
+    """
+    package = Path(sys.modules["teachvllm"].__file__ or "").parent
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         if b"numba_utils" in (text := path.read_bytes()):
             digest.update(text)
@@ -50,9 +53,12 @@ def kernel_folder() -> str:
 
 
 def compiled(function: Callable, compiler: Callable = numba.njit) -> Any:
-    "`function`, compiled by Numba with our options; a module's is kept on disk, if there is a place for it."
+    """`function`, compiled by Numba with our options; a module's is kept on disk, if there is a
+    place for it.
+    """
     config: Any = numba.config
-    kept, folder = os.path.exists(function.__code__.co_filename), config.CACHE_DIR
+    kept = os.path.exists(function.__code__.co_filename)
+    folder = config.CACHE_DIR
     try:
         config.CACHE_DIR = folder or (kernel_folder() if kept else "")
         return compiler(**FAST, cache=kept)(function)
@@ -63,26 +69,36 @@ def compiled(function: Callable, compiler: Callable = numba.njit) -> Any:
 
 
 def inlined(function: Callable) -> Any:
-    "The same, but its text is put in place of each call: then the compiler knows where its arrays come from."
+    """The same, but its text is put in place of each call: then the compiler knows where its arrays
+    come from.
+    """
     return compiled(function, partial(numba.njit, inline="always"))
 
 # %% ../../nbs/21b_numba_utils.ipynb #cb3b28a6
 operation: Any = intrinsic  # which has no types that a checker could use
-I16, I32, FLOAT = llvmlite.ir.IntType(16), llvmlite.ir.IntType(32), llvmlite.ir.FloatType()
+I16 = llvmlite.ir.IntType(16)
+I32 = llvmlite.ir.IntType(32)
+FLOAT = llvmlite.ir.FloatType()
 word = partial(llvmlite.ir.Constant, I32)
 
 
 def _to_pointer(typing_context, address):
     void = llvmlite.ir.IntType(8).as_pointer()
-    return types.voidptr(types.uintp), lambda context, builder, sig, args: builder.inttoptr(args[0], void)
+    return types.voidptr(types.uintp), lambda context, builder, sig, args: builder.inttoptr(
+        args[0], void
+    )
 
 
 def _to_float(typing_context, bits):
-    return types.float32(types.uint32), lambda context, builder, sig, args: builder.bitcast(args[0], FLOAT)
+    return types.float32(types.uint32), lambda context, builder, sig, args: builder.bitcast(
+        args[0], FLOAT
+    )
 
 
 def _to_bits(typing_context, x):
-    return types.uint32(types.float32), lambda context, builder, sig, args: builder.bitcast(args[0], I32)
+    return types.uint32(types.float32), lambda context, builder, sig, args: builder.bitcast(
+        args[0], I32
+    )
 
 
 def _to_prefetch(typing_context, address):
@@ -104,7 +120,9 @@ _bits_of: Any = intrinsic(_to_bits)
 # %% ../../nbs/21b_numba_utils.ipynb #ecc9461b
 @compiled
 def array_at(address, shape, dtype):
-    "The array of that shape and dtype whose first element is at `address`. bfloat16 is uint16: its bits."
+    """The array of that shape and dtype whose first element is at `address`. bfloat16 is uint16:
+    its bits.
+    """
     return numba.carray(_pointer(np.uintp(address)), shape, dtype)
 
 # %% ../../nbs/21b_numba_utils.ipynb #bdb65552
@@ -117,7 +135,9 @@ def prefetch(address, num_bytes):
 # %% ../../nbs/21b_numba_utils.ipynb #45e266eb
 @cache
 def host_features() -> dict[str, bool]:
-    "What this processor can do, by LLVM's names. Nothing is known where Numba was told what it may use."
+    """What this processor can do, by LLVM's names. Nothing is known where Numba was told what it
+    may use.
+    """
     config: Any = numba.config
     if config.CPU_NAME or config.CPU_FEATURES is not None or not config.ENABLE_AVX:
         return {}
@@ -130,7 +150,8 @@ def host_features() -> dict[str, bool]:
 class _BFloat(llvmlite.ir.types._BaseFloatType):
     "LLVM's name for bfloat16, which llvmlite lacks."
 
-    null, intrinsic_name = "0.0", "bf16"
+    null = "0.0"
+    intrinsic_name = "bf16"
 
     def __str__(self):
         return "bfloat"
@@ -158,8 +179,10 @@ _bfloat16_of: Any = intrinsic(_to_bfloat16)
 # %% ../../nbs/21b_numba_utils.ipynb #62bef8b8
 @compiled
 def _float8(bits, shift, bias, largest):
-    """A float8's bits as a float32. `shift` brings its exponent and mantissa to a float32's place, `bias` is what then
-    lacks in the exponent; above `largest` is NaN, also what e5m2 calls infinity."""
+    """A float8's bits as a float32. `shift` brings its exponent and mantissa to a float32's place,
+    `bias` is what then lacks in the exponent; above `largest` is NaN, also what e5m2 calls
+    infinity.
+    """
     size = np.uint32(bits & np.uint32(0x7F))
     x = _float_of((size << shift) + bias)
     if size >> (np.uint32(23) - shift) == 0:  # no leading one: it is below the smallest exponent
@@ -170,8 +193,9 @@ def _float8(bits, shift, bias, largest):
 
 # %% ../../nbs/21b_numba_utils.ipynb #ecd10192
 def load(x: Any) -> Any:
-    """An element as a float32; only inside compiled functions. Smaller floats are given as their bits: bfloat16 as uint16,
-    float8 as uint8 (e4m3) or int8 (e5m2)."""
+    """An element as a float32; only inside compiled functions. Smaller floats are given as their
+    bits: bfloat16 as uint16, float8 as uint8 (e4m3) or int8 (e5m2).
+    """
     raise NotImplementedError("for compiled functions")
 
 
@@ -182,7 +206,9 @@ def _load(x):
     if x == types.uint8:
         return lambda x: _float8(np.uint32(x), np.uint32(20), np.uint32(120 << 23), np.uint32(0x7E))
     if x == types.int8:
-        return lambda x: _float8(np.uint32(np.uint8(x)), np.uint32(21), np.uint32(112 << 23), np.uint32(0x7B))
+        return lambda x: _float8(
+            np.uint32(np.uint8(x)), np.uint32(21), np.uint32(112 << 23), np.uint32(0x7B)
+        )
     return lambda x: x
 
 # %% ../../nbs/21b_numba_utils.ipynb #156973c3
@@ -251,10 +277,13 @@ LOG2_E = np.float32(1.4426950408889634)
 
 @compiled
 def exp2(t):
-    "2 to the float32 t, for t up to 0; below -125 it returns that of -125, practically zero. NaN stays NaN."
+    """2 to the float32 t, for t up to 0; below -125 it returns that of -125, practically zero. NaN
+    stays NaN.
+    """
     t = max(t, np.float32(-125))
     whole = np.rint(t)
-    f, p = t - whole, np.float32(0.00015403530)
+    f = t - whole
+    p = np.float32(0.00015403530)
     p = p * f + np.float32(0.0013333558)
     p = p * f + np.float32(0.0096181291)
     p = p * f + np.float32(0.055504109)
@@ -272,34 +301,49 @@ def exp(x):
 # %% ../../nbs/21b_numba_utils.ipynb #8955872a
 @cache
 def find_openmp() -> ctypes.CDLL | None:
-    "The OpenMP library whose threads torch uses, if it has GNU's entry point; None: there are no threads for our kernels."
-    library = ctypes.CDLL(torch._C.__file__)  # its symbols, and those of the libraries that it was linked with
+    """The OpenMP library whose threads torch uses, if it has GNU's entry point; None: there are no
+    threads for our kernels.
+    """
+    # its symbols, and those of the libraries that it was linked with
+    library = ctypes.CDLL(torch._C.__file__)
     if sys.platform != "linux" or not hasattr(library, "GOMP_parallel"):
         return None
-    for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):  # so that compiled functions can call them
-        llvmlite.binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+    # so that compiled functions can call them
+    for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
+        llvmlite.binding.add_symbol(
+            name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        )
+    library.GOMP_parallel.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_uint,
+        ctypes.c_uint,
+    ]
     library.GOMP_parallel.restype = None
     return library
 
 
 DTYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}  # torch's, and how kernels see it
-GRAIN = 1 << 14  # numbers that a thread should have to work on; else waking it takes longer than its work
+# numbers that a thread should have to work on; else waking it takes longer than its work
+GRAIN = 1 << 14
 
 
 thread_num: Any = types.ExternalFunction("omp_get_thread_num", types.int32())
 num_threads: Any = types.ExternalFunction("omp_get_num_threads", types.int32())
-barrier: Any = types.ExternalFunction("GOMP_barrier", types.void())  # waits until all threads have come here
+# waits until all threads have come here
+barrier: Any = types.ExternalFunction("GOMP_barrier", types.void())
 
 
 @compiled
 def share(n):
     "The first of n rows that are this thread's, and the one after its last."
-    thread, threads = thread_num(), num_threads()
+    thread = thread_num()
+    threads = num_threads()
     return n * thread // threads, n * (thread + 1) // threads
 
 # %% ../../nbs/21b_numba_utils.ipynb #2596ef74
-MAX_ARGUMENTS, NUMBERS = 32, {int, float, bool}
+MAX_ARGUMENTS = 32
+NUMBERS = {int, float, bool}
 
 
 @compiled
@@ -309,18 +353,23 @@ def arguments(p):
 
 
 class Recorded(threading.local):
-    "What a thread's kernels were called with, while this is asked for: see [chapter 43a](43a_cpu_graph.ipynb)."
+    """What a thread's kernels were called with, while this is asked for: see [chapter
+    43a](43a_cpu_graph.ipynb).
+    """
 
     calls: list[tuple["Kernel", bytes]] | None = None
 
 
 class Kernel:
-    """A function of one pointer (see `arguments`), compiled when it is first called, that all of torch's threads run at once.
+    """A function of one pointer (see `arguments`), compiled when it is first called, that all of
+    torch's threads run at once.
 
-    Called with tensors (their addresses are passed), whole numbers and floats. It returns when all threads are done.
-    Work for fewer threads should say so: one that is needed for nothing is woken and waited for all the same.
+    Called with tensors (their addresses are passed), whole numbers and floats. It returns when all
+    threads are done. Work for fewer threads should say so: one that is needed for nothing is woken
+    and waited for all the same.
 
-    While a thread's `recorded.calls` is a list, its kernels do not run: each call is noted there, with its arguments' bytes.
+    While a thread's `recorded.calls` is a list, its kernels do not run: each call is noted there,
+    with its arguments' bytes.
     """
 
     recorded = Recorded()
@@ -338,26 +387,34 @@ class Kernel:
         self.entry = compiled(self.function, partial(numba.cfunc, types.void(types.voidptr)))
 
     def __call__(self, *args: torch.Tensor | int | float, threads: int = 1 << 16) -> None:
-        """Run on all of torch's threads, or on the caller's alone if `threads` (`1 + numbers // GRAIN`, say) is 1.
+        """Run on all of torch's threads, or on the caller's alone if `threads` (`1 + numbers //
+        GRAIN`, say) is 1.
 
-        Nothing in between: a smaller team makes GNU's library end the threads that are too many, and start them again later.
+        Nothing in between: a smaller team makes GNU's library end the threads that are too many,
+        and start them again later.
         """
         if self.entry is None:
             self.compile()
         words = [x if x.__class__ in NUMBERS else x.data_ptr() for x in args]  # type: ignore[union-attr]
         packer = self.packers.get(len(args))
         if packer is None:
-            packer = struct.Struct("".join("d" if isinstance(word, float) else "q" for word in words))
+            packer = struct.Struct(
+                "".join("d" if isinstance(word, float) else "q" for word in words)
+            )
             self.packers[len(args)] = packer
         packed = packer.pack(*words)
         if self.recorded.calls is not None:
             self.recorded.calls.append((self, packed))
         else:
-            self.parallel(self.entry.address, packed, 1 if threads < 2 else torch.get_num_threads(), 0)
+            self.parallel(
+                self.entry.address, packed, 1 if threads < 2 else torch.get_num_threads(), 0
+            )
 
 # %% ../../nbs/21b_numba_utils.ipynb #638804a5
 def compile_all(kernels: Iterable[Kernel], what: str) -> None:
-    "Compile those that are not ready, or load what an earlier program compiled. A bar shows how far it is, if it takes long."
+    """Compile those that are not ready, or load what an earlier program compiled. A bar shows how
+    far it is, if it takes long.
+    """
     waiting = [kernel for kernel in kernels if kernel.entry is None]
     for kernel in tqdm(waiting, f"compiling {what}, once on this machine", delay=2):
         kernel.compile()

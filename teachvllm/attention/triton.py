@@ -29,14 +29,25 @@ from teachvllm.attention.triton_utils import (
 
 # %% ../../nbs/23_triton_attention.ipynb #5cd4b4dc
 @triton.jit
-def key_range(first, query_len, seq_len, split,
-              BLOCK_Q: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """Which keys a program reads: positions `low` to `end`. Of those before `full`, each of its rows sees all.
+def key_range(
+    first,
+    query_len,
+    seq_len,
+    split,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Which keys a program reads: positions `low` to `end`. Of those before `full`, each of its
+    rows sees all.
 
-    Its rows are the new tokens from `first` on, BLOCK_Q of them; splits share the keys tile by tile. WINDOW 0: none.
+    Its rows are the new tokens from `first` on, BLOCK_Q of them; splits share the keys tile by
+    tile. WINDOW 0: none.
     """
     past = seq_len - query_len + first  # tokens before the first of them
-    low, end = past * 0, tl.minimum(past + BLOCK_Q, seq_len)
+    low = past * 0
+    end = tl.minimum(past + BLOCK_Q, seq_len)
     if WINDOW:
         low = tl.maximum(past + 1 - WINDOW, 0)  # what lies before may be another request's by now
     if NUM_SPLITS > 1:
@@ -51,8 +62,19 @@ def key_range(first, query_len, seq_len, split,
 
 # %% ../../nbs/23_triton_attention.ipynb #3de07b83
 @triton.jit
-def load_rows(cache, slots, dims, key, end, CHECK: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr):
-    "Keys or values [TILE, HEAD_PADDED]. What lies past `end`, or past the head's own size, is 0 and not read."
+def load_rows(
+    cache,
+    slots,
+    dims,
+    key,
+    end,
+    CHECK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+):
+    """Keys or values [TILE, HEAD_PADDED]. What lies past `end`, or past the head's own size, is 0
+    and not read.
+    """
     rows = cache + slots[:, None] + dims[None, :]
     if CHECK:
         return tl.load(rows, mask=(key < end)[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0)
@@ -63,20 +85,41 @@ def load_rows(cache, slots, dims, key, end, CHECK: tl.constexpr, HEAD_SIZE: tl.c
 # %% ../../nbs/23_triton_attention.ipynb #589fe06f
 @triton.jit
 def attend_tile(
-    acc, largest, total, q, k_cache, v_cache, table, start, end, position, dims, scale, soft_cap,
-    page_stride, slot_stride,
-    CHECK: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
-):  # fmt: skip
-    """Keys `start : start + TILE` join the running softmax (Milakov and Gimelshein 2018): new `acc, largest, total`.
+    acc,
+    largest,
+    total,
+    q,
+    k_cache,
+    v_cache,
+    table,
+    start,
+    end,
+    position,
+    dims,
+    scale,
+    soft_cap,
+    page_stride,
+    slot_stride,
+    CHECK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+):
+    """Keys `start : start + TILE` join the running softmax (Milakov and Gimelshein 2018): new `acc,
+    largest, total`.
 
-    `q` and `acc` are [BLOCK_M, HEAD_PADDED]; `largest`, `total` and the rows' `position` [BLOCK_M]. Scores are
-    exponents of two. Without CHECK, every row sees every key of the tile.
+    `q` and `acc` are [BLOCK_M, HEAD_PADDED]; `largest`, `total` and the rows' `position` [BLOCK_M].
+    Scores are exponents of two. Without CHECK, every row sees every key of the tile.
     """
     key = start + tl.arange(0, TILE)
     block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
     slots = block * page_stride + key % BLOCK_SIZE * slot_stride
-    k = load_rows(k_cache, slots, dims, key, end, CHECK=CHECK, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED).to(q.dtype)
+    k = load_rows(
+        k_cache, slots, dims, key, end, CHECK=CHECK, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED
+    ).to(q.dtype)
     scores = dot(q, tl.trans(k)) * scale
     if SOFT_CAP:
         scores = soft_cap * (2 * tl.sigmoid(2 * scores / soft_cap) - 1)
@@ -89,18 +132,34 @@ def attend_tile(
     base = new
     if CHECK:
         base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
-    weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(largest - base)
-    v = load_rows(v_cache, slots, dims, key, end, CHECK=CHECK, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED).to(q.dtype)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(largest - base)
+    v = load_rows(
+        v_cache, slots, dims, key, end, CHECK=CHECK, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED
+    ).to(q.dtype)
     acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
     return acc, new, total * shrink + tl.sum(weights, 1)
 
 # %% ../../nbs/23_triton_attention.ipynb #17ece532
 @triton.jit
 def store_rows(
-    out, partial, stats, rows, dims, live, acc, largest, total, split,
-    NUM_SPLITS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
-):  # fmt: skip
-    "The finished rows; or, where other splits have the rest of their keys, what `merge_splits` needs to finish them."
+    out,
+    partial,
+    stats,
+    rows,
+    dims,
+    live,
+    acc,
+    largest,
+    total,
+    split,
+    NUM_SPLITS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+):
+    """The finished rows; or, where other splits have the rest of their keys, what `merge_splits`
+    needs to finish them.
+    """
     if NUM_SPLITS == 1:
         where = rows[:, None] * HEAD_SIZE + dims[None, :]
         mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
@@ -112,53 +171,159 @@ def store_rows(
         tl.store(stats + part * 2 + 1, total, mask=live)
 
 # %% ../../nbs/23_triton_attention.ipynb #807ff81e
-@triton.jit(do_not_specialize=["block_table", "query_start_loc", "seq_lens", "num_seqs", "table_row_stride"])
+@triton.jit(
+    do_not_specialize=["block_table", "query_start_loc", "seq_lens", "num_seqs", "table_row_stride"]
+)
 def unified_attention(
-    out, partial, stats, q, k_cache, v_cache, block_table, query_start_loc, seq_lens, num_seqs, scale, soft_cap,
-    q_token_stride, q_head_stride, page_stride, head_stride, slot_stride, table_row_stride,
-    HEADS_PER_KV: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, DECODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
-):  # fmt: skip
-    "Grid (blocks of BLOCK_Q new tokens, groups of GROUP heads, splits of the keys). DECODE: a token a sequence."
-    pair, split = tl.program_id(1), tl.program_id(2)
+    out,
+    partial,
+    stats,
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    num_seqs,
+    scale,
+    soft_cap,
+    q_token_stride,
+    q_head_stride,
+    page_stride,
+    head_stride,
+    slot_stride,
+    table_row_stride,
+    HEADS_PER_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    DECODE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+):
+    """Grid (blocks of BLOCK_Q new tokens, groups of GROUP heads, splits of the keys). DECODE: a
+    token a sequence.
+    """
+    pair = tl.program_id(1)
+    split = tl.program_id(2)
     if DECODE:
-        seq, first = tl.program_id(0), 0
+        seq = tl.program_id(0)
+        first = 0
     else:  # the last blocks see the most keys: they go first
-        seq, first = find_sequence(query_start_loc, tl.num_programs(0) - 1 - tl.program_id(0), num_seqs, BLOCK_Q)
+        seq, first = find_sequence(
+            query_start_loc, tl.num_programs(0) - 1 - tl.program_id(0), num_seqs, BLOCK_Q
+        )
         first = first.to(tl.int32)  # tokens and keys are counted in 32 bits; only addresses need 64
-    begin, seq_len = tl.load(query_start_loc + seq), tl.load(seq_lens + seq)
+    begin = tl.load(query_start_loc + seq)
+    seq_len = tl.load(seq_lens + seq)
     query_len = tl.load(query_start_loc + seq + 1) - begin
-    if first >= query_len or seq_len == 0:  # a block too many, or a sequence that only fills up the batch
+    # a block too many, or a sequence that only fills up the batch
+    if first >= query_len or seq_len == 0:
         return
-    row, dims = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_PADDED)
-    token, head = first + row // GROUP, pair * GROUP + row % GROUP
+    row = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_PADDED)
+    token = first + row // GROUP
+    head = pair * GROUP + row % GROUP
     live = (row < BLOCK_Q * GROUP) & (token < query_len)
     position = tl.minimum(seq_len - query_len + token, seq_len - 1)
-    where = (begin + token)[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :]
+    where = (
+        (begin + token)[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :]
+    )
     q_rows = tl.load(q + where, mask=live[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0)
     k_cache += (pair * GROUP // HEADS_PER_KV) * head_stride
     v_cache += (pair * GROUP // HEADS_PER_KV) * head_stride
     table = block_table + seq * table_row_stride
-    acc, total = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     low, full, end = key_range(
-        first, query_len.to(tl.int32), seq_len.to(tl.int32), split, BLOCK_Q, TILE, NUM_SPLITS, WINDOW)  # fmt: skip
+        first,
+        query_len.to(tl.int32),
+        seq_len.to(tl.int32),
+        split,
+        BLOCK_Q,
+        TILE,
+        NUM_SPLITS,
+        WINDOW,
+    )
     for start in range(low, full, TILE):
-        acc, largest, total = attend_tile(acc, largest, total, q_rows, k_cache, v_cache, table, start, end, position,
-            dims, scale, soft_cap, page_stride, slot_stride, CHECK=False, TILE=TILE, BLOCK_SIZE=BLOCK_SIZE,
-            WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED)  # fmt: skip
+        acc, largest, total = attend_tile(
+            acc,
+            largest,
+            total,
+            q_rows,
+            k_cache,
+            v_cache,
+            table,
+            start,
+            end,
+            position,
+            dims,
+            scale,
+            soft_cap,
+            page_stride,
+            slot_stride,
+            CHECK=False,
+            TILE=TILE,
+            BLOCK_SIZE=BLOCK_SIZE,
+            WINDOW=WINDOW,
+            SOFT_CAP=SOFT_CAP,
+            HEAD_SIZE=HEAD_SIZE,
+            HEAD_PADDED=HEAD_PADDED,
+        )
     for start in range(full, end, TILE):
-        acc, largest, total = attend_tile(acc, largest, total, q_rows, k_cache, v_cache, table, start, end, position,
-            dims, scale, soft_cap, page_stride, slot_stride, CHECK=True, TILE=TILE, BLOCK_SIZE=BLOCK_SIZE,
-            WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, HEAD_SIZE=HEAD_SIZE, HEAD_PADDED=HEAD_PADDED)  # fmt: skip
+        acc, largest, total = attend_tile(
+            acc,
+            largest,
+            total,
+            q_rows,
+            k_cache,
+            v_cache,
+            table,
+            start,
+            end,
+            position,
+            dims,
+            scale,
+            soft_cap,
+            page_stride,
+            slot_stride,
+            CHECK=True,
+            TILE=TILE,
+            BLOCK_SIZE=BLOCK_SIZE,
+            WINDOW=WINDOW,
+            SOFT_CAP=SOFT_CAP,
+            HEAD_SIZE=HEAD_SIZE,
+            HEAD_PADDED=HEAD_PADDED,
+        )
     rows = (begin + token) * (tl.num_programs(1) * GROUP) + head
-    store_rows(out, partial, stats, rows, dims, live, acc, largest, total, split, NUM_SPLITS, HEAD_SIZE, HEAD_PADDED)
+    store_rows(
+        out,
+        partial,
+        stats,
+        rows,
+        dims,
+        live,
+        acc,
+        largest,
+        total,
+        split,
+        NUM_SPLITS,
+        HEAD_SIZE,
+        HEAD_PADDED,
+    )
 
 # %% ../../nbs/23_triton_attention.ipynb #941067ec
 @dataclass(frozen=True)
 class Tiles:
-    "How a launch is cut: query rows per program, keys per step of its loop, and what of the GPU it gets."
+    """How a launch is cut: query rows per program, keys per step of its loop, and what of the GPU
+    it gets.
+    """
 
     block_m: int
     tile: int
@@ -170,49 +335,92 @@ def launch_attention(
     q: torch.Tensor,  # [num_tokens of the whole batch, num_heads, head_size]; a view will do
     kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
     out: torch.Tensor,  # like `q`, and contiguous: rows of other sequences are left alone
-    block_table: torch.Tensor,  # [num_seqs, max_blocks]: this and the next two of the sequences to serve
+    # [num_seqs, max_blocks]: this and the next two of the sequences to serve
+    block_table: torch.Tensor,
     query_start_loc: torch.Tensor,  # [num_seqs + 1], counted from the first row of `q`
     seq_lens: torch.Tensor,  # [num_seqs]; 0: a row that only fills up the batch
     num_tokens: int,  # of these sequences
-    tiles: Tiles, *, scale: float, window: int | None = None, soft_cap: float | None = None,
+    tiles: Tiles,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
     group: int,  # query heads a program
     decode: bool,  # each of these sequences brings one token, and they are the first of the batch
     splits: int = 1,  # only for decodes; a power of two
-) -> None:  # fmt: skip
-    "Attend for some sequences of a batch. The grid depends on their number and that of their tokens, not on lengths."
+) -> None:
+    """Attend for some sequences of a batch. The grid depends on their number and that of their
+    tokens, not on lengths.
+    """
     (k, v), (_, num_heads, head_size), num_seqs = kv_cache, q.shape, len(seq_lens)
     head_padded = max(16, triton.next_power_of_2(head_size))
     block_q = 1 if decode else tiles.block_m // group
     rows = num_tokens * num_heads * splits if splits > 1 else 0
-    partial, stats = (torch.empty(rows * n, dtype=torch.float32, device=q.device) for n in (head_padded, 2))
+    partial, stats = (
+        torch.empty(rows * n, dtype=torch.float32, device=q.device) for n in (head_padded, 2)
+    )
     grid = (num_seqs if decode else num_tokens // block_q + num_seqs, num_heads // group, splits)
     unified_attention[grid](
-        out, partial, stats, q, k, v, block_table, query_start_loc, seq_lens, num_seqs,
-        scale=scale * LOG2_E, soft_cap=(soft_cap or 0.0) * LOG2_E,
-        q_token_stride=q.stride(0), q_head_stride=q.stride(1), page_stride=k.stride(0), head_stride=k.stride(2),
-        slot_stride=k.stride(1), table_row_stride=block_table.stride(0),
-        HEADS_PER_KV=num_heads // k.shape[2], GROUP=group, BLOCK_Q=block_q, BLOCK_M=tiles.block_m, TILE=tiles.tile,
-        NUM_SPLITS=splits, DECODE=decode, BLOCK_SIZE=k.shape[1], WINDOW=window or 0, SOFT_CAP=soft_cap is not None,
-        HEAD_SIZE=head_size, HEAD_PADDED=head_padded, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+        out,
+        partial,
+        stats,
+        q,
+        k,
+        v,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        num_seqs,
+        scale=scale * LOG2_E,
+        soft_cap=(soft_cap or 0.0) * LOG2_E,
+        q_token_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        page_stride=k.stride(0),
+        head_stride=k.stride(2),
+        slot_stride=k.stride(1),
+        table_row_stride=block_table.stride(0),
+        HEADS_PER_KV=num_heads // k.shape[2],
+        GROUP=group,
+        BLOCK_Q=block_q,
+        BLOCK_M=tiles.block_m,
+        TILE=tiles.tile,
+        NUM_SPLITS=splits,
+        DECODE=decode,
+        BLOCK_SIZE=k.shape[1],
+        WINDOW=window or 0,
+        SOFT_CAP=soft_cap is not None,
+        HEAD_SIZE=head_size,
+        HEAD_PADDED=head_padded,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
     if splits > 1:
         merge_splits[(num_tokens * num_heads,)](out, partial, stats, head_size, head_padded, splits)
 
 # %% ../../nbs/23_triton_attention.ipynb #1224f9ed
 def choose_tiles(
-    decode: bool, capability: tuple[int, int], shared_memory: int, itemsize: int, head_padded: int, group: int
+    decode: bool,
+    capability: tuple[int, int],
+    shared_memory: int,
+    itemsize: int,
+    head_padded: int,
+    group: int,
 ) -> Tiles:
-    """Tiles whose queries, and keys and values in flight, fit into a program's `shared_memory` bytes.
+    """Tiles whose queries, and keys and values in flight, fit into a program's `shared_memory`
+    bytes.
 
-    `itemsize` is bytes an element, `head_padded` the head size as a power of two, `group` the query heads a program.
+    `itemsize` is bytes an element, `head_padded` the head size as a power of two, `group` the query
+    heads a program.
     """
     modern = capability >= (8, 0)
-    tensor_cores = modern and itemsize == 2  # else products go through registers: smaller tiles, or they spill
+    # else products go through registers: smaller tiles, or they spill
+    tensor_cores = modern and itemsize == 2
     block_m = 16 if decode else 32 if not tensor_cores else 128 if head_padded <= 128 else 64
     block_m = max(triton.next_power_of_2(group), block_m)
     tile = max(16, min(64, (2048 if not tensor_cores else 4096 if decode else 8192) // head_padded))
     row = head_padded * itemsize
-    ahead = (shared_memory - 2048 - block_m * row) // (2 * tile * row)  # tiles of keys and values beside the queries
+    # tiles of keys and values beside the queries
+    ahead = (shared_memory - 2048 - block_m * row) // (2 * tile * row)
     warps = 8 if block_m >= (128 if tensor_cores else 64) else 4
     return Tiles(block_m, tile, warps, 1 if not modern else 5 if tensor_cores and ahead >= 3 else 3)
 
@@ -228,7 +436,9 @@ class DeviceProperties:
 
 @cache
 def get_device_properties() -> DeviceProperties:
-    "The GPU of this process; the interpreter is one that can do everything, but only one program at a time."
+    """The GPU of this process; the interpreter is one that can do everything, but only one program
+    at a time.
+    """
     if interpreted():
         return DeviceProperties((9, 0), 1, 227 * 1024)
     device = torch.cuda.current_device()
@@ -238,7 +448,8 @@ def get_device_properties() -> DeviceProperties:
 
 # %% ../../nbs/23_triton_attention.ipynb #8a435eea
 def num_splits(num_programs: int, device: DeviceProperties, most: int) -> int:
-    """Splits of each sequence's keys, so that `num_programs` programs without splits become enough for the GPU.
+    """Splits of each sequence's keys, so that `num_programs` programs without splits become enough
+    for the GPU.
 
     A power of two, and `most` if more are wanted.
     """
@@ -250,21 +461,36 @@ def attend_gathered(
     q: torch.Tensor,  # [query_len, num_heads, head_size]: the new tokens of one sequence
     kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_size]
     block_table: torch.Tensor,  # [max_blocks]
-    seq_len: int, scale: float, window: int | None = None,
-) -> torch.Tensor:  # like q  # fmt: skip
-    "One sequence's attention by torch's own kernels, over a copy of the pages that its new tokens may see."
-    query_len, block_size = len(q), kv_cache.shape[2]
-    behind = 0 if window is None else max(0, seq_len - query_len + 1 - window) // block_size  # pages that are gone
-    pages, length = block_table[behind : -(-seq_len // block_size)], seq_len - behind * block_size
-    kv = kv_cache[:, pages].to(q.dtype).flatten(1, 2)[:, :length].repeat_interleave(q.shape[1] // kv_cache.shape[3], 2)
+    seq_len: int,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:  # like q
+    """One sequence's attention by torch's own kernels, over a copy of the pages that its new tokens
+    may see.
+    """
+    query_len = len(q)
+    block_size = kv_cache.shape[2]
+    # pages that are gone
+    behind = 0 if window is None else max(0, seq_len - query_len + 1 - window) // block_size
+    pages = block_table[behind : -(-seq_len // block_size)]
+    length = seq_len - behind * block_size
+    kv = (
+        kv_cache[:, pages]
+        .to(q.dtype)
+        .flatten(1, 2)[:, :length]
+        .repeat_interleave(q.shape[1] // kv_cache.shape[3], 2)
+    )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, *kv))  # [1, num_heads, tokens, head_size]
     whole = query_len == seq_len and window is None
     mask = None if whole else visible(query_len, length, window, q.device)
-    return scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale)[0].transpose(0, 1)
+    return scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale)[0].transpose(
+        0, 1
+    )
 
 # %% ../../nbs/23_triton_attention.ipynb #7e59ec67
 class TritonBackend(AttentionBackend):
-    """This chapter's kernels. Decodes go through splits of their keys, everything else through large tiles.
+    """This chapter's kernels. Decodes go through splits of their keys, everything else through
+    large tiles.
 
     vLLM: `v1/attention/backends/triton_attn.py`.
     """
@@ -276,7 +502,8 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, *sizes, **more):
         super().__init__(*sizes, **more)
-        self.device, self.head_padded = get_device_properties(), max(16, triton.next_power_of_2(self.head_size))
+        self.device = get_device_properties()
+        self.head_padded = max(16, triton.next_power_of_2(self.head_size))
         self.group = self.num_heads // self.num_kv_heads if self.pack_heads else 1
         self.tensor_cores = self.device.capability >= (8, 0)  # that Triton's `tl.dot` uses
 
@@ -291,10 +518,18 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def why_no_float8(cls, device, kv_cache_dtype):
-        "Triton widens e4m3 where the GPU can: with a compute capability of 8.9 or more. e5m2 are the upper bits of a float16."
-        if kv_cache_dtype == torch.float8_e5m2 or (found := get_device_properties().capability) >= (8, 9):
+        """Triton widens e4m3 where the GPU can: with a compute capability of 8.9 or more. e5m2 are
+        the upper bits of a float16.
+        """
+        if kv_cache_dtype == torch.float8_e5m2 or (found := get_device_properties().capability) >= (
+            8,
+            9,
+        ):
             return None
-        return f"kv_cache_dtype=fp8_e4m3 needs compute capability 8.9, this GPU has {found[0]}.{found[1]}: try fp8_e5m2"
+        return (
+            "kv_cache_dtype=fp8_e4m3 needs compute capability 8.9, this GPU has "
+            f"{found[0]}.{found[1]}: try fp8_e5m2"
+        )
 
     @staticmethod
     def get_kv_cache_stride_order():
@@ -306,24 +541,61 @@ class TritonBackend(AttentionBackend):
         reshape_and_cache(key, value, kv_cache, meta.slot_mapping)
 
     def forward(self, q, kv_cache, meta):
-        "Decodes and the rest are launched apart: the same kernel, cut differently. Rows of padding hold anything."
-        n, rest, out = meta.num_decodes, len(q) - meta.num_decodes, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        """Decodes and the rest are launched apart: the same kernel, cut differently. Rows of
+        padding hold anything.
+        """
+        n = meta.num_decodes
+        rest = len(q) - meta.num_decodes
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n:
             self._launch(q, kv_cache, meta, out, slice(0, n), n, decode=True)
         if rest and (self.tensor_cores or self.soft_cap is not None):
             self._launch(q, kv_cache, meta, out, slice(n, None), rest, decode=False)
         elif rest:
             for i in range(n, len(meta.seq_lens)):
-                new, seq_len = slice(*meta.query_start_loc_cpu[i : i + 2].tolist()), int(meta.seq_lens_cpu[i])
-                out[new] = attend_gathered(q[new], kv_cache, meta.block_table[i], seq_len, self.scale * self.k_scale, self.window)
+                new = slice(*meta.query_start_loc_cpu[i : i + 2].tolist())
+                seq_len = int(meta.seq_lens_cpu[i])
+                out[new] = attend_gathered(
+                    q[new],
+                    kv_cache,
+                    meta.block_table[i],
+                    seq_len,
+                    self.scale * self.k_scale,
+                    self.window,
+                )
         return out if self.v_scale == 1 else out.mul_(self.v_scale)
 
-    def _launch(self, q, kv_cache, meta: AttentionMetadata, out, seqs: slice, num_tokens: int, decode: bool) -> None:
-        device, group = self.device, self.group
-        tiles = choose_tiles(decode, device.capability, device.shared_memory, q.element_size(), self.head_padded, group)
-        splits = num_splits(num_tokens * self.num_heads // group, device, self.max_splits) if decode else 1
+    def _launch(
+        self, q, kv_cache, meta: AttentionMetadata, out, seqs: slice, num_tokens: int, decode: bool
+    ) -> None:
+        device = self.device
+        group = self.group
+        tiles = choose_tiles(
+            decode,
+            device.capability,
+            device.shared_memory,
+            q.element_size(),
+            self.head_padded,
+            group,
+        )
+        splits = (
+            num_splits(num_tokens * self.num_heads // group, device, self.max_splits)
+            if decode
+            else 1
+        )
         launch_attention(
-            q, kv_cache, out, meta.block_table[seqs], meta.query_start_loc[seqs.start :], meta.seq_lens[seqs],
-            num_tokens, tiles, scale=self.scale * self.k_scale, window=self.window, soft_cap=self.soft_cap,
-            group=group, decode=decode, splits=splits,
-        )  # fmt: skip
+            q,
+            kv_cache,
+            out,
+            meta.block_table[seqs],
+            meta.query_start_loc[seqs.start :],
+            meta.seq_lens[seqs],
+            num_tokens,
+            tiles,
+            scale=self.scale * self.k_scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            group=group,
+            decode=decode,
+            splits=splits,
+        )

@@ -25,51 +25,104 @@ from ..config import require
 # %% ../../nbs/22_triton_ladder.ipynb #253b7f40
 @triton.jit
 def count_reads(log, block, num_tokens):
-    "In `log` [num_blocks, *grid from last axis to first], if there is one: this program reads `num_tokens` of `block`."
+    """In `log` [num_blocks, *grid from last axis to first], if there is one: this program reads
+    `num_tokens` of `block`.
+    """
     if log is not None:
-        x, y, z = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
+        x = tl.num_programs(0)
+        y = tl.num_programs(1)
+        z = tl.num_programs(2)
         program = (tl.program_id(2) * y + tl.program_id(1)) * x + tl.program_id(0)
         tl.atomic_add(log + block * (x * y * z) + program, num_tokens.to(tl.int32))
 
 # %% ../../nbs/22_triton_ladder.ipynb #f7649ce7
 def launch(
-    kernel: Any, grid: tuple[int, ...], q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, scale: float,
-    log: list | None, *own: Any, **constants: Any,
-) -> torch.Tensor:  # fmt: skip
-    "Run a rung's `kernel`: first what all of them take, then its `own` arguments. Gives the output, shaped like q."
+    kernel: Any,
+    grid: tuple[int, ...],
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    log: list | None,
+    *own: Any,
+    **constants: Any,
+) -> torch.Tensor:
+    """Run a rung's `kernel`: first what all of them take, then its `own` arguments. Gives the
+    output, shaped like q.
+    """
     (k, v), out, reads = kv_cache, torch.empty(q.shape, dtype=q.dtype, device=q.device), None
     assert q.stride(2) == 1, "the elements of a head must lie together"
     if log is not None:
         reads = torch.zeros(len(k), *reversed(grid), dtype=torch.int32, device=q.device)
         log.append(reads)
     kernel[grid](
-        out, q, k, v, meta.block_table, meta.seq_lens, reads, scale * LOG2_E,
-        q.stride(0), q.stride(1), *k.stride(), meta.block_table.stride(0), *own,
-        GROUP=q.shape[1] // k.shape[2], BLOCK_SIZE=k.shape[1], HEAD_SIZE=q.shape[2],
-        HEAD_PADDED=max(16, triton.next_power_of_2(q.shape[2])), **constants,
-    )  # fmt: skip
+        out,
+        q,
+        k,
+        v,
+        meta.block_table,
+        meta.seq_lens,
+        reads,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        *k.stride(),
+        meta.block_table.stride(0),
+        *own,
+        GROUP=q.shape[1] // k.shape[2],
+        BLOCK_SIZE=k.shape[1],
+        HEAD_SIZE=q.shape[2],
+        HEAD_PADDED=max(16, triton.next_power_of_2(q.shape[2])),
+        **constants,
+    )
     return out
 
 
 def require_decodes(q: torch.Tensor, meta: AttentionMetadata) -> None:
     "A `ValueError` unless each sequence brings one token."
     n = len(meta.seq_lens)
-    require(len(q) == n, f"{len(q)} new tokens of {n} sequences: this kernel takes one of each, rung 3 any number")
+    require(
+        len(q) == n,
+        f"{len(q)} new tokens of {n} sequences: this kernel takes one of each, rung 3 any number",
+    )
 
 # %% ../../nbs/22_triton_ladder.ipynb #cba044a6
 @triton.jit
 def v1_kernel(
-    out, q, k_cache, v_cache, block_table, seq_lens, log, scale, q_token_stride, q_head_stride,
-    page_stride, slot_stride, head_stride, dim_stride, table_stride,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    out,
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    log,
+    scale,
+    q_token_stride,
+    q_head_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    dim_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
-):  # fmt: skip
+):
     "Grid (sequences, query heads): a program walks through the pages of its sequence."
-    seq, head = tl.program_id(0), tl.program_id(1)
-    slot, dims, seq_len = tl.arange(0, PAGE), tl.arange(0, HEAD_PADDED), tl.load(seq_lens + seq)
-    query = tl.load(q + seq * q_token_stride + head * q_head_stride + dims, mask=dims < HEAD_SIZE, other=0.0)
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.arange(0, PAGE)
+    dims = tl.arange(0, HEAD_PADDED)
+    seq_len = tl.load(seq_lens + seq)
+    query = tl.load(
+        q + seq * q_token_stride + head * q_head_stride + dims, mask=dims < HEAD_SIZE, other=0.0
+    )
     in_page = head // GROUP * head_stride + slot[:, None] * slot_stride + dims[None, :] * dim_stride
-    acc, largest, total = tl.zeros([HEAD_PADDED], tl.float32), float("-inf"), 0.0
+    acc = tl.zeros([HEAD_PADDED], tl.float32)
+    largest = float("-inf")
+    total = 0.0
     for page in range(0, tl.cdiv(seq_len, BLOCK_SIZE)):
         block = tl.load(block_table + seq * table_stride + page).to(tl.int64)
         num_tokens = tl.minimum(seq_len - page * BLOCK_SIZE, BLOCK_SIZE)
@@ -77,9 +130,12 @@ def v1_kernel(
         mask = (slot < num_tokens)[:, None] & (dims < HEAD_SIZE)[None, :]
         k = tl.load(k_cache + block * page_stride + in_page, mask=mask, other=0.0)
         v = tl.load(v_cache + block * page_stride + in_page, mask=mask, other=0.0)
-        scores = tl.where(slot < num_tokens, tl.sum(query[None, :].to(tl.float32) * k, 1) * scale, float("-inf"))
+        scores = tl.where(
+            slot < num_tokens, tl.sum(query[None, :].to(tl.float32) * k, 1) * scale, float("-inf")
+        )
         new = tl.maximum(largest, tl.max(scores, 0))
-        weights, shrink = tl.exp2(scores - new), tl.exp2(largest - new)
+        weights = tl.exp2(scores - new)
+        shrink = tl.exp2(largest - new)
         acc = acc * shrink + tl.sum(weights[:, None] * v, 0)
         total = total * shrink + tl.sum(weights, 0)
         largest = new
@@ -88,42 +144,70 @@ def v1_kernel(
 
 # %% ../../nbs/22_triton_ladder.ipynb #22e7fe63
 def paged_attention_v1(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, scale: float, log: list | None = None
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    log: list | None = None,
 ) -> torch.Tensor:
-    """Attention of one new token per sequence, [num_seqs, num_heads, head_size] in and out. One program per query head.
+    """Attention of one new token per sequence, [num_seqs, num_heads, head_size] in and out. One
+    program per query head.
 
-    `kv_cache` is [2, num_blocks, block_size, num_kv_heads, head_size] in any memory order. To a `log` is appended
-    how many tokens each program read of each block. vLLM: `csrc/attention/paged_attention_v1.cu`.
+    `kv_cache` is [2, num_blocks, block_size, num_kv_heads, head_size] in any memory order. To a
+    `log` is appended how many tokens each program read of each block. vLLM:
+    `csrc/attention/paged_attention_v1.cu`.
     """
     require_decodes(q, meta)
-    grid, page = (q.shape[0], q.shape[1]), triton.next_power_of_2(kv_cache.shape[2])
+    grid = (q.shape[0], q.shape[1])
+    page = triton.next_power_of_2(kv_cache.shape[2])
     return launch(v1_kernel, grid, q, kv_cache, meta, scale, log, PAGE=page)
 
 # %% ../../nbs/22_triton_ladder.ipynb #3005f87e
 @triton.jit
 def attend_keys(
-    rows, position, k_cache, v_cache, table, low, end, scale, log, page_stride, slot_stride, dim_stride,
-    BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The online softmax of `rows` [num_rows, padded head] over a sequence's keys from `low` to `end`, tile by tile.
+    rows,
+    position,
+    k_cache,
+    v_cache,
+    table,
+    low,
+    end,
+    scale,
+    log,
+    page_stride,
+    slot_stride,
+    dim_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The online softmax of `rows` [num_rows, padded head] over a sequence's keys from `low` to
+    `end`, tile by tile.
 
-    A row sees keys up to its `position`. Gives the weighted sum of values, the largest score and the sum of weights.
+    A row sees keys up to its `position`. Gives the weighted sum of values, the largest score and
+    the sum of weights.
     """
     NUM_ROWS: tl.constexpr = rows.shape[0]
     HEAD_PADDED: tl.constexpr = rows.shape[1]
-    dims, acc = tl.arange(0, HEAD_PADDED), tl.zeros([NUM_ROWS, HEAD_PADDED], tl.float32)
-    largest, total = tl.full([NUM_ROWS], float("-inf"), tl.float32), tl.zeros([NUM_ROWS], tl.float32)
+    dims = tl.arange(0, HEAD_PADDED)
+    acc = tl.zeros([NUM_ROWS, HEAD_PADDED], tl.float32)
+    largest = tl.full([NUM_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([NUM_ROWS], tl.float32)
     for start in range(low, end, TILE):
         key = start + tl.arange(0, TILE)
         block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
         count_reads(log, block, key < end)
-        where = (block * page_stride + key % BLOCK_SIZE * slot_stride)[:, None] + (dims * dim_stride)[None, :]
+        where = (block * page_stride + key % BLOCK_SIZE * slot_stride)[:, None] + (
+            dims * dim_stride
+        )[None, :]
         mask = (key < end)[:, None] & (dims < HEAD_SIZE)[None, :]
-        k, v = tl.load(k_cache + where, mask=mask, other=0.0), tl.load(v_cache + where, mask=mask, other=0.0)
+        k = tl.load(k_cache + where, mask=mask, other=0.0)
+        v = tl.load(v_cache + where, mask=mask, other=0.0)
         seen = (key[None, :] <= position[:, None]) & (key < end)[None, :]
         scores = tl.where(seen, dot(rows, tl.trans(k)) * scale, float("-inf"))
         new = tl.maximum(largest, tl.max(scores, 1))
-        weights, shrink = tl.exp2(scores - new[:, None]), tl.exp2(largest - new)
+        weights = tl.exp2(scores - new[:, None])
+        shrink = tl.exp2(largest - new)
         acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
         total = total * shrink + tl.sum(weights, 1)
         largest = new
@@ -132,142 +216,337 @@ def attend_keys(
 # %% ../../nbs/22_triton_ladder.ipynb #95ca0aea
 @triton.jit
 def v2_kernel(
-    out, q, k_cache, v_cache, block_table, seq_lens, log, scale, q_token_stride, q_head_stride,
-    page_stride, slot_stride, head_stride, dim_stride, table_stride,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    NUM_ROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    out,
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    log,
+    scale,
+    q_token_stride,
+    q_head_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    dim_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     "Grid (sequences, KV heads): the query heads that share a KV head are the rows of one program."
-    seq, kv_head, row, dims = tl.program_id(0), tl.program_id(1), tl.arange(0, NUM_ROWS), tl.arange(0, HEAD_PADDED)
-    head, mask = kv_head * GROUP + row, (row < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
-    rows = tl.load(q + seq * q_token_stride + head[:, None] * q_head_stride + dims[None, :], mask=mask, other=0.0)
-    seq_len, start = tl.load(seq_lens + seq), kv_head * head_stride
+    seq = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.arange(0, NUM_ROWS)
+    dims = tl.arange(0, HEAD_PADDED)
+    head = kv_head * GROUP + row
+    mask = (row < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+    rows = tl.load(
+        q + seq * q_token_stride + head[:, None] * q_head_stride + dims[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    seq_len = tl.load(seq_lens + seq)
+    start = kv_head * head_stride
     acc, largest, total = attend_keys(
-        rows, row * 0 + seq_len, k_cache + start, v_cache + start, block_table + seq * table_stride, 0, seq_len,
-        scale, log, page_stride, slot_stride, dim_stride, BLOCK_SIZE, HEAD_SIZE, TILE)  # fmt: skip
+        rows,
+        row * 0 + seq_len,
+        k_cache + start,
+        v_cache + start,
+        block_table + seq * table_stride,
+        0,
+        seq_len,
+        scale,
+        log,
+        page_stride,
+        slot_stride,
+        dim_stride,
+        BLOCK_SIZE,
+        HEAD_SIZE,
+        TILE,
+    )
     where = (seq * tl.num_programs(1) * GROUP + head)[:, None] * HEAD_SIZE + dims[None, :]
     tl.store(out + where, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 # %% ../../nbs/22_triton_ladder.ipynb #adfa394f
 def tile_size(q: torch.Tensor) -> int:
-    "Keys in a tile: 8 KiB of them, at least 16 (`tl.dot`'s fewest on a product's inner side), at most 64."
+    """Keys in a tile: 8 KiB of them, at least 16 (`tl.dot`'s fewest on a product's inner side), at
+    most 64.
+    """
     return max(16, min(64, 8192 // (q.element_size() * triton.next_power_of_2(q.shape[2]))))
 
 
 def paged_attention_v2(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, scale: float, log: list | None = None
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    log: list | None = None,
 ) -> torch.Tensor:
-    "As `paged_attention_v1`, but a program serves all query heads of a KV head (vLLM: its unified kernel's Q blocks)."
+    """As `paged_attention_v1`, but a program serves all query heads of a KV head (vLLM: its unified
+    kernel's Q blocks).
+    """
     require_decodes(q, meta)
     num_kv_heads = kv_cache.shape[3]
     num_rows = max(16, triton.next_power_of_2(q.shape[1] // num_kv_heads))
     grid = (len(q), num_kv_heads)
-    return launch(v2_kernel, grid, q, kv_cache, meta, scale, log, NUM_ROWS=num_rows, TILE=tile_size(q))
+    return launch(
+        v2_kernel, grid, q, kv_cache, meta, scale, log, NUM_ROWS=num_rows, TILE=tile_size(q)
+    )
 
 # %% ../../nbs/22_triton_ladder.ipynb #07aa4a4f
 @triton.jit
 def v3_kernel(
-    out, q, k_cache, v_cache, block_table, seq_lens, log, scale, q_token_stride, q_head_stride,
-    page_stride, slot_stride, head_stride, dim_stride, table_stride, query_start_loc, num_seqs,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    NUM_ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_Q: tl.constexpr,
-):  # fmt: skip
-    "Grid (blocks of BLOCK_Q new tokens, KV heads): rows are tokens times the query heads of a KV head."
+    out,
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    log,
+    scale,
+    q_token_stride,
+    q_head_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    dim_stride,
+    table_stride,
+    query_start_loc,
+    num_seqs,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    """Grid (blocks of BLOCK_Q new tokens, KV heads): rows are tokens times the query heads of a KV
+    head.
+    """
     seq, first = find_sequence(query_start_loc, tl.program_id(0), num_seqs, BLOCK_Q)
-    begin, seq_len = tl.load(query_start_loc + seq), tl.load(seq_lens + seq)
+    begin = tl.load(query_start_loc + seq)
+    seq_len = tl.load(seq_lens + seq)
     query_len = tl.load(query_start_loc + seq + 1) - begin
     if first >= query_len:  # a block too many
         return
-    kv_head, row, dims = tl.program_id(1), tl.arange(0, NUM_ROWS), tl.arange(0, HEAD_PADDED)
-    token, head = first + row // GROUP, kv_head * GROUP + row % GROUP
+    kv_head = tl.program_id(1)
+    row = tl.arange(0, NUM_ROWS)
+    dims = tl.arange(0, HEAD_PADDED)
+    token = first + row // GROUP
+    head = kv_head * GROUP + row % GROUP
     mask = ((row < BLOCK_Q * GROUP) & (token < query_len))[:, None] & (dims < HEAD_SIZE)[None, :]
-    where = (begin + token)[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :]
+    where = (
+        (begin + token)[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :]
+    )
     rows = tl.load(q + where, mask=mask, other=0.0)
-    past, start = seq_len - query_len, kv_head * head_stride
+    past = seq_len - query_len
+    start = kv_head * head_stride
     acc, largest, total = attend_keys(
-        rows, past + token, k_cache + start, v_cache + start, block_table + seq * table_stride,
-        0, tl.minimum(past + first + BLOCK_Q, seq_len),
-        scale, log, page_stride, slot_stride, dim_stride, BLOCK_SIZE, HEAD_SIZE, TILE)  # fmt: skip
-    where = ((begin + token) * tl.num_programs(1) * GROUP + head)[:, None] * HEAD_SIZE + dims[None, :]
+        rows,
+        past + token,
+        k_cache + start,
+        v_cache + start,
+        block_table + seq * table_stride,
+        0,
+        tl.minimum(past + first + BLOCK_Q, seq_len),
+        scale,
+        log,
+        page_stride,
+        slot_stride,
+        dim_stride,
+        BLOCK_SIZE,
+        HEAD_SIZE,
+        TILE,
+    )
+    where = ((begin + token) * tl.num_programs(1) * GROUP + head)[:, None] * HEAD_SIZE + dims[
+        None, :
+    ]
     tl.store(out + where, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 # %% ../../nbs/22_triton_ladder.ipynb #c89e150a
 def paged_attention_v3(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, scale: float, log: list | None = None
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    log: list | None = None,
 ) -> torch.Tensor:
-    """Attention of any number of new tokens per sequence, [num_tokens, num_heads, head_size] in and out: flash tiles.
+    """Attention of any number of new tokens per sequence, [num_tokens, num_heads, head_size] in and
+    out: flash tiles.
 
-    Rows and keys come in tiles (Dao et al. 2022). The grid depends on the number of tokens and sequences alone.
+    Rows and keys come in tiles (Dao et al. 2022). The grid depends on the number of tokens and
+    sequences alone.
     """
-    num_kv_heads, num_seqs = kv_cache.shape[3], len(meta.seq_lens)
-    group, row_bytes = q.shape[1] // num_kv_heads, q.element_size() * triton.next_power_of_2(q.shape[2])
+    num_kv_heads = kv_cache.shape[3]
+    num_seqs = len(meta.seq_lens)
+    group = q.shape[1] // num_kv_heads
+    row_bytes = q.element_size() * triton.next_power_of_2(q.shape[2])
     num_rows = max(triton.next_power_of_2(group), 16, min(64, 16384 // row_bytes))
     block_q = num_rows // group
     grid = (len(q) // block_q + num_seqs, num_kv_heads)
-    return launch(v3_kernel, grid, q, kv_cache, meta, scale, log, meta.query_start_loc, num_seqs,
-                  NUM_ROWS=num_rows, TILE=tile_size(q), BLOCK_Q=block_q)  # fmt: skip
+    return launch(
+        v3_kernel,
+        grid,
+        q,
+        kv_cache,
+        meta,
+        scale,
+        log,
+        meta.query_start_loc,
+        num_seqs,
+        NUM_ROWS=num_rows,
+        TILE=tile_size(q),
+        BLOCK_Q=block_q,
+    )
 
 # %% ../../nbs/22_triton_ladder.ipynb #6931aa92
 @triton.jit
 def v4_kernel(
-    out, q, k_cache, v_cache, block_table, seq_lens, log, scale, q_token_stride, q_head_stride,
-    page_stride, slot_stride, head_stride, dim_stride, table_stride, partial, stats,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    NUM_ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
-):  # fmt: skip
-    "Grid (sequences, KV heads, splits): as `v2_kernel` over a range of the keys; `merge_splits` writes `out`."
-    seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, dims = tl.arange(0, NUM_ROWS), tl.arange(0, HEAD_PADDED)
-    head, mask = kv_head * GROUP + row, (row < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
-    rows = tl.load(q + seq * q_token_stride + head[:, None] * q_head_stride + dims[None, :], mask=mask, other=0.0)
-    seq_len, start = tl.load(seq_lens + seq), kv_head * head_stride
+    out,
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    log,
+    scale,
+    q_token_stride,
+    q_head_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    dim_stride,
+    table_stride,
+    partial,
+    stats,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """Grid (sequences, KV heads, splits): as `v2_kernel` over a range of the keys; `merge_splits`
+    writes `out`.
+    """
+    seq = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    row = tl.arange(0, NUM_ROWS)
+    dims = tl.arange(0, HEAD_PADDED)
+    head = kv_head * GROUP + row
+    mask = (row < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+    rows = tl.load(
+        q + seq * q_token_stride + head[:, None] * q_head_stride + dims[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    seq_len = tl.load(seq_lens + seq)
+    start = kv_head * head_stride
     share = tl.cdiv(tl.cdiv(seq_len, TILE), NUM_SPLITS) * TILE
     acc, largest, total = attend_keys(
-        rows, row * 0 + seq_len, k_cache + start, v_cache + start, block_table + seq * table_stride,
-        split * share, tl.minimum((split + 1) * share, seq_len),
-        scale, log, page_stride, slot_stride, dim_stride, BLOCK_SIZE, HEAD_SIZE, TILE)  # fmt: skip
+        rows,
+        row * 0 + seq_len,
+        k_cache + start,
+        v_cache + start,
+        block_table + seq * table_stride,
+        split * share,
+        tl.minimum((split + 1) * share, seq_len),
+        scale,
+        log,
+        page_stride,
+        slot_stride,
+        dim_stride,
+        BLOCK_SIZE,
+        HEAD_SIZE,
+        TILE,
+    )
     part = (seq * tl.num_programs(1) * GROUP + head) * NUM_SPLITS + split
-    tl.store(partial + part[:, None] * HEAD_PADDED + dims[None, :], acc, mask=(row < GROUP)[:, None])
+    tl.store(
+        partial + part[:, None] * HEAD_PADDED + dims[None, :], acc, mask=(row < GROUP)[:, None]
+    )
     tl.store(stats + part * 2, largest, mask=row < GROUP)
     tl.store(stats + part * 2 + 1, total, mask=row < GROUP)
 
 # %% ../../nbs/22_triton_ladder.ipynb #3169cbeb
 def paged_attention_v4(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata, scale: float, log: list | None = None,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    log: list | None = None,
     num_splits: int = 8,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """As `paged_attention_v2`, but `num_splits` programs share the keys of a sequence and KV head.
 
     `num_splits` is a power of two, else `ValueError`. vLLM: `csrc/attention/paged_attention_v2.cu`.
     """
     require_decodes(q, meta)
-    require(num_splits > 0 and num_splits & (num_splits - 1) == 0, f"num_splits={num_splits} is no power of two")
+    require(
+        num_splits > 0 and num_splits & (num_splits - 1) == 0,
+        f"num_splits={num_splits} is no power of two",
+    )
     (num_seqs, num_heads, head_size), num_kv_heads = q.shape, kv_cache.shape[3]
-    padded, num_rows = (max(16, triton.next_power_of_2(n)) for n in (head_size, num_heads // num_kv_heads))
-    parts, grid = num_seqs * num_heads * num_splits, (num_seqs, num_kv_heads, num_splits)
-    partial, stats = (torch.empty(parts, n, dtype=torch.float32, device=q.device) for n in (padded, 2))
-    out = launch(v4_kernel, grid, q, kv_cache, meta, scale, log, partial, stats,
-                 NUM_ROWS=num_rows, TILE=tile_size(q), NUM_SPLITS=num_splits)  # fmt: skip
+    padded, num_rows = (
+        max(16, triton.next_power_of_2(n)) for n in (head_size, num_heads // num_kv_heads)
+    )
+    parts = num_seqs * num_heads * num_splits
+    grid = (num_seqs, num_kv_heads, num_splits)
+    partial, stats = (
+        torch.empty(parts, n, dtype=torch.float32, device=q.device) for n in (padded, 2)
+    )
+    out = launch(
+        v4_kernel,
+        grid,
+        q,
+        kv_cache,
+        meta,
+        scale,
+        log,
+        partial,
+        stats,
+        NUM_ROWS=num_rows,
+        TILE=tile_size(q),
+        NUM_SPLITS=num_splits,
+    )
     merge_splits[(num_seqs * num_heads,)](out, partial, stats, head_size, padded, num_splits)
     return out
 
 # %% ../../nbs/22_triton_ladder.ipynb #cc37d4a7
 @contextmanager
 def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """Inside, a launch compiles its kernel for a chip and runs nothing: no GPU is needed, tensors may lie anywhere.
+    """Inside, a launch compiles its kernel for a chip and runs nothing: no GPU is needed, tensors
+    may lie anywhere.
 
-    `capability` is the chip's compute capability times ten, such as 75. The list fills with Triton's compiled kernels.
-    Triton must not be interpreted, else `ValueError`.
+    `capability` is the chip's compute capability times ten, such as 75. The list fills with
+    Triton's compiled kernels. Triton must not be interpreted, else `ValueError`.
     """
-    require(not interpreted(), "Triton's interpreter compiles nothing: start Python without TRITON_INTERPRET")
+    require(
+        not interpreted(),
+        "Triton's interpreter compiles nothing: start Python without TRITON_INTERPRET",
+    )
     made: list[Any] = []
-    run, device, target = triton.JITFunction.run, 1000 + capability, GPUTarget("cuda", capability, 32)
+    run = triton.JITFunction.run
+    device = 1000 + capability
+    target = GPUTarget("cuda", capability, 32)
     driver = SimpleNamespace(
-        get_current_device=lambda: device, get_current_stream=lambda _: 0, get_current_target=lambda: target
+        get_current_device=lambda: device,
+        get_current_stream=lambda _: 0,
+        get_current_target=lambda: target,
     )
 
     def compile_only(self, *args, grid, warmup, **options):
         made.append(run(self, *args, grid=grid, warmup=True, **options))
 
-    with patch.object(triton.runtime.driver, "_active", driver), patch.object(triton.JITFunction, "run", compile_only):
+    with (
+        patch.object(triton.runtime.driver, "_active", driver),
+        patch.object(triton.JITFunction, "run", compile_only),
+    ):
         yield made

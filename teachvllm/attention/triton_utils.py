@@ -17,17 +17,37 @@ LOG2_E = 1.4426950408889634  # kernels take powers of two: e ** x is 2 ** (x * L
 # %% ../../nbs/21a_triton_utils.ipynb #dbdb9ee8
 @triton.jit
 def write_kernel(
-    key, value, k_cache, v_cache, slot_mapping, key_stride, value_stride,
-    page_stride, slot_stride, head_stride, dim_stride,
-    NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
+    key,
+    value,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    key_stride,
+    value_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    dim_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     "Grid (tokens): one token's keys and values, all heads, go to its slot."
-    token, element = tl.program_id(0), tl.arange(0, PADDED)
+    token = tl.program_id(0)
+    element = tl.arange(0, PADDED)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
         return
-    head, dim, mask = element // HEAD_SIZE, element % HEAD_SIZE, element < NUM_KV_HEADS * HEAD_SIZE
-    where = slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * slot_stride + head * head_stride + dim * dim_stride
+    head = element // HEAD_SIZE
+    dim = element % HEAD_SIZE
+    mask = element < NUM_KV_HEADS * HEAD_SIZE
+    where = (
+        slot // BLOCK_SIZE * page_stride
+        + slot % BLOCK_SIZE * slot_stride
+        + head * head_stride
+        + dim * dim_stride
+    )
     tl.store(k_cache + where, tl.load(key + token * key_stride + element, mask=mask), mask=mask)
     tl.store(v_cache + where, tl.load(value + token * value_stride + element, mask=mask), mask=mask)
 
@@ -35,17 +55,30 @@ def write_kernel(
 def reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Store `key` and `value`, both [num_tokens, num_kv_heads, head_size], in the slots of `slot_mapping`; -1 is none.
+    """Store `key` and `value`, both [num_tokens, num_kv_heads, head_size], in the slots of
+    `slot_mapping`; -1 is none.
 
     `kv_cache` is [2, num_blocks, block_size, num_kv_heads, head_size] in any memory order.
     vLLM: `attention/ops/triton_reshape_and_cache_flash.py`.
     """
     (k, v), (num_tokens, num_kv_heads, head_size) = kv_cache, key.shape
-    assert key.stride()[1:] == value.stride()[1:] == (head_size, 1), "the heads of a token must lie together"
+    assert key.stride()[1:] == value.stride()[1:] == (head_size, 1), (
+        "the heads of a token must lie together"
+    )
     write_kernel[(num_tokens,)](
-        key, value, k, v, slot_mapping, key.stride(0), value.stride(0), *k.stride(),
-        num_kv_heads, head_size, k.shape[1], triton.next_power_of_2(num_kv_heads * head_size),
-    )  # fmt: skip
+        key,
+        value,
+        k,
+        v,
+        slot_mapping,
+        key.stride(0),
+        value.stride(0),
+        *k.stride(),
+        num_kv_heads,
+        head_size,
+        k.shape[1],
+        triton.next_power_of_2(num_kv_heads * head_size),
+    )
 
 # %% ../../nbs/21a_triton_utils.ipynb #52a7965e
 INTERPRETED = tl.constexpr(not isinstance(write_kernel, triton.JITFunction))
@@ -53,9 +86,12 @@ INTERPRETED = tl.constexpr(not isinstance(write_kernel, triton.JITFunction))
 
 @triton.jit
 def dot(a, b):
-    "Matrix product in float32. Triton's interpreter would multiply the bits of bfloat16 as whole numbers."
+    """Matrix product in float32. Triton's interpreter would multiply the bits of bfloat16 as whole
+    numbers.
+    """
     if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
 
 
@@ -69,7 +105,10 @@ def no_triton(device: str) -> str | None:
     if device != "cuda" and not interpreted():
         return "Triton kernels need a GPU (or TRITON_INTERPRET=1, to run them slowly in Python)"
     if not interpreted() and (capability := torch.cuda.get_device_capability()) < (7, 5):
-        return f"this GPU has compute capability {capability[0]}.{capability[1]}, Triton needs 7.5 or more"
+        return (
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, Triton needs "
+            "7.5 or more"
+        )
     return None
 
 # %% ../../nbs/21a_triton_utils.ipynb #ab93a93c
@@ -77,11 +116,13 @@ def no_triton(device: str) -> str | None:
 def find_sequence(query_start_loc, q_block, num_seqs, BLOCK_Q: tl.constexpr):
     """The sequence that `q_block` belongs to, by binary search, and its first token in that block.
 
-    Sequence i has room for blocks from `query_start_loc[i] // BLOCK_Q + i` on: enough for its tokens, and known without
-    looking at lengths. vLLM: `find_seq_idx` in `triton_unified_attention.py`.
+    Sequence i has room for blocks from `query_start_loc[i] // BLOCK_Q + i` on: enough for its
+    tokens, and known without looking at lengths. vLLM: `find_seq_idx` in
+    `triton_unified_attention.py`.
     """
     base = tl.load(query_start_loc)
-    low, high = 0, num_seqs
+    low = 0
+    high = num_seqs
     while low < high:
         middle = (low + high) // 2
         if (tl.load(query_start_loc + middle) - base) // BLOCK_Q + middle <= q_block:
@@ -95,12 +136,21 @@ def find_sequence(query_start_loc, q_block, num_seqs, BLOCK_Q: tl.constexpr):
 # %% ../../nbs/21a_triton_utils.ipynb #c12e37d6
 @triton.jit
 def merge_splits(
-    out, partial, stats, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, NUM_SPLITS: tl.constexpr
-):  # fmt: skip
-    "Grid (tokens * heads): one row's splits, each with its own largest score, become one softmax (Flash-Decoding)."
-    row, dims = tl.program_id(0), tl.arange(0, HEAD_PADDED)
+    out,
+    partial,
+    stats,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """Grid (tokens * heads): one row's splits, each with its own largest score, become one softmax
+    (Flash-Decoding).
+    """
+    row = tl.program_id(0)
+    dims = tl.arange(0, HEAD_PADDED)
     part = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    largest, total = tl.load(stats + part * 2), tl.load(stats + part * 2 + 1)
+    largest = tl.load(stats + part * 2)
+    total = tl.load(stats + part * 2 + 1)
     weight = tl.exp2(largest - tl.max(largest, 0))
     acc = tl.load(partial + part[:, None] * HEAD_PADDED + dims[None, :])
     result = tl.sum(acc * weight[:, None], 0) / tl.sum(total * weight, 0)

@@ -25,27 +25,37 @@ class Hypothesis:
 
 # %% ../../nbs/14_beam_search.ipynb #0d8a16df
 class BeamSearch:
-    """The fork rule of one request's search: `choose` takes each beam's likeliest next tokens and says which beams go on.
+    """The fork rule of one request's search: `choose` takes each beam's likeliest next tokens and
+    says which beams go on.
 
-    The rules are those of transformers with `early_stopping=False`: of all continuations the best few are looked at; one
-    that ends is kept as a hypothesis if it is among the `beam_width` best; the best `beam_width` of the others go on.
-    It is over when none of them can be expected to become better than the worst hypothesis kept. vLLM's own takes the
-    prompt's tokens into the length as well.
+    The rules are those of transformers with `early_stopping=False`: of all continuations the best
+    few are looked at; one that ends is kept as a hypothesis if it is among the `beam_width` best;
+    the best `beam_width` of the others go on. It is over when none of them can be expected to
+    become better than the worst hypothesis kept. vLLM's own takes the prompt's tokens into the
+    length as well.
     """
 
     def __init__(self, params: BeamSearchParams, stop_token_ids: frozenset[int], max_tokens: int):
-        self.params, self.width, self.stop_token_ids, self.max_tokens = params, params.beam_width, stop_token_ids, max_tokens
-        self.num_candidates = max(2, 1 + len(stop_token_ids)) * self.width  # enough that `width` of them go on
+        self.params = params
+        self.width = params.beam_width
+        self.stop_token_ids = stop_token_ids
+        self.max_tokens = max_tokens
+        # enough that `width` of them go on
+        self.num_candidates = max(2, 1 + len(stop_token_ids)) * self.width
         self.hypotheses: list[Hypothesis] = []  # at most `width`, the best first
 
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
         "What a continuation of `num_tokens` tokens is worth: higher is better."
         return cumulative_logprob / max(1, num_tokens) ** self.params.length_penalty
 
-    def choose(self, beams: list[Sequence], tops: list[list[tuple[int, float]]]) -> list[tuple[int, int, float]]:
-        """One step: `tops[i]` are the likeliest tokens after `beams[i]` with their log-probabilities.
+    def choose(
+        self, beams: list[Sequence], tops: list[list[tuple[int, float]]]
+    ) -> list[tuple[int, int, float]]:
+        """One step: `tops[i]` are the likeliest tokens after `beams[i]` with their
+        log-probabilities.
 
-        Returns the beams that go on: (index in `beams`, its next token, the log-probability up to there); none if it is over.
+        Returns the beams that go on: (index in `beams`, its next token, the log-probability up to
+        there); none if it is over.
         """
         joined = [
             (beam.cumulative_logprob + logprob, i, token_id)
@@ -60,7 +70,11 @@ class BeamSearch:
             if not stops and num_tokens < self.max_tokens:
                 go_on.append((i, token_id, logprob))
             elif rank < self.width:
-                status = SequenceStatus.FINISHED_STOPPED if stops else SequenceStatus.FINISHED_LENGTH_CAPPED
+                status = (
+                    SequenceStatus.FINISHED_STOPPED
+                    if stops
+                    else SequenceStatus.FINISHED_LENGTH_CAPPED
+                )
                 self.keep([*beams[i].output_token_ids, token_id], logprob, status)
         return go_on[: self.width] if go_on and self._may_improve(go_on[0][2], num_tokens) else []
 
@@ -76,14 +90,22 @@ class BeamSearch:
         greedy = self.width == 1  # then the first end is the end
         return not greedy and self.score(best_logprob, num_tokens) > self.hypotheses[-1].score
 
-    def extend(self, scheduler: Scheduler, group: SequenceGroup, tokens: list[tuple[Sequence, int, float, int, list]]) -> None:
-        """A step's tokens: a beam that goes on once stays itself, one that goes on twice is forked, the others are dropped.
+    def extend(
+        self,
+        scheduler: Scheduler,
+        group: SequenceGroup,
+        tokens: list[tuple[Sequence, int, float, int, list]],
+    ) -> None:
+        """A step's tokens: a beam that goes on once stays itself, one that goes on twice is forked,
+        the others are dropped.
 
-        For each beam: it, its token, that one's log-probability and rank, and the likeliest tokens with theirs.
+        For each beam: it, its token, that one's log-probability and rank, and the likeliest tokens
+        with theirs.
         """
         beams = [seq for seq, *_ in tokens]
         chosen = self.choose(beams, [top for *_, top in tokens])
-        chosen = chosen[: group.get_max_num_running_seqs()]  # the width, less beams that the scheduler ended
+        # the width, less beams that the scheduler ended
+        chosen = chosen[: group.get_max_num_running_seqs()]
         if not chosen:
             scheduler.finish_group(group, SequenceStatus.FINISHED_STOPPED, self.outputs(group))
             return
@@ -107,8 +129,16 @@ class BeamSearch:
         "What the search found, the best first."
         return [
             EngineCoreOutput(
-                group.request_id, i, h.token_ids, h.status.value, None, h.cumulative_logprob,
-                i == len(self.hypotheses) - 1, group.num_cached_tokens, group.first_scheduled_time, group.num_preemptions,
+                group.request_id,
+                i,
+                h.token_ids,
+                h.status.value,
+                None,
+                h.cumulative_logprob,
+                i == len(self.hypotheses) - 1,
+                group.num_cached_tokens,
+                group.first_scheduled_time,
+                group.num_preemptions,
             )
             for i, h in enumerate(self.hypotheses)
-        ]  # fmt: skip
+        ]

@@ -18,25 +18,28 @@ class NoFreeBlocksError(ValueError):
 
 # %% ../../nbs/10_block_allocator.ipynb #65460f00
 class BlockAllocator:
-    """Hands out the ids 0 … num_blocks − 1, counts the references to each, and takes them back, all in constant time.
+    """Hands out the ids 0 … num_blocks − 1, counts the references to each, and takes them back, all
+    in constant time.
 
-    A block is free exactly when its reference count is 0. A free block whose content was registered under a hash is
-    cached: `get_cached_block` finds it, and `touch` takes it into use again. Free blocks are handed out in the order of
-    what is lost: first the empty ones, the one freed last before the others, then those never used, then the cached ones,
-    the least recently used first; its content is forgotten. vLLM: `core/block/prefix_caching_block.py`, and `BlockPool`
-    in V1.
+    A block is free exactly when its reference count is 0. A free block whose content was registered
+    under a hash is cached: `get_cached_block` finds it, and `touch` takes it into use again. Free
+    blocks are handed out in the order of what is lost: first the empty ones, the one freed last
+    before the others, then those never used, then the cached ones, the least recently used first;
+    its content is forgotten. vLLM: `core/block/prefix_caching_block.py`, and `BlockPool` in V1.
     """
 
     def __init__(self, num_blocks: int):
         require(num_blocks >= 0, f"num_blocks={num_blocks} must not be negative")
         self.num_blocks = num_blocks
         self.num_evictions = 0
-        # told of (kind, block id), where kind is one of "allocate", "share", "free", "cache", "evict"
+        # told of (kind, block id), where kind is one of "allocate", "share", "free", "cache",
+        # "evict"
         self.observer: Callable[[str, int], None] | None = None
         self._ref_counts = array("l", bytes(array("l").itemsize * num_blocks))
         self._num_used = 0  # blocks from here on were never handed out
         self._empty: list[int] = []  # free, handed out before, and not cached
-        self._cached: OrderedDict[int, None] = OrderedDict()  # free and cached, the least recently used first
+        # free and cached, the least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._hash_of: dict[int, bytes] = {}  # block -> the hash it is registered under
         self._block_of: dict[bytes, int] = {}
 
@@ -49,11 +52,14 @@ class BlockAllocator:
         return self._ref_counts[block_id]
 
     def allocate(self) -> int:
-        "The id of a free block, which has one reference now. Raises `NoFreeBlocksError` when there is none."
+        """The id of a free block, which has one reference now. Raises `NoFreeBlocksError` when
+        there is none.
+        """
         if self._empty:
             block_id = self._empty.pop()
         elif self._num_used < self.num_blocks:
-            block_id, self._num_used = self._num_used, self._num_used + 1
+            block_id = self._num_used
+            self._num_used = self._num_used + 1
         elif self._cached:
             block_id = self._evict()
         else:
@@ -74,7 +80,9 @@ class BlockAllocator:
     def touch(self, block_id: int) -> int:
         "One reference more to a block that is in use, or free and cached; returns the same id."
         if self._ref_counts[block_id] == 0:
-            assert block_id in self._cached, f"block {block_id} is free and holds nothing: it cannot be shared"
+            assert block_id in self._cached, (
+                f"block {block_id} is free and holds nothing: it cannot be shared"
+            )
             del self._cached[block_id]
         self._ref_counts[block_id] += 1
         if self.observer:
@@ -96,7 +104,8 @@ class BlockAllocator:
     def cache_full_block(self, block_id: int, block_hash: bytes) -> None:
         """Let a block in use be found under `block_hash`. A block has one hash at most.
 
-        If another block is registered under that hash, the new one takes its place only if the other is free.
+        If another block is registered under that hash, the new one takes its place only if the
+        other is free.
         """
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free: its content is unknown"
         if block_id in self._hash_of:
@@ -105,14 +114,18 @@ class BlockAllocator:
         if known is not None:
             if self._ref_counts[known]:
                 return
-            del self._cached[known], self._hash_of[known]  # a free copy of what is in use: as good as empty
+            # a free copy of what is in use: as good as empty
+            del self._cached[known], self._hash_of[known]
             self._empty.append(known)
-        self._block_of[block_hash], self._hash_of[block_id] = block_id, block_hash
+        self._block_of[block_hash] = block_id
+        self._hash_of[block_id] = block_hash
         if self.observer:
             self.observer("cache", block_id)
 
     def get_cached_block(self, block_hash: bytes) -> int | None:
-        "The block registered under `block_hash`, in use or free; None if there is none. `touch` adds a reference."
+        """The block registered under `block_hash`, in use or free; None if there is none. `touch`
+        adds a reference.
+        """
         return self._block_of.get(block_hash)
 
     def get_cached_blocks(self) -> list[int]:
@@ -127,13 +140,20 @@ class BlockAllocator:
         "Forget every hash. No reference changes."
         self._empty += self._cached
         self._cached.clear()
-        self._hash_of, self._block_of = {}, {}
+        self._hash_of = {}
+        self._block_of = {}
 
     def check_integrity(self) -> None:
-        "Every block is empty, cached or in use, exactly one of them: raises `AssertionError` if not. O(num_blocks)."
+        """Every block is empty, cached or in use, exactly one of them: raises `AssertionError` if
+        not. O(num_blocks).
+        """
         used = self.get_used_blocks()
         assert min(used.values(), default=1) > 0, "a reference count is negative"
         places = sorted([*self._empty, *self._cached, *used])
         assert places == list(range(self._num_used)), "a block is lost, or in two places"
-        assert {key: block for block, key in self._hash_of.items()} == self._block_of, "hashes and blocks differ"
-        assert set(self._cached) == {i for i in self._hash_of if not self._ref_counts[i]}, "free, with a hash, but not cached"
+        assert {key: block for block, key in self._hash_of.items()} == self._block_of, (
+            "hashes and blocks differ"
+        )
+        assert set(self._cached) == {i for i in self._hash_of if not self._ref_counts[i]}, (
+            "free, with a hash, but not cached"
+        )

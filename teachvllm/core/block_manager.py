@@ -25,15 +25,19 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 # %% ../../nbs/11_block_manager.ipynb #888e066e
 def hash_block_tokens(parent: bytes, token_ids: list[int]) -> bytes:
-    """The hash of a full block's content: its tokens, and through `parent`, the hash of the block before, all tokens before it.
+    """The hash of a full block's content: its tokens, and through `parent`, the hash of the block
+    before, all tokens before it.
 
-    SHA-256, so two contents with one hash do not happen, not even on purpose, and the tokens need not be compared.
+    SHA-256, so two contents with one hash do not happen, not even on purpose, and the tokens need
+    not be compared.
     """
     return sha256(parent + array("q", token_ids).tobytes()).digest()
 
 # %% ../../nbs/11_block_manager.ipynb #04360dab
 class AllocStatus(enum.Enum):
-    "Can this group get its blocks? Now, later (when other requests have finished), or never (the pool is too small)."
+    """Can this group get its blocks? Now, later (when other requests have finished), or never (the
+    pool is too small).
+    """
 
     OK = enum.auto()
     LATER = enum.auto()
@@ -41,12 +45,14 @@ class AllocStatus(enum.Enum):
 
 # %% ../../nbs/11_block_manager.ipynb #fd874f22
 class BlockSpaceManager:
-    """The block tables of all sequences, over an allocator for the GPU's blocks and one for the CPU's. Knows ids, never tensors.
+    """The block tables of all sequences, over an allocator for the GPU's blocks and one for the
+    CPU's. Knows ids, never tensors.
 
-    A table changes in three ways only: it grows at its end, a block that other sequences share is replaced by a copy before
-    it is written, and blocks behind a sliding `window` are freed. `watermark` is the fraction of the pool that
-    admitting a request leaves free, so that running sequences can grow before one is preempted. With `enable_caching`
-    full blocks are found again by their content. vLLM: `core/block_manager.py`, and `KVCacheManager` in V1.
+    A table changes in three ways only: it grows at its end, a block that other sequences share is
+    replaced by a copy before it is written, and blocks behind a sliding `window` are freed.
+    `watermark` is the fraction of the pool that admitting a request leaves free, so that running
+    sequences can grow before one is preempted. With `enable_caching` full blocks are found again by
+    their content. vLLM: `core/block_manager.py`, and `KVCacheManager` in V1.
     """
 
     def __init__(
@@ -58,12 +64,19 @@ class BlockSpaceManager:
         window: int | None = None,
         enable_caching: bool = False,
     ):
-        self.block_size, self.num_gpu_blocks, self.num_cpu_blocks = block_size, num_gpu_blocks, num_cpu_blocks
-        self.watermark_blocks, self.window, self.enable_caching = int(watermark * num_gpu_blocks), window, enable_caching
+        self.block_size = block_size
+        self.num_gpu_blocks = num_gpu_blocks
+        self.num_cpu_blocks = num_cpu_blocks
+        self.watermark_blocks = int(watermark * num_gpu_blocks)
+        self.window = window
+        self.enable_caching = enable_caching
         self.observer: Callable[[str, int, int], None] | None = None
-        self.gpu_allocator, self.cpu_allocator = BlockAllocator(num_gpu_blocks), BlockAllocator(num_cpu_blocks)
-        self.block_tables: dict[int, list[int]] = {}  # seq_id -> ids of its blocks on the GPU, in the order of its tokens
-        self.cpu_block_tables: dict[int, list[int]] = {}  # the same for sequences that are swapped out
+        self.gpu_allocator = BlockAllocator(num_gpu_blocks)
+        self.cpu_allocator = BlockAllocator(num_cpu_blocks)
+        # seq_id -> ids of its blocks on the GPU, in the order of its tokens
+        self.block_tables: dict[int, list[int]] = {}
+        # the same for sequences that are swapped out
+        self.cpu_block_tables: dict[int, list[int]] = {}
 
     # Counts
 
@@ -72,29 +85,47 @@ class BlockSpaceManager:
         return self.gpu_allocator.get_num_free_blocks()
 
     def get_block_table(self, seq: Sequence) -> list[int]:
-        "A copy of the ids of `seq`'s blocks on the GPU, in the order of its tokens; empty when it has none."
+        """A copy of the ids of `seq`'s blocks on the GPU, in the order of its tokens; empty when it
+        has none.
+        """
         return list(self.block_tables.get(seq.seq_id, ()))
 
     def num_required_blocks(self, num_tokens: int) -> int:
-        "Blocks that a sequence of `num_tokens` tokens must have at once: with a window, at most those that one token looks at."
+        """Blocks that a sequence of `num_tokens` tokens must have at once: with a window, at most
+        those that one token looks at.
+        """
         num_blocks = num_blocks_for(num_tokens, self.block_size)
-        return num_blocks if self.window is None else min(num_blocks, num_blocks_for(self.window - 1, self.block_size) + 1)
+        return (
+            num_blocks
+            if self.window is None
+            else min(num_blocks, num_blocks_for(self.window - 1, self.block_size) + 1)
+        )
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         "Blocks behind the window of the next token."
-        return 0 if self.window is None else max(0, num_computed_tokens - self.window + 1) // self.block_size
+        return (
+            0
+            if self.window is None
+            else max(0, num_computed_tokens - self.window + 1) // self.block_size
+        )
 
     # The prefix cache
 
     def get_block_hashes(self, seq: Sequence, num_tokens: int) -> list[bytes]:
-        "The hashes of the full blocks among the first `num_tokens` tokens of `seq`: each is computed once."
-        hashes, size = seq.block_hashes, self.block_size
+        """The hashes of the full blocks among the first `num_tokens` tokens of `seq`: each is
+        computed once.
+        """
+        hashes = seq.block_hashes
+        size = self.block_size
         for end in range((len(hashes) + 1) * size, num_tokens + 1, size):
-            hashes.append(hash_block_tokens(hashes[-1] if hashes else b"", seq.token_ids[end - size : end]))
+            hashes.append(
+                hash_block_tokens(hashes[-1] if hashes else b"", seq.token_ids[end - size : end])
+            )
         return hashes[: num_tokens // size]
 
     def get_computed_blocks(self, seq: Sequence) -> list[int]:
-        """The longest run of cached blocks that `seq` begins with; those behind the window as `NULL_BLOCK`.
+        """The longest run of cached blocks that `seq` begins with; those behind the window as
+        `NULL_BLOCK`.
 
         The last token is never in one: it must be computed.
         """
@@ -109,10 +140,13 @@ class BlockSpaceManager:
         return [NULL_BLOCK] * num_skipped + found[num_skipped:]
 
     def cache_full_blocks(self, seq: Sequence) -> None:
-        "Let the full blocks of `seq` be found by other requests: those whose tokens are known, and computed or about to be."
+        """Let the full blocks of `seq` be found by other requests: those whose tokens are known,
+        and computed or about to be.
+        """
         num_full = min(seq.num_computed_tokens, seq.get_len()) // self.block_size
         if self.enable_caching and num_full > seq.num_cached_blocks:
-            table, hashes = self.block_tables[seq.seq_id], self.get_block_hashes(seq, num_full * self.block_size)
+            table = self.block_tables[seq.seq_id]
+            hashes = self.get_block_hashes(seq, num_full * self.block_size)
             self._report_for(seq)
             for index in range(seq.num_cached_blocks, num_full):
                 if table[index] != NULL_BLOCK:
@@ -125,21 +159,37 @@ class BlockSpaceManager:
 
     # Admission
 
-    def num_needed_blocks(self, group: SequenceGroup, freed: Set[int] = frozenset()) -> tuple[int, int]:
-        """Blocks that the group must have, what its sequences share counted once; and how many of them it must take.
+    def num_needed_blocks(
+        self, group: SequenceGroup, freed: Set[int] = frozenset()
+    ) -> tuple[int, int]:
+        """Blocks that the group must have, what its sequences share counted once; and how many of
+        them it must take.
 
-        Those that are in use already, by requests that keep them, it need not take; the blocks `freed` are about to be free.
+        Those that are in use already, by requests that keep them, it need not take; the blocks
+        `freed` are about to be free.
         """
-        seqs, total = group.unfinished, self.num_required_blocks(group.unfinished[0].get_len())
+        seqs = group.unfinished
+        total = self.num_required_blocks(group.unfinished[0].get_len())
         if len(seqs) > 1:  # they share full blocks only: the last block of each is its own
-            num_skipped, num_tokens = self.num_skipped_blocks(seqs[0].get_len() - 1), seqs[0].get_len() - 1
-            shared = {block_hash for seq in seqs for block_hash in self.get_block_hashes(seq, num_tokens)[num_skipped:]}
+            num_skipped = self.num_skipped_blocks(seqs[0].get_len() - 1)
+            num_tokens = seqs[0].get_len() - 1
+            shared = {
+                block_hash
+                for seq in seqs
+                for block_hash in self.get_block_hashes(seq, num_tokens)[num_skipped:]
+            }
             total = len(shared) + len(seqs)
-        found = {block_id for seq in seqs for block_id in self._find_blocks(group, seq)} - {NULL_BLOCK}
+        found = {block_id for seq in seqs for block_id in self._find_blocks(group, seq)} - {
+            NULL_BLOCK
+        }
         return total, total - sum(self.gpu_allocator.ref_count(i) > 0 for i in found - freed)
 
-    def can_allocate(self, group: SequenceGroup, headroom: int = 0, freed: Set[int] = frozenset()) -> AllocStatus:
-        "Whether the group's blocks would fit with `headroom` blocks (or the watermark) left, if the blocks `freed` became free."
+    def can_allocate(
+        self, group: SequenceGroup, headroom: int = 0, freed: Set[int] = frozenset()
+    ) -> AllocStatus:
+        """Whether the group's blocks would fit with `headroom` blocks (or the watermark) left, if
+        the blocks `freed` became free.
+        """
         total, needed = self.num_needed_blocks(group, freed)
         return self._status(total, needed - len(freed), headroom)
 
@@ -152,33 +202,45 @@ class BlockSpaceManager:
         return AllocStatus.OK if ok else AllocStatus.LATER
 
     def allocate(self, group: SequenceGroup) -> None:
-        """Block tables for the group's sequences. What is found in cached blocks counts as computed (`seq.num_computed_tokens`).
+        """Block tables for the group's sequences. What is found in cached blocks counts as computed
+        (`seq.num_computed_tokens`).
 
-        Without a window a sequence gets the blocks of all its tokens now, and sequences of one group share the full blocks of
-        what they have in common: the first of them computes it. With a window, `allocate_slots` brings them chunk by chunk,
-        and `take_over_blocks` shares them.
+        Without a window a sequence gets the blocks of all its tokens now, and sequences of one
+        group share the full blocks of what they have in common: the first of them computes it. With
+        a window, `allocate_slots` brings them chunk by chunk, and `take_over_blocks` shares them.
         """
         placed: dict[bytes, int] = {}  # hash -> block of this group
         for seq in group.unfinished:
             assert seq.seq_id not in self.block_tables, f"sequence {seq.seq_id} has blocks already"
             self._report_for(seq)
-            hashes = self.get_block_hashes(seq, seq.get_len() - 1) if len(group.unfinished) > 1 else []
+            hashes = (
+                self.get_block_hashes(seq, seq.get_len() - 1) if len(group.unfinished) > 1 else []
+            )
             found = self._find_blocks(group, seq)
             while len(found) < len(hashes) and hashes[len(found)] in placed:
                 found.append(placed[hashes[len(found)]])
             self.block_tables[seq.seq_id] = found
             self._touch(found)
-            seq.num_computed_tokens, seq.num_cached_blocks = len(found) * self.block_size, len(found)
+            seq.num_computed_tokens = len(found) * self.block_size
+            seq.num_cached_blocks = len(found)
             if self.window is None:
                 self.allocate_slots(seq, seq.get_len() - seq.num_computed_tokens)
                 placed.update(zip(hashes, self.block_tables[seq.seq_id]))
 
     def _find_blocks(self, group: SequenceGroup, seq: Sequence) -> list[int]:
-        "The cached blocks that `seq` begins with. Several sequences with a window begin at one place: with none."
-        return self.get_computed_blocks(seq) if self.window is None or len(group.unfinished) == 1 else []
+        """The cached blocks that `seq` begins with. Several sequences with a window begin at one
+        place: with none.
+        """
+        return (
+            self.get_computed_blocks(seq)
+            if self.window is None or len(group.unfinished) == 1
+            else []
+        )
 
     def find_leader(self, group: SequenceGroup, seq: Sequence) -> Sequence | None:
-        "The sequence of the group, before `seq`, whose next full block is that of `seq` as well: it computes it for both."
+        """The sequence of the group, before `seq`, whose next full block is that of `seq` as well:
+        it computes it for both.
+        """
         end = (len(self.block_tables[seq.seq_id]) + 1) * self.block_size
         if seq.num_computed_tokens + self.block_size == end < seq.get_len():
             for other in group.unfinished[: group.unfinished.index(seq)]:
@@ -187,13 +249,18 @@ class BlockSpaceManager:
         return None
 
     def take_over_blocks(self, group: SequenceGroup, seq: Sequence) -> int:
-        """`seq` shares the blocks that sequences of the group before it have computed of what they have in common: how many?
+        """`seq` shares the blocks that sequences of the group before it have computed of what they
+        have in common: how many?
 
-        With a window. They must go side by side: a sequence that is far ahead has freed what those behind it would need.
+        With a window. They must go side by side: a sequence that is far ahead has freed what those
+        behind it would need.
         """
-        table, num_blocks = self.block_tables[seq.seq_id], len(self.block_tables[seq.seq_id])
+        table = self.block_tables[seq.seq_id]
+        num_blocks = len(self.block_tables[seq.seq_id])
         self._report_for(seq)
-        while (leader := self.find_leader(group, seq)) and leader.num_computed_tokens >= (len(table) + 1) * self.block_size:
+        while (leader := self.find_leader(group, seq)) and leader.num_computed_tokens >= (
+            len(table) + 1
+        ) * self.block_size:
             table.append(self.block_tables[leader.seq_id][len(table)])
             self._touch(table[-1:])
             seq.num_computed_tokens += self.block_size
@@ -209,10 +276,14 @@ class BlockSpaceManager:
     def max_new_tokens(self, seq: Sequence, headroom: int) -> int:
         "For how many more tokens `seq` could get blocks if `headroom` blocks must stay free."
         spare = max(0, self.get_num_free_gpu_blocks() - headroom)
-        return (len(self.block_tables[seq.seq_id]) + spare) * self.block_size - seq.num_computed_tokens
+        return (
+            len(self.block_tables[seq.seq_id]) + spare
+        ) * self.block_size - seq.num_computed_tokens
 
     def allocate_slots(self, seq: Sequence, num_tokens: int) -> list[int]:
-        "Room for the next `num_tokens` tokens of `seq`: the ids of the blocks that its table grew by."
+        """Room for the next `num_tokens` tokens of `seq`: the ids of the blocks that its table grew
+        by.
+        """
         table = self.block_tables[seq.seq_id]
         missing = num_blocks_for(seq.num_computed_tokens + num_tokens, self.block_size) - len(table)
         if missing <= 0:
@@ -223,24 +294,33 @@ class BlockSpaceManager:
         return new
 
     def num_missing_blocks(self, group: SequenceGroup) -> int:
-        "Blocks that it takes to write one token more for each sequence of the group: new ends, and copies of shared ones."
-        new, shared = 0, []
+        """Blocks that it takes to write one token more for each sequence of the group: new ends,
+        and copies of shared ones.
+        """
+        new = 0
+        shared = []
         for seq in group.unfinished:
-            table, index = self.block_tables[seq.seq_id], seq.num_computed_tokens // self.block_size
+            table = self.block_tables[seq.seq_id]
+            index = seq.num_computed_tokens // self.block_size
             if index == len(table):
                 new += self.find_leader(group, seq) is None
-            elif seq.num_new_tokens <= 1 and self.gpu_allocator.ref_count(table[index]) > 1:  # a prefill copies nothing
+            elif seq.num_new_tokens <= 1 and self.gpu_allocator.ref_count(table[index]) > 1:
+                # a prefill copies nothing
                 shared.append(table[index])
-        for block_id, n in Counter(shared).items():  # the last sequence that writes to a block only these share needs no copy
+        # the last sequence that writes to a block only these share needs no copy
+        for block_id, n in Counter(shared).items():
             new += n - (n == self.gpu_allocator.ref_count(block_id))
         return new
 
     def copy_on_write(self, seq: Sequence) -> tuple[int, int, int] | None:
-        """Give `seq` a block of its own for its next token if it shares the one where that token goes.
+        """Give `seq` a block of its own for its next token if it shares the one where that token
+        goes.
 
-        Returns None if there is nothing to copy, else (index in its table, the block to copy from, the block to copy to).
+        Returns None if there is nothing to copy, else (index in its table, the block to copy from,
+        the block to copy to).
         """
-        table, index = self.block_tables[seq.seq_id], seq.num_computed_tokens // self.block_size
+        table = self.block_tables[seq.seq_id]
+        index = seq.num_computed_tokens // self.block_size
         if index == len(table) or self.gpu_allocator.ref_count(shared := table[index]) == 1:
             return None
         self._report_for(seq)
@@ -269,7 +349,9 @@ class BlockSpaceManager:
     # A sequence or a failed step ends
 
     def free(self, seq: Sequence) -> None:
-        "Take back the blocks of `seq` on both devices, its last first: cached ones are evicted in that order. It may have none."
+        """Take back the blocks of `seq` on both devices, its last first: cached ones are evicted in
+        that order. It may have none.
+        """
         self._report_for(seq)
         self._free_blocks(self.block_tables.pop(seq.seq_id, []), self.gpu_allocator)
         self._free_blocks(self.cpu_block_tables.pop(seq.seq_id, []), self.cpu_allocator)
@@ -283,49 +365,70 @@ class BlockSpaceManager:
     def reset(self) -> None:
         "Forget all tables and all contents: after a failed step neither can be trusted."
         before = self.gpu_allocator
-        self.gpu_allocator, self.cpu_allocator = BlockAllocator(self.num_gpu_blocks), BlockAllocator(self.num_cpu_blocks)
-        self.gpu_allocator.num_evictions, self.gpu_allocator.observer = before.num_evictions, before.observer
-        self.block_tables, self.cpu_block_tables = {}, {}
+        self.gpu_allocator = BlockAllocator(self.num_gpu_blocks)
+        self.cpu_allocator = BlockAllocator(self.num_cpu_blocks)
+        self.gpu_allocator.num_evictions = before.num_evictions
+        self.gpu_allocator.observer = before.observer
+        self.block_tables = {}
+        self.cpu_block_tables = {}
 
     # Swapping
 
     def get_freed_blocks(self, groups: list[SequenceGroup]) -> set[int]:
         "The blocks that would become free if those of these groups were taken back."
-        tables = [self.block_tables.get(seq.seq_id, ()) for group in groups for seq in group.unfinished]
+        tables = [
+            self.block_tables.get(seq.seq_id, ()) for group in groups for seq in group.unfinished
+        ]
         held = Counter(block_id for table in tables for block_id in table if block_id != NULL_BLOCK)
-        return {block_id for block_id, n in held.items() if self.gpu_allocator.ref_count(block_id) == n}
+        return {
+            block_id for block_id, n in held.items() if self.gpu_allocator.ref_count(block_id) == n
+        }
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
         "Whether the CPU has free blocks for the group's."
-        return self._num_blocks(group, self.block_tables) <= self.cpu_allocator.get_num_free_blocks()
+        return (
+            self._num_blocks(group, self.block_tables) <= self.cpu_allocator.get_num_free_blocks()
+        )
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         "Move the group to the CPU's blocks: pairs (GPU block, CPU block) for the worker to copy."
         return self._move(group, "swap_out")
 
-    def can_swap_in(self, group: SequenceGroup, headroom: int = 0, freed: Set[int] = frozenset()) -> AllocStatus:
-        "Whether the group could come back and each of its sequences write one token, with `headroom` blocks left."
+    def can_swap_in(
+        self, group: SequenceGroup, headroom: int = 0, freed: Set[int] = frozenset()
+    ) -> AllocStatus:
+        """Whether the group could come back and each of its sequences write one token, with
+        `headroom` blocks left.
+        """
         total = self._num_blocks(group, self.cpu_block_tables)
         return self._status(total, total + len(group.unfinished) - len(freed), headroom)
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        "Move the group back to the GPU's blocks: pairs (CPU block, GPU block) for the worker to copy."
+        """Move the group back to the GPU's blocks: pairs (CPU block, GPU block) for the worker to
+        copy.
+        """
         pairs = self._move(group, "swap_in")
         for seq in group.unfinished:
             seq.num_cached_blocks = 0  # its blocks are others now
         for seq in group.unfinished:
             self.cache_full_blocks(seq)
-            if seq.num_new_tokens > 1:  # in a prefill; those after it may share blocks that it has not computed yet
+            # in a prefill; those after it may share blocks that it has not computed yet
+            if seq.num_new_tokens > 1:
                 break
         return pairs
 
     def _num_blocks(self, group: SequenceGroup, tables: dict[int, list[int]]) -> int:
-        return len({block_id for seq in group.unfinished for block_id in tables[seq.seq_id]} - {NULL_BLOCK})
+        return len(
+            {block_id for seq in group.unfinished for block_id in tables[seq.seq_id]} - {NULL_BLOCK}
+        )
 
     def _move(self, group: SequenceGroup, kind: str) -> list[tuple[int, int]]:
         "Move the group's tables to the other device; blocks that its sequences share stay shared."
-        gpu, cpu = (self.block_tables, self.gpu_allocator), (self.cpu_block_tables, self.cpu_allocator)
-        (source, source_allocator), (target, target_allocator) = (gpu, cpu) if kind == "swap_out" else (cpu, gpu)
+        gpu = (self.block_tables, self.gpu_allocator)
+        cpu = (self.cpu_block_tables, self.cpu_allocator)
+        (source, source_allocator), (target, target_allocator) = (
+            (gpu, cpu) if kind == "swap_out" else (cpu, gpu)
+        )
         moved: dict[int, int] = {}
         for seq in group.unfinished:
             self._report_for(seq)
@@ -345,7 +448,8 @@ class BlockSpaceManager:
 
     def set_observer(self, observer: Callable[[str, int, int], None] | None) -> None:
         "Report every change of a GPU block as (kind, block id, seq_id) from now on; None: no more."
-        self.observer, self._reported_seq_id = observer, -1
+        self.observer = observer
+        self._reported_seq_id = -1
         self.gpu_allocator.observer = self._report if observer else None
 
     def _report_for(self, seq: Sequence) -> None:
@@ -356,9 +460,16 @@ class BlockSpaceManager:
             self.observer(kind, block_id, self._reported_seq_id)
 
     def check_integrity(self) -> None:
-        "Every reference to a block is in exactly one block table entry: raises `AssertionError` if not."
-        for allocator, tables in ((self.gpu_allocator, self.block_tables), (self.cpu_allocator, self.cpu_block_tables)):
+        """Every reference to a block is in exactly one block table entry: raises `AssertionError`
+        if not.
+        """
+        for allocator, tables in (
+            (self.gpu_allocator, self.block_tables),
+            (self.cpu_allocator, self.cpu_block_tables),
+        ):
             allocator.check_integrity()
             counts = Counter(i for table in tables.values() for i in table if i != NULL_BLOCK)
             assert counts == allocator.get_used_blocks(), "block tables and reference counts differ"
-        assert not set(self.block_tables) & set(self.cpu_block_tables), "a sequence has blocks on both devices"
+        assert not set(self.block_tables) & set(self.cpu_block_tables), (
+            "a sequence has blocks on both devices"
+        )

@@ -15,18 +15,23 @@ from ..sequence import Sequence, SequenceGroup
 
 # %% ../../nbs/13_scheduler_extensions.ipynb #1a2051bc
 class Swapping:
-    """Preempted requests keep what was computed for them: their blocks are copied to the CPU, and back.
+    """Preempted requests keep what was computed for them: their blocks are copied to the CPU, and
+    back.
 
-    `mode` is `preemption_mode`: "swap", "recompute", or None: swap only a request that would come back with
-    more blocks than it has now, that is, one of several sequences, or with a window (Kwon et al. 2023, section 4.5).
+    `mode` is `preemption_mode`: "swap", "recompute", or None: swap only a request that would come
+    back with more blocks than it has now, that is, one of several sequences, or with a window (Kwon
+    et al. 2023, section 4.5).
     """
 
     def __init__(self, block_manager: BlockSpaceManager, mode: str | None = None):
-        self.block_manager, self.mode = block_manager, mode
+        self.block_manager = block_manager
+        self.mode = mode
         self.num_blocks_out = self.num_blocks_in = 0
 
     def swap_out(self, group: SequenceGroup, out: SchedulerOutput) -> bool:
-        "Order the group's blocks to be copied to the CPU; False if it shall be computed again instead."
+        """Order the group's blocks to be copied to the CPU; False if it shall be computed again
+        instead.
+        """
         larger = len(group.unfinished) > 1 or self.block_manager.window is not None
         wanted = self.mode == "swap" or (self.mode is None and larger)
         computed = any(seq.num_computed_tokens for seq in group.unfinished)
@@ -45,15 +50,28 @@ class Swapping:
 
 # %% ../../nbs/13_scheduler_extensions.ipynb #4a0322f2
 class ParallelSampling:
-    "The fork rule of n samples: the prompt's first step drew n tokens, and the request goes on as n sequences, one from each."
+    """The fork rule of n samples: the prompt's first step drew n tokens, and the request goes on as
+    n sequences, one from each.
+    """
 
-    def extend(self, scheduler: Scheduler, group: SequenceGroup, tokens: list[tuple[Sequence, int, float, int, list]]) -> None:
-        "`tokens` are (sequence, token id, log-probability, rank, likeliest tokens): all of the one sequence that there is."
-        group.fork_rule, group.num_samples = None, 1  # from now on each sequence gets its own token
+    def extend(
+        self,
+        scheduler: Scheduler,
+        group: SequenceGroup,
+        tokens: list[tuple[Sequence, int, float, int, list]],
+    ) -> None:
+        """`tokens` are (sequence, token id, log-probability, rank, likeliest tokens): all of the
+        one sequence that there is.
+        """
+        # from now on each sequence gets its own token
+        group.fork_rule = None
+        group.num_samples = 1
         parent = tokens[0][0]
         seqs = [parent, *(scheduler.fork_seq(group, parent) for _ in tokens[1:])]
         for seq, (_, token_id, logprob, rank, top) in zip(seqs, tokens, strict=True):
-            scheduler.append_token(group, seq, token_id, (logprob, rank, top), sampled=seq is parent)
+            scheduler.append_token(
+                group, seq, token_id, (logprob, rank, top), sampled=seq is parent
+            )
 
     def seq_ended(self, scheduler: Scheduler, group: SequenceGroup, seq: Sequence) -> None:
         "The pool is too small even for its prompt: it ends without output."
@@ -61,7 +79,8 @@ class ParallelSampling:
 
 # %% ../../nbs/13_scheduler_extensions.ipynb #86e5b5f0
 class LookAhead:
-    """Decides whether a step can be scheduled while the one before it runs, its tokens not known yet.
+    """Decides whether a step can be scheduled while the one before it runs, its tokens not known
+    yet.
 
     vLLM V1: `v1/core/sched/async_scheduler.py`.
     """
@@ -74,36 +93,55 @@ class LookAhead:
         for seq_id in out.num_scheduled_tokens:
             if seq_id in self.scheduler.seqs:
                 seq = self.scheduler.seqs[seq_id][1]
-                seq.num_output_placeholders += seq.num_new_tokens == 0  # it computes all its tokens, so it samples one
+                # it computes all its tokens, so it samples one
+                seq.num_output_placeholders += seq.num_new_tokens == 0
 
     def can_run_ahead(self) -> bool:
         """Whether the next step would be decided now as it would be when the tokens are known.
 
-        It is if it has something to compute, if no request must know its tokens to go on (to be forked), and if no
-        request has to be preempted.
+        It is if it has something to compute, if no request must know its tokens to go on (to be
+        forked), and if no request has to be preempted.
         """
-        scheduler, manager = self.scheduler, self.scheduler.block_manager
-        first, num_live, has_work = scheduler.next_group(), 0, False
+        scheduler = self.scheduler
+        manager = self.scheduler.block_manager
+        first = scheduler.next_group()
+        num_live = 0
+        has_work = False
         for group in scheduler.running:
             num_live += len(group.unfinished)
             for seq in group.unfinished:
                 if seq.num_output_placeholders and group.fork_rule is not None:
                     return False
                 has_work = has_work or not seq.is_full
-        if not has_work or (first and scheduler.policy.may_preempt(first, scheduler.running.last())):
+        if not has_work or (
+            first and scheduler.policy.may_preempt(first, scheduler.running.last())
+        ):
             return False
         free = manager.get_num_free_gpu_blocks()
         return free >= num_live or sum(map(manager.num_missing_blocks, scheduler.running)) <= free
 
 # %% ../../nbs/13_scheduler_extensions.ipynb #5d26fd97
 def make_scheduler(
-    config: VllmConfig, num_gpu_blocks: int, num_cpu_blocks: int = 0, window: int | None = None, virtual_engine: int = 0
+    config: VllmConfig,
+    num_gpu_blocks: int,
+    num_cpu_blocks: int = 0,
+    window: int | None = None,
+    virtual_engine: int = 0,
 ) -> Any:
-    "The scheduler that `scheduler_cls` names, over a block manager for these pools; with CPU blocks it can swap."
-    cache, scheduler = config.cache_config, config.scheduler_config
+    """The scheduler that `scheduler_cls` names, over a block manager for these pools; with CPU
+    blocks it can swap.
+    """
+    cache = config.cache_config
+    scheduler = config.scheduler_config
     manager = BlockSpaceManager(
-        cache.block_size, num_gpu_blocks, num_cpu_blocks, window=window, enable_caching=cache.enable_prefix_caching
+        cache.block_size,
+        num_gpu_blocks,
+        num_cpu_blocks,
+        window=window,
+        enable_caching=cache.enable_prefix_caching,
     )
     swapping = Swapping(manager, scheduler.preemption_mode) if num_cpu_blocks else None
     stages = config.parallel_config.pipeline_parallel_size
-    return resolve_class(scheduler.scheduler_cls)(scheduler, manager, swapping, virtual_engine, stages)
+    return resolve_class(scheduler.scheduler_cls)(
+        scheduler, manager, swapping, virtual_engine, stages
+    )

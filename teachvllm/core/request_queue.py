@@ -14,10 +14,11 @@ from ..sequence import SequenceGroup
 
 # %% ../../nbs/11a_request_queue.ipynb #5ae1d1a8
 class FCFSPolicy:
-    """First come, first served. A policy is this class, or a subclass, and `scheduling_policy` names it.
+    """First come, first served. A policy is this class, or a subclass, and `scheduling_policy`
+    names it.
 
-    Requests are admitted in the order of `key`, which must not change while a request lives, and preempted in the
-    opposite order.
+    Requests are admitted in the order of `key`, which must not change while a request lives, and
+    preempted in the opposite order.
     """
 
     def key(self, group: SequenceGroup) -> tuple:
@@ -48,7 +49,9 @@ def make_policy(policy: str | type) -> FCFSPolicy:
 
 # %% ../../nbs/11a_request_queue.ipynb #a3c3b703
 class RequestQueue:
-    "Sequence groups in the order of a policy. vLLM V1: `RequestQueue` in `v1/core/sched/request_queue.py`."
+    """Sequence groups in the order of a policy. vLLM V1: `RequestQueue` in
+    `v1/core/sched/request_queue.py`.
+    """
 
     def __init__(self, policy: FCFSPolicy):
         self.policy = policy

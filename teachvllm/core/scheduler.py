@@ -48,7 +48,8 @@ class NewSequenceData:
     seed: int
     num_samples: int = 1  # how many first tokens to draw: n, before the sequence is forked
     num_logprobs: int | None = None  # see `SequenceGroup`
-    prompt_logprobs_from: int | None = None  # the first token of the prompt to give log-probabilities for; None: for none
+    # the first token of the prompt to give log-probabilities for; None: for none
+    prompt_logprobs_from: int | None = None
 
 # %% ../../nbs/12_scheduler.ipynb #933702f8
 @dataclass
@@ -62,24 +63,33 @@ class ForkedSequenceData:
 # %% ../../nbs/12_scheduler.ipynb #16c45aec
 @dataclass
 class SchedulerOutput:
-    """One step's orders to the workers: what changed since the last step, nothing that they know already.
+    """One step's orders to the workers: what changed since the last step, nothing that they know
+    already.
 
-    Carried out in the order of the fields. Small and picklable, so that it can travel to other processes. vLLM:
-    `SchedulerOutput` in `v1/core/sched/output.py`.
+    Carried out in the order of the fields. Small and picklable, so that it can travel to other
+    processes. vLLM: `SchedulerOutput` in `v1/core/sched/output.py`.
     """
 
-    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)  # (GPU block, CPU block)
+    # (GPU block, CPU block)
+    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)  # (CPU block, GPU block)
-    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)  # (from, to), both on the GPU
+    # (from, to), both on the GPU
+    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     forked_seqs: list[ForkedSequenceData] = field(default_factory=list)
-    new_token_ids: dict[int, int] = field(default_factory=dict)  # seq_id -> its last token, not the one that was sampled
-    finished_seq_ids: list[int] = field(default_factory=list)  # finished, aborted or preempted: to be forgotten
+    # seq_id -> its last token, not the one that was sampled
+    new_token_ids: dict[int, int] = field(default_factory=dict)
+    # finished, aborted or preempted: to be forgotten
+    finished_seq_ids: list[int] = field(default_factory=list)
     new_seqs: list[NewSequenceData] = field(default_factory=list)
-    new_block_ids: dict[int, list[int]] = field(default_factory=dict)  # seq_id -> ids to append to its block table
-    copied_block_ids: dict[int, tuple[int, int]] = field(default_factory=dict)  # seq_id -> (index, the copy's id)
-    num_scheduled_tokens: dict[int, int] = field(default_factory=dict)  # seq_id -> tokens to compute, in batch order
+    # seq_id -> ids to append to its block table
+    new_block_ids: dict[int, list[int]] = field(default_factory=dict)
+    # seq_id -> (index, the copy's id)
+    copied_block_ids: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # seq_id -> tokens to compute, in batch order
+    num_scheduled_tokens: dict[int, int] = field(default_factory=dict)
     preempted_request_ids: list[str] = field(default_factory=list)
-    virtual_engine: int = 0  # in a pipeline, the batch that this is: each has a scheduler, and a cache in every worker
+    # in a pipeline, the batch that this is: each has a scheduler, and a cache in every worker
+    virtual_engine: int = 0
     timed: bool = False  # measure when the device begins and ends the step
 
     @property
@@ -102,17 +112,30 @@ class SampledTokens(Protocol):
 class ForkRule(Protocol):
     "How a request of several sequences goes on: see `SequenceGroup.fork_rule`."
 
-    def extend(self, scheduler: "Scheduler", group: SequenceGroup, tokens: list[tuple[Sequence, int, float, int, list]]) -> None:
-        "A step's tokens of the group: (sequence, token id, log-probability, rank, likeliest tokens)."
+    def extend(
+        self,
+        scheduler: "Scheduler",
+        group: SequenceGroup,
+        tokens: list[tuple[Sequence, int, float, int, list]],
+    ) -> None:
+        """A step's tokens of the group: (sequence, token id, log-probability, rank, likeliest
+        tokens).
+        """
 
     def seq_ended(self, scheduler: "Scheduler", group: SequenceGroup, seq: Sequence) -> None:
         "The scheduler ended `seq` because the pool is full."
 
 # %% ../../nbs/12_scheduler.ipynb #a2d2c387
 def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
-    "The status that `seq` ends with after its newest token, or None: it goes on. Sets `seq.stop_reason`."
-    token_id, params = seq.token_ids[-1], group.sampling_params
-    if token_id in group.stop_token_ids and seq.get_len() - seq.num_prompt_tokens > params.min_tokens:
+    """The status that `seq` ends with after its newest token, or None: it goes on. Sets
+    `seq.stop_reason`.
+    """
+    token_id = seq.token_ids[-1]
+    params = group.sampling_params
+    if (
+        token_id in group.stop_token_ids
+        and seq.get_len() - seq.num_prompt_tokens > params.min_tokens
+    ):
         seq.stop_reason = token_id if token_id in params.stop_token_ids else None
         return SequenceStatus.FINISHED_STOPPED
     if seq.max_len is not None and seq.get_len() >= seq.max_len:
@@ -123,16 +146,17 @@ def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
 class Scheduler:
     """Continuous batching with chunked prefill, over paged blocks.
 
-    A step's `max_num_batched_tokens` go first to sequences that decode (one token each), then, in the order of the policy,
-    to prompts already begun and to requests that are admitted now: waiting ones, and swapped ones that come back. So a
-    sequence that decodes gets a token in every step unless its request is preempted, however long the prompts are that arrive
-    meanwhile. No request overtakes: one is admitted when all the sequences that it will have can run, and its blocks are
-    free; until then no request behind it is. When the blocks run out, the request that comes last by the policy is
-    preempted; the first never is, so at least one request makes progress.
+    A step's `max_num_batched_tokens` go first to sequences that decode (one token each), then, in
+    the order of the policy, to prompts already begun and to requests that are admitted now: waiting
+    ones, and swapped ones that come back. So a sequence that decodes gets a token in every step
+    unless its request is preempted, however long the prompts are that arrive meanwhile. No request
+    overtakes: one is admitted when all the sequences that it will have can run, and its blocks are
+    free; until then no request behind it is. When the blocks run out, the request that comes last
+    by the policy is preempted; the first never is, so at least one request makes progress.
 
-    The queues own the groups, the block manager owns the blocks. `swapping` (see `core.extensions`) keeps preempted
-    requests in the CPU's blocks; without it they are computed again. vLLM: `core/scheduler.py`; the order is that of its
-    chunked prefill, and of V1.
+    The queues own the groups, the block manager owns the blocks. `swapping` (see `core.extensions`)
+    keeps preempted requests in the CPU's blocks; without it they are computed again. vLLM:
+    `core/scheduler.py`; the order is that of its chunked prefill, and of V1.
     """
 
     def __init__(
@@ -143,15 +167,23 @@ class Scheduler:
         virtual_engine: int = 0,  # of a pipeline of
         num_virtual_engines: int = 1,  # so many stages
     ):
-        self.config, self.block_manager, self.swapping = config, block_manager, swapping
-        self.virtual_engine, self.num_virtual_engines = virtual_engine, num_virtual_engines
+        self.config = config
+        self.block_manager = block_manager
+        self.swapping = swapping
+        self.virtual_engine = virtual_engine
+        self.num_virtual_engines = num_virtual_engines
         self.policy = make_policy(config.policy)
         self.waiting, self.running, self.swapped = (RequestQueue(self.policy) for _ in range(3))
-        self.groups: dict[str, SequenceGroup] = {}  # by request_id, from arrival until the end is reported
-        self.seqs: dict[int, tuple[SequenceGroup, Sequence]] = {}  # by seq_id, from arrival to the end
-        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)  # each gets a token in every step
-        self._seq_ids, self._arrivals = count(virtual_engine, num_virtual_engines), count()
-        self._next = SchedulerOutput(virtual_engine=virtual_engine)  # what the next step tells the workers, as far as known
+        # by request_id, from arrival until the end is reported
+        self.groups: dict[str, SequenceGroup] = {}
+        # by seq_id, from arrival to the end
+        self.seqs: dict[int, tuple[SequenceGroup, Sequence]] = {}
+        # each gets a token in every step
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._seq_ids = count(virtual_engine, num_virtual_engines)
+        self._arrivals = count()
+        # what the next step tells the workers, as far as known
+        self._next = SchedulerOutput(virtual_engine=virtual_engine)
         self.outputs: list[EngineCoreOutput] = []  # that `update_from_output` returns
         self.peak_gpu_blocks_used = self.num_preemptions = self.num_cow_copies = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
@@ -173,20 +205,27 @@ class Scheduler:
 
     def check_fits(self, group: SequenceGroup) -> None:
         "Raise `ValueError` if the request can never run."
-        manager, num_seqs, num_tokens = self.block_manager, group.num_seqs, group.first_seq.get_len()
-        pool, size = manager.num_gpu_blocks, manager.block_size
+        manager = self.block_manager
+        num_seqs = group.num_seqs
+        num_tokens = group.first_seq.get_len()
+        pool = manager.num_gpu_blocks
+        size = manager.block_size
         require(
             num_seqs <= self.max_num_seqs,
-            f"{num_seqs} sequences (n, best_of or beam_width) are more than the {self.max_num_seqs} that may run at once: raise "
+            f"{num_seqs} sequences (n, best_of or beam_width) are more than the "
+            f"{self.max_num_seqs} that may run at once: raise "
             "max_num_seqs and max_num_batched_tokens",
         )
-        needed, what = manager.num_required_blocks(num_tokens), f"prompt of {num_tokens} tokens"
-        if num_seqs > 1 and group.sampling_params.max_tokens != 1:  # they share its full blocks, and each has one more
+        needed = manager.num_required_blocks(num_tokens)
+        what = f"prompt of {num_tokens} tokens"
+        # they share its full blocks, and each has one more
+        if num_seqs > 1 and group.sampling_params.max_tokens != 1:
             needed = num_tokens // size - manager.num_skipped_blocks(num_tokens) + num_seqs
             what += f", shared by {num_seqs} sequences (n, best_of or beam_width),"
         require(
             needed <= pool,
-            f"{what} needs {needed} blocks of {size}, the pool has {pool}: raise gpu_memory_utilization, kv_cache_memory_bytes "
+            f"{what} needs {needed} blocks of {size}, the pool has {pool}: raise "
+            "gpu_memory_utilization, kv_cache_memory_bytes "
             "or num_gpu_blocks_override, or shorten the prompt",
         )
 
@@ -198,17 +237,22 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         "Decide the next step and take the blocks for it. Its tokens count as computed from now on."
-        out, budget, manager = self._next, SchedulingBudget(self.config.max_num_batched_tokens), self.block_manager
+        out = self._next
+        budget = SchedulingBudget(self.config.max_num_batched_tokens)
+        manager = self.block_manager
         self._preempt_lower_priority(out)
         num_preempted = len(out.preempted_request_ids)
         prefills = self._schedule_running(out, budget)
-        if len(out.preempted_request_ids) == num_preempted and (self.waiting or self.swapped):  # else none is admitted
+        # else none is admitted
+        if len(out.preempted_request_ids) == num_preempted and (self.waiting or self.swapped):
             budget.num_seqs = self._num_free_seqs(self.running)
         for group in prefills:
             self._schedule_waiting(out, budget, before=group)
             self._schedule_prefill(group, out, budget)
         self._schedule_waiting(out, budget)
-        self.peak_gpu_blocks_used = max(self.peak_gpu_blocks_used, manager.num_gpu_blocks - manager.get_num_free_gpu_blocks())
+        self.peak_gpu_blocks_used = max(
+            self.peak_gpu_blocks_used, manager.num_gpu_blocks - manager.get_num_free_gpu_blocks()
+        )
         if manager.window is not None:
             for group in self.running:
                 for seq in group.unfinished:
@@ -216,13 +260,23 @@ class Scheduler:
         self._next = SchedulerOutput(virtual_engine=self.virtual_engine)
         return out
 
-    def _schedule_running(self, out: SchedulerOutput, budget: SchedulingBudget) -> list[SequenceGroup]:
-        "A token for each sequence that decodes, in the order of the policy. Returns the groups with more to compute first."
-        prefills, i, running, manager = [], 0, self.running, self.block_manager
-        free, num_promised = manager.get_num_free_gpu_blocks(), 0  # promised to `prefills`
+    def _schedule_running(
+        self, out: SchedulerOutput, budget: SchedulingBudget
+    ) -> list[SequenceGroup]:
+        """A token for each sequence that decodes, in the order of the policy. Returns the groups
+        with more to compute first.
+        """
+        prefills = []
+        i = 0
+        running = self.running
+        manager = self.block_manager
+        # promised to `prefills`
+        free = manager.get_num_free_gpu_blocks()
+        num_promised = 0
         while i < len(running):
             group = running[i]
-            free -= len(group.unfinished)  # at most: a sequence needs a block for every `block_size` tokens only
+            # at most: a sequence needs a block for every `block_size` tokens only
+            free -= len(group.unfinished)
             if free < 0:
                 if not self._preempt_until_fits(group, num_promised, out):
                     continue  # the group was preempted, or has ended
@@ -235,7 +289,9 @@ class Scheduler:
                 self._schedule_decode(group, out, budget)
         return prefills
 
-    def _schedule_decode(self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget) -> None:
+    def _schedule_decode(
+        self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget
+    ) -> None:
         "A token for each sequence; one that writes to a block that others share gets a copy first."
         for seq in group.unfinished:
             if seq.num_output_placeholders and seq.is_full:
@@ -247,11 +303,14 @@ class Scheduler:
                 self.num_cow_copies += 1
             self._schedule_tokens(seq, budget.take(1), out)
 
-    def _schedule_prefill(self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget) -> None:
-        """The tokens that the group's sequences lack, as many as the budget allows, one sequence after the other.
+    def _schedule_prefill(
+        self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget
+    ) -> None:
+        """The tokens that the group's sequences lack, as many as the budget allows, one sequence
+        after the other.
 
-        So each computes what the sequences after it share. Several decode in lockstep: each stops before its last token
-        until all are there.
+        So each computes what the sequences after it share. Several decode in lockstep: each stops
+        before its last token until all are there.
         """
         if self.block_manager.window is not None:
             self._schedule_chunk(group, out, budget)
@@ -262,19 +321,30 @@ class Scheduler:
             if seq.num_new_tokens > held_back:
                 return
 
-    def _schedule_chunk(self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget) -> None:
-        """With a window: tokens for which there are blocks, too. Several sequences go side by side, up to the same place.
+    def _schedule_chunk(
+        self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget
+    ) -> None:
+        """With a window: tokens for which there are blocks, too. Several sequences go side by side,
+        up to the same place.
 
-        So they never hold more than when they wrote these tokens: once what they have in common, and only what the window sees.
+        So they never hold more than when they wrote these tokens: once what they have in common,
+        and only what the window sees.
         """
-        manager, seqs, size = self.block_manager, group.unfinished, self.block_manager.block_size
-        headroom = sum(len(other.unfinished) for other in self.running) - len(seqs)  # a block for each other sequence
+        manager = self.block_manager
+        seqs = group.unfinished
+        size = self.block_manager.block_size
+        # a block for each other sequence
+        headroom = sum(len(other.unfinished) for other in self.running) - len(seqs)
         if group is self.running[0]:  # it makes progress whatever the others need
             headroom = min(headroom, max(0, manager.get_num_free_gpu_blocks() - len(seqs)))
         spare = max(0, manager.get_num_free_gpu_blocks() - headroom) // len(seqs)
-        begin = min(seq.num_computed_tokens for seq in seqs if manager.find_leader(group, seq) is None)
+        begin = min(
+            seq.num_computed_tokens for seq in seqs if manager.find_leader(group, seq) is None
+        )
         last = seqs[0].get_len() - (len(seqs) > 1)
-        end = min(last, begin + min(-begin % size + spare * size or size, budget.num_tokens // len(seqs)))
+        end = min(
+            last, begin + min(-begin % size + spare * size or size, budget.num_tokens // len(seqs))
+        )
         for seq in seqs:
             if manager.take_over_blocks(group, seq):  # the workers hear of it as of a new one
                 out.finished_seq_ids.append(seq.seq_id)
@@ -289,7 +359,8 @@ class Scheduler:
         "The step computes the next `num_tokens` tokens of `seq`."
         if num_tokens == 0:
             return
-        manager, size = self.block_manager, self.block_manager.block_size
+        manager = self.block_manager
+        size = self.block_manager.block_size
         before = seq.num_computed_tokens
         if num_tokens > 1 or before % size == 0:
             new = manager.allocate_slots(seq, num_tokens)
@@ -308,13 +379,17 @@ class Scheduler:
         return min(heads, key=self.policy.key, default=None)
 
     def _num_free_seqs(self, running: Iterable[SequenceGroup]) -> int:
-        "How many more sequences may run beside `running`, each with all the sequences that it will have."
+        """How many more sequences may run beside `running`, each with all the sequences that it
+        will have.
+        """
         return self.max_num_seqs - sum(group.get_max_num_running_seqs() for group in running)
 
     def _schedule_waiting(
         self, out: SchedulerOutput, budget: SchedulingBudget, before: SequenceGroup | None = None
     ) -> None:
-        "Admit requests while tokens, sequences and blocks last; with `before`, those that come before it by the policy."
+        """Admit requests while tokens, sequences and blocks last; with `before`, those that come
+        before it by the policy.
+        """
         while budget.num_tokens > 0 and budget.num_seqs > 0 and (group := self.next_group()):
             if before is not None and self.policy.key(group) >= self.policy.key(before):
                 return
@@ -323,7 +398,11 @@ class Scheduler:
                 self._finish_last_seq(group)
                 continue
             num_seqs = group.get_max_num_running_seqs()
-            if num_seqs > budget.num_seqs or status is AllocStatus.LATER or not self._has_tokens(group, out, budget):
+            if (
+                num_seqs > budget.num_seqs
+                or status is AllocStatus.LATER
+                or not self._has_tokens(group, out, budget)
+            ):
                 return
             budget.num_seqs -= num_seqs
             self._admit(group, out, budget)
@@ -331,24 +410,35 @@ class Scheduler:
     def _can_admit(self, group: SequenceGroup, freed: Set[int] = frozenset()) -> AllocStatus:
         """Whether the group's blocks are there, or would be if the blocks `freed` became free.
 
-        One that was preempted leaves a block to each running sequence: else it would soon be preempted again.
+        One that was preempted leaves a block to each running sequence: else it would soon be
+        preempted again.
         """
-        headroom = sum(len(other.unfinished) for other in self.running) if group.num_preemptions else 0
+        headroom = (
+            sum(len(other.unfinished) for other in self.running) if group.num_preemptions else 0
+        )
         swapped = group.status is SequenceStatus.SWAPPED
         can = self.block_manager.can_swap_in if swapped else self.block_manager.can_allocate
         return can(group, headroom, freed)
 
-    def _has_tokens(self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget) -> bool:
+    def _has_tokens(
+        self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget
+    ) -> bool:
         "Whether this step can compute what it must of the group, if not all."
-        if group.status is SequenceStatus.SWAPPED:  # it decodes in lockstep; and copies in and out must not cross
+        # it decodes in lockstep; and copies in and out must not cross
+        if group.status is SequenceStatus.SWAPPED:
             return len(group.unfinished) <= budget.num_tokens and not out.blocks_to_swap_out
         if self.config.enable_chunked_prefill:
             return True
-        num_cached = len(self.block_manager.get_computed_blocks(group.unfinished[0])) * self.block_manager.block_size
+        num_cached = (
+            len(self.block_manager.get_computed_blocks(group.unfinished[0]))
+            * self.block_manager.block_size
+        )
         return group.unfinished[0].num_new_tokens - num_cached <= budget.num_tokens
 
     def _admit(self, group: SequenceGroup, out: SchedulerOutput, budget: SchedulingBudget) -> None:
-        "The group runs from now on: it gets its blocks, the workers are told of it, and it computes what the budget allows."
+        """The group runs from now on: it gets its blocks, the workers are told of it, and it
+        computes what the budget allows.
+        """
         if group.status is SequenceStatus.SWAPPED:
             self.swapped.remove(group)
             self.swapping.swap_in(group, out)
@@ -357,7 +447,8 @@ class Scheduler:
             self.block_manager.allocate(group)
         group.set_status(SequenceStatus.RUNNING)
         self.running.add(group)
-        if group.num_cached_tokens is None:  # the first time: what is computed again after a preemption is no hit
+        # the first time: what is computed again after a preemption is no hit
+        if group.num_cached_tokens is None:
             group.num_cached_tokens = group.first_seq.num_computed_tokens
             group.first_scheduled_time = time.monotonic()
             if self.block_manager.enable_caching:
@@ -365,13 +456,19 @@ class Scheduler:
                 self.prefix_cache_hits += group.num_cached_tokens
         for seq in group.unfinished:
             self._announce(group, seq, out)
-        fits = self.block_manager.num_missing_blocks(group) <= self.block_manager.get_num_free_gpu_blocks()
+        fits = (
+            self.block_manager.num_missing_blocks(group)
+            <= self.block_manager.get_num_free_gpu_blocks()
+        )
         if any(seq.num_new_tokens > 1 for seq in group.unfinished):
             if self.block_manager.window is None or len(group.unfinished) == 1:
                 self._schedule_prefill(group, out, budget)
-            else:  # in this step it is new, in the next ones sequences may be announced again: see `_schedule_chunk`
+            else:
+                # in this step it is new, in the next ones sequences may be announced again: see
+                # `_schedule_chunk`
                 budget.num_seqs = 0
-        elif fits and len(group.unfinished) <= budget.num_tokens:  # else all of them decode in the next step
+        elif fits and len(group.unfinished) <= budget.num_tokens:
+            # else all of them decode in the next step
             self._schedule_decode(group, out, budget)
 
     def _announce(self, group: SequenceGroup, seq: Sequence, out: SchedulerOutput) -> None:
@@ -379,18 +476,33 @@ class Scheduler:
         scored = None if group.prompt_logprobs is None else 1 + len(group.prompt_logprobs)
         out.new_seqs.append(
             NewSequenceData(
-                seq.seq_id, list(seq.token_ids), seq.num_prompt_tokens, seq.num_computed_tokens,
-                self.block_manager.get_block_table(seq), group.sampling_params, sorted(group.stop_token_ids), seq.seed,
-                group.num_samples, group.num_logprobs, scored,
+                seq.seq_id,
+                list(seq.token_ids),
+                seq.num_prompt_tokens,
+                seq.num_computed_tokens,
+                self.block_manager.get_block_table(seq),
+                group.sampling_params,
+                sorted(group.stop_token_ids),
+                seq.seed,
+                group.num_samples,
+                group.num_logprobs,
+                scored,
             )
-        )  # fmt: skip
+        )
 
     # Requests are preempted
 
-    def _preempt_until_fits(self, group: SequenceGroup, num_promised: int, out: SchedulerOutput) -> bool:
-        "Preempt the last request until each sequence of `group` can write a token; False if that was `group` itself."
+    def _preempt_until_fits(
+        self, group: SequenceGroup, num_promised: int, out: SchedulerOutput
+    ) -> bool:
+        """Preempt the last request until each sequence of `group` can write a token; False if that
+        was `group` itself.
+        """
         manager = self.block_manager
-        while group.unfinished and manager.num_missing_blocks(group) > manager.get_num_free_gpu_blocks() - num_promised:
+        while (
+            group.unfinished
+            and manager.num_missing_blocks(group) > manager.get_num_free_gpu_blocks() - num_promised
+        ):
             if self.running.last() is not group:
                 self._preempt(self.running.last(), out)
             elif len(self.running) > 1:
@@ -417,32 +529,55 @@ class Scheduler:
         self.waiting.add(group)
 
     def _preempt_lower_priority(self, out: SchedulerOutput) -> None:
-        "Where the policy allows it, preempt the last running requests for one that waits, if that makes it fit."
-        group, key = self.next_group(), self.policy.key
-        if group is None or not self.running or not self.policy.may_preempt(group, self.running.last()):
+        """Where the policy allows it, preempt the last running requests for one that waits, if that
+        makes it fit.
+        """
+        group = self.next_group()
+        key = self.policy.key
+        if (
+            group is None
+            or not self.running
+            or not self.policy.may_preempt(group, self.running.last())
+        ):
             return
-        lower = [g for g in self.running if key(group) < key(g) and self.policy.may_preempt(group, g)]
+        lower = [
+            g for g in self.running if key(group) < key(g) and self.policy.may_preempt(group, g)
+        ]
         others = [g for g in self.running if g not in lower]
-        num_seqs, freed = group.get_max_num_running_seqs(), self.block_manager.get_freed_blocks(lower)
-        if others and (self._num_free_seqs(others) < num_seqs or self._can_admit(group, freed) is not AllocStatus.OK):
+        num_seqs = group.get_max_num_running_seqs()
+        freed = self.block_manager.get_freed_blocks(lower)
+        if others and (
+            self._num_free_seqs(others) < num_seqs
+            or self._can_admit(group, freed) is not AllocStatus.OK
+        ):
             return  # not even if all of `lower` went
-        while lower and (self._num_free_seqs(self.running) < num_seqs or self._can_admit(group) is AllocStatus.LATER):
+        while lower and (
+            self._num_free_seqs(self.running) < num_seqs
+            or self._can_admit(group) is AllocStatus.LATER
+        ):
             self._preempt(lower.pop(), out)
 
     # A step's tokens arrive
 
     def update_from_output(self, sampled: SampledTokens) -> list[EngineCoreOutput]:
-        "Give each sequence the token that a step sampled for it, and end what is complete; returns what the front must know."
+        """Give each sequence the token that a step sampled for it, and end what is complete;
+        returns what the front must know.
+        """
         forking: dict[SequenceGroup, list[tuple[Sequence, int, float, int, list]]] = {}
         for seq_id, entries in sampled.prompt_logprobs.items():
             if seq_id in self.seqs and (known := self.seqs[seq_id][0].prompt_logprobs) is not None:
                 known += entries
-        for i, (seq_id, token_id) in enumerate(zip(sampled.seq_ids, sampled.sampled_token_ids, strict=True)):
+        for i, (seq_id, token_id) in enumerate(
+            zip(sampled.seq_ids, sampled.sampled_token_ids, strict=True)
+        ):
             if seq_id not in self.seqs:  # it was aborted, or ended, while the step was under way
                 continue
             group, seq = self.seqs[seq_id]
             if token_id < 0:
-                nan = "the model's logits are not numbers (NaN): its weights or its dtype are at fault"
+                nan = (
+                    "the model's logits are not numbers (NaN): its weights or its dtype are at "
+                    "fault"
+                )
                 self.finish_with_error(group, sampled.errors.get(i, nan))
                 continue
             logprob, top = sampled.logprobs[i] if i in sampled.logprobs else (0.0, [])
@@ -454,11 +589,17 @@ class Scheduler:
         for group, tokens in forking.items():
             if not group.is_finished():
                 group.fork_rule.extend(self, group, tokens)
-        outputs, self.outputs = self.outputs, []
+        outputs = self.outputs
+        self.outputs = []
         return outputs
 
     def append_token(
-        self, group: SequenceGroup, seq: Sequence, token_id: int, scores: TokenLogprobs = (0.0, 0, []), sampled: bool = True
+        self,
+        group: SequenceGroup,
+        seq: Sequence,
+        token_id: int,
+        scores: TokenLogprobs = (0.0, 0, []),
+        sampled: bool = True,
     ) -> None:
         "A new token for `seq`, which may end with it: reported."
         self.set_token(seq, token_id, sampled)
@@ -470,15 +611,21 @@ class Scheduler:
     def set_token(self, seq: Sequence, token_id: int, sampled: bool = False) -> None:
         "The next token of `seq`; without `sampled` the workers are told of it."
         seq.token_ids.append(token_id)
-        if seq.num_output_placeholders:  # a step that looked ahead may have computed it already, and filled a block
+        # a step that looked ahead may have computed it already, and filled a block
+        if seq.num_output_placeholders:
             seq.num_output_placeholders -= 1
             self.block_manager.cache_full_blocks(seq)
-        if not sampled or self.num_virtual_engines > 1:  # of a pipeline only the last stage has sampled it
+        # of a pipeline only the last stage has sampled it
+        if not sampled or self.num_virtual_engines > 1:
             self._next.new_token_ids[seq.seq_id] = token_id
 
     def finish_pooled(self, pooled: dict[int, list[float]]) -> None:
-        "Sequences (by seq_id) that sample nothing are complete: all that was asked of them is a vector; empty: there were NaNs."
-        nan = "the model's hidden states are not numbers (NaN): its weights or its dtype are at fault"
+        """Sequences (by seq_id) that sample nothing are complete: all that was asked of them is a
+        vector; empty: there were NaNs.
+        """
+        nan = (
+            "the model's hidden states are not numbers (NaN): its weights or its dtype are at fault"
+        )
         for seq_id, vector in pooled.items():
             if seq_id not in self.seqs:  # it was aborted while the step was under way
                 continue
@@ -498,21 +645,33 @@ class Scheduler:
         return child
 
     def report(
-        self, group: SequenceGroup, seq: Sequence, new_token_ids: list[int], scores: list[TokenLogprobs] | None = None,
+        self,
+        group: SequenceGroup,
+        seq: Sequence,
+        new_token_ids: list[int],
+        scores: list[TokenLogprobs] | None = None,
         vector: list[float] | None = None,
-    ) -> None:  # fmt: skip
-        "Tell the front of a sequence's new tokens, or of its vector, and of its end if it has ended."
-        status, first = seq.status, seq.get_len() == seq.num_prompt_tokens + len(new_token_ids)
+    ) -> None:
+        """Tell the front of a sequence's new tokens, or of its vector, and of its end if it has
+        ended.
+        """
+        status = seq.status
+        first = seq.get_len() == seq.num_prompt_tokens + len(new_token_ids)
         output = EngineCoreOutput(group.request_id, seq.index, new_token_ids, pooling_output=vector)
         if group.num_logprobs is not None:
-            output.cumulative_logprob, output.new_logprobs = seq.cumulative_logprob, scores
+            output.cumulative_logprob = seq.cumulative_logprob
+            output.new_logprobs = scores
         if status.finished:
-            output.finish_reason, output.stop_reason = status.value, seq.stop_reason
+            output.finish_reason = status.value
+            output.stop_reason = seq.stop_reason
             output.request_finished = group.is_finished()
-        if first and new_token_ids and group.prompt_logprobs is not None:  # told once, whatever is preempted later
-            output.new_prompt_logprobs, group.prompt_logprobs = group.prompt_logprobs, None
+        # told once, whatever is preempted later
+        if first and new_token_ids and group.prompt_logprobs is not None:
+            output.new_prompt_logprobs = group.prompt_logprobs
+            group.prompt_logprobs = None
         if first or status.finished:
-            output.num_cached_tokens, output.first_scheduled_time = group.num_cached_tokens, group.first_scheduled_time
+            output.num_cached_tokens = group.num_cached_tokens
+            output.first_scheduled_time = group.first_scheduled_time
             output.num_preemptions = group.num_preemptions
         self._tell(group, [output])
 
@@ -536,14 +695,17 @@ class Scheduler:
 
     def _release(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
         "`seq` ends: its blocks are free at once; with its last sequence a group leaves its queue."
-        queue = {SequenceStatus.RUNNING: self.running, SequenceStatus.SWAPPED: self.swapped}.get(seq.status, self.waiting)
+        queue = {SequenceStatus.RUNNING: self.running, SequenceStatus.SWAPPED: self.swapped}.get(
+            seq.status, self.waiting
+        )
         self._forget(seq)
         group.finish(seq, status)
         if group.is_finished():
             queue.remove(group)
 
     def _forget(self, seq: Sequence) -> None:
-        if seq.seq_id in self.block_manager.block_tables:  # the workers know exactly the sequences that have GPU blocks
+        # the workers know exactly the sequences that have GPU blocks
+        if seq.seq_id in self.block_manager.block_tables:
             self._next.finished_seq_ids.append(seq.seq_id)
         self.block_manager.free(seq)
         del self.seqs[seq.seq_id]
@@ -553,7 +715,9 @@ class Scheduler:
         self._forget(seq)
         group.drop(seq)
 
-    def finish_group(self, group: SequenceGroup, status: SequenceStatus, outputs: list[EngineCoreOutput]) -> None:
+    def finish_group(
+        self, group: SequenceGroup, status: SequenceStatus, outputs: list[EngineCoreOutput]
+    ) -> None:
         "End all sequences of the group and report `outputs` for them."
         for seq in list(group.unfinished):
             self._release(group, seq, status)
@@ -574,28 +738,41 @@ class Scheduler:
             self._release(group, seq, SequenceStatus.FINISHED_ABORTED)  # type: ignore[arg-type]
         if group and group.is_finished():
             del self.groups[request_id]
-        if index is None:  # news that was not fetched, of a failed step say, must not reach a later request of the same id
+        # news that was not fetched, of a failed step say, must not reach a later request of the
+        # same id
+        if index is None:
             self.outputs = [news for news in self.outputs if news.request_id != request_id]
         return bool(seqs)
 
     # When a step fails, and between steps
 
     def recover(self, message: str) -> None:
-        """A step failed: requests that ran end with an error, the others are queued to be computed from their tokens.
+        """A step failed: requests that ran end with an error, the others are queued to be computed
+        from their tokens.
 
-        It trusts nothing but the groups themselves, so the step may have failed at any line, also of this class.
+        It trusts nothing but the groups themselves, so the step may have failed at any line, also
+        of this class.
         """
         for queue in (self.waiting, self.running, self.swapped):
             queue.clear()
         self.block_manager.reset()
-        self._next = SchedulerOutput(virtual_engine=self.virtual_engine)  # the workers forget all sequences
+        # the workers forget all sequences
+        self._next = SchedulerOutput(virtual_engine=self.virtual_engine)
         told = {news.request_id for news in self.outputs if news.request_finished}
-        for group in [group for group in self.groups.values() if group.is_finished()]:  # just ending: was that reported?
-            end = EngineCoreOutput(group.request_id, group.seqs[-1].index, [], "error", message, request_finished=True)
+        # just ending: was that reported?
+        for group in [group for group in self.groups.values() if group.is_finished()]:
+            end = EngineCoreOutput(
+                group.request_id, group.seqs[-1].index, [], "error", message, request_finished=True
+            )
             self._tell(group, [] if group.request_id in told else [end])
-        self.seqs = {seq.seq_id: (group, seq) for group in self.groups.values() for seq in group.unfinished}
+        self.seqs = {
+            seq.seq_id: (group, seq) for group in self.groups.values() for seq in group.unfinished
+        }
         for group in list(self.groups.values()):
-            ran = any(seq.status not in (SequenceStatus.WAITING, SequenceStatus.SWAPPED) for seq in group.unfinished)
+            ran = any(
+                seq.status not in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+                for seq in group.unfinished
+            )
             for seq in group.unfinished:
                 seq.reset_for_recompute()
             self.waiting.add(group)
@@ -603,7 +780,9 @@ class Scheduler:
                 self.finish_with_error(group, message)
 
     def reset_prefix_cache(self) -> bool:
-        "Find nothing again that was computed before now. False, and nothing is forgotten, while requests hold blocks."
+        """Find nothing again that was computed before now. False, and nothing is forgotten, while
+        requests hold blocks.
+        """
         idle = not self.running and not self.swapped
         if idle:
             self.block_manager.reset_prefix_cache()
@@ -613,8 +792,18 @@ class Scheduler:
         "The queues and the pool as they are now, and what was counted since the beginning."
         manager = self.block_manager
         return SchedulerStats(
-            len(self.waiting), len(self.running), len(self.swapped), manager.num_gpu_blocks, manager.num_cpu_blocks,
-            manager.num_gpu_blocks - manager.get_num_free_gpu_blocks(), self.peak_gpu_blocks_used, self.num_preemptions,
-            self.swapping.num_blocks_out if self.swapping else 0, self.swapping.num_blocks_in if self.swapping else 0,
-            self.num_cow_copies, manager.gpu_allocator.num_evictions, self.prefix_cache_queries, self.prefix_cache_hits,
-        )  # fmt: skip
+            len(self.waiting),
+            len(self.running),
+            len(self.swapped),
+            manager.num_gpu_blocks,
+            manager.num_cpu_blocks,
+            manager.num_gpu_blocks - manager.get_num_free_gpu_blocks(),
+            self.peak_gpu_blocks_used,
+            self.num_preemptions,
+            self.swapping.num_blocks_out if self.swapping else 0,
+            self.swapping.num_blocks_in if self.swapping else 0,
+            self.num_cow_copies,
+            manager.gpu_allocator.num_evictions,
+            self.prefix_cache_queries,
+            self.prefix_cache_hits,
+        )

@@ -22,22 +22,29 @@ from .parallel_state import GroupCoordinator
 class CpuCommunicator:
     """All-reduce and all-gather for processes of one machine, through memory that they share.
 
-    Each rank has two slots, for calls of odd and of even number, and a counter: the number of the call whose slot it has
-    written. A counter of n also says that the rank has read what it needed of call n - 1, so its slot may be written for
-    call n + 1. A rank that leaves turns its counter over (~n, a negative number): a slower rank still sees that it was at
-    call n.
-    vLLM: `distributed/device_communicators/cpu_communicator.py`, `csrc/cpu/shm.cpp`.
+    Each rank has two slots, for calls of odd and of even number, and a counter: the number of the
+    call whose slot it has written. A counter of n also says that the rank has read what it needed
+    of call n - 1, so its slot may be written for call n + 1. A rank that leaves turns its counter
+    over (~n, a negative number): a slower rank still sees that it was at call n. vLLM:
+    `distributed/device_communicators/cpu_communicator.py`, `csrc/cpu/shm.cpp`.
     """
 
     SLOT = 1 << 20  # bytes; larger tensors go in pieces
-    LINE = 64  # bytes between counters: each has a cache line, so that writing one does not slow down reading another
+    # bytes between counters: each has a cache line, so that writing one does not slow down reading
+    # another
+    LINE = 64
     LOOKS = 2000  # at the counters before a rank begins to sleep
 
     def __init__(self, memory: mmap.mmap, rank_in_group: int, world_size: int, timeout: float):
-        self.rank, self.world_size, self.timeout, self.call = rank_in_group, world_size, timeout, 0
+        self.rank = rank_in_group
+        self.world_size = world_size
+        self.timeout = timeout
+        self.call = 0
         start = self.LINE * (1 + world_size)  # the first line is for the random bytes
         self.counters = memoryview(memory)[self.LINE : start].cast("q")[:: self.LINE // 8]
-        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=start).view(world_size, 2, self.SLOT)
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=start).view(
+            world_size, 2, self.SLOT
+        )
         self.slots = slots[:, 0], slots[:, 1]  # each [world_size, SLOT], for even and for odd calls
 
     @classmethod
@@ -47,15 +54,27 @@ class CpuCommunicator:
 
     @classmethod
     def connect(cls, group: GroupCoordinator) -> "CpuCommunicator | None":
-        "Called by all ranks of `group`. None, for all, if not all are on this machine or its processor may reorder writes."
-        size, first = cls.num_bytes(group.world_size), group.rank_in_group == 0
+        """Called by all ranks of `group`. None, for all, if not all are on this machine or its
+        processor may reorder writes.
+        """
+        size = cls.num_bytes(group.world_size)
+        first = group.rank_in_group == 0
         memory = cls._create(size) if first and cls.is_supported() else None
-        place = group.broadcast_object([f"/proc/{os.getpid()}/fd/{memory[1]}", memory[0][: cls.LINE].hex()] if memory else None)
+        place = group.broadcast_object(
+            [f"/proc/{os.getpid()}/fd/{memory[1]}", memory[0][: cls.LINE].hex()] if memory else None
+        )
         mapped = memory[0] if memory else cls._open(place[0], place[1], size) if place else None
-        all_can = int(group.all_reduce(torch.tensor([mapped is not None], dtype=torch.int64))) == group.world_size
+        all_can = (
+            int(group.all_reduce(torch.tensor([mapped is not None], dtype=torch.int64)))
+            == group.world_size
+        )
         if memory:
             os.close(memory[1])  # all have it mapped by now
-        return cls(mapped, group.rank_in_group, group.world_size, group.timeout) if mapped and all_can else None
+        return (
+            cls(mapped, group.rank_in_group, group.world_size, group.timeout)
+            if mapped and all_can
+            else None
+        )
 
     @staticmethod
     def is_supported() -> bool:
@@ -98,8 +117,11 @@ class CpuCommunicator:
         self.counters[self.rank] = ~self.call
 
     def _exchange(self, flat: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        "Piece by piece: which of the elements, and all ranks' [world_size, elements], valid until the next call."
-        size, length = self.SLOT // flat.element_size(), flat.numel()
+        """Piece by piece: which of the elements, and all ranks' [world_size, elements], valid until
+        the next call.
+        """
+        size = self.SLOT // flat.element_size()
+        length = flat.numel()
         for start in range(0, length, size):
             piece = slice(start, min(start + size, length))
             self.call += 1
@@ -111,7 +133,10 @@ class CpuCommunicator:
 
     def _wait(self) -> None:
         "Until every rank has written for this call. `RuntimeError` after `timeout` seconds."
-        call, counters, looks, end = self.call, self.counters, 0, 0.0
+        call = self.call
+        counters = self.counters
+        looks = 0
+        end = 0.0
         for rank in range(self.world_size):
             while (seen := counters[rank]) < call and ~seen < call:
                 looks += 1
@@ -122,5 +147,8 @@ class CpuCommunicator:
                 if seen < 0:
                     raise RuntimeError(f"rank {rank} has left the group")
                 if time.monotonic() > end:
-                    raise RuntimeError(f"rank {rank} of the group did not come to the others within {self.timeout:g} s")
+                    raise RuntimeError(
+                        f"rank {rank} of the group did not come to the others within "
+                        f"{self.timeout:g} s"
+                    )
                 time.sleep(0.0001)

@@ -24,25 +24,32 @@ from ..config import require
 
 # %% ../../nbs/30_parallel_state.ipynb #027d837e
 Result = TypeVar("Result")
-HEADER_BYTES = 1024  # of the message that says which tensors come: one of a fixed size, so that nothing need say its size
+# of the message that says which tensors come: one of a fixed size, so that nothing need say its
+# size
+HEADER_BYTES = 1024
 
 # %% ../../nbs/30_parallel_state.ipynb #314f0879
 def host_store(host: str = "127.0.0.1") -> tuple[dist.TCPStore, str]:
     """A store in which the ranks of one engine find each other, and its address `tcp://host:port`.
 
-    It listens on `host` only, at a free port that the system chose. It lives as long as it is referred to.
+    It listens on `host` only, at a free port that the system chose. It lives as long as it is
+    referred to.
     """
     server = socket.create_server((host, 0))
     port = server.getsockname()[1]
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+    store = dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+    )
     return store, f"tcp://{host}:{port}"
 
 # %% ../../nbs/30_parallel_state.ipynb #5e878b48
 class GroupCoordinator:
-    """Some of an engine's ranks that work together, seen from one of them. vLLM: `distributed/parallel_state.py`.
+    """Some of an engine's ranks that work together, seen from one of them. vLLM:
+    `distributed/parallel_state.py`.
 
-    Each of the `ranks` makes one, with the same `name`, and each operation is called by all of them (`send_tensor_dict` and
-    `recv_tensor_dict` by two). A rank that is gone ends the others' calls with a `RuntimeError`.
+    Each of the `ranks` makes one, with the same `name`, and each operation is called by all of them
+    (`send_tensor_dict` and `recv_tensor_dict` by two). A rank that is gone ends the others' calls
+    with a `RuntimeError`.
     """
 
     def __init__(
@@ -56,18 +63,31 @@ class GroupCoordinator:
         host: str,  # the address at which this rank can be reached
         timeout: float,  # seconds that any operation may wait for another rank
     ):
-        self.ranks, self.rank, self.local_rank, self.device = list(ranks), rank, local_rank, device
-        self.rank_in_group, self.world_size = self.ranks.index(rank), len(self.ranks)
-        self.is_first_rank, self.is_last_rank = rank == self.ranks[0], rank == self.ranks[-1]
-        self.store, self.name, self.host, self.timeout, self.num_starts = store, name, host, timeout, 0
+        self.ranks = list(ranks)
+        self.rank = rank
+        self.local_rank = local_rank
+        self.device = device
+        self.rank_in_group = self.ranks.index(rank)
+        self.world_size = len(self.ranks)
+        self.is_first_rank = rank == self.ranks[0]
+        self.is_last_rank = rank == self.ranks[-1]
+        self.store = store
+        self.name = name
+        self.host = host
+        self.timeout = timeout
+        self.num_starts = 0
         self.device_communicator: Any = None  # a quicker way for collectives, such as chapter 30a's
         self.restart()
 
     def restart(self) -> None:
-        "Connect, or connect anew: what was on its way between the ranks is dropped. All ranks of the group call it."
+        """Connect, or connect anew: what was on its way between the ranks is dropped. All ranks of
+        the group call it.
+        """
         self.num_starts += 1
-        self.sending: list[tuple[Any, torch.Tensor]] = []  # what was sent last, and perhaps is still on its way
-        host, timeout = self.host, self.timeout
+        # what was sent last, and perhaps is still on its way
+        self.sending: list[tuple[Any, torch.Tensor]] = []
+        host = self.host
+        timeout = self.timeout
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
@@ -80,7 +100,9 @@ class GroupCoordinator:
             nccl._timeout = timedelta(seconds=timeout)
             with torch.cuda.device(self.device):
                 own = dist.PrefixStore("nccl", where)
-                self.device_group = dist.ProcessGroupNCCL(own, self.rank_in_group, self.world_size, nccl)
+                self.device_group = dist.ProcessGroupNCCL(
+                    own, self.rank_in_group, self.world_size, nccl
+                )
 
     def __repr__(self) -> str:
         return f"GroupCoordinator(rank {self.rank} of {self.ranks} on {self.device})"
@@ -88,7 +110,14 @@ class GroupCoordinator:
     def new_group(self, name: str, ranks: Iterable[int]) -> "GroupCoordinator":
         "A smaller group, of which this rank is one."
         return GroupCoordinator(
-            ranks, self.rank, self.local_rank, self.device, self.store, name, self.host, self.timeout
+            ranks,
+            self.rank,
+            self.local_rank,
+            self.device,
+            self.store,
+            name,
+            self.host,
+            self.timeout,
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +131,8 @@ class GroupCoordinator:
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         "All ranks' `x`, of one shape, joined along `dim` in the order of the ranks."
-        dim, x = dim % x.dim(), x.contiguous()
+        dim = dim % x.dim()
+        x = x.contiguous()
         parts = x.new_empty(self.world_size * x.shape[0], *x.shape[1:])
         if self.device_communicator:
             self.device_communicator.all_gather(parts, x)
@@ -111,12 +141,16 @@ class GroupCoordinator:
         return parts.view(self.world_size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        "Fill `x`, contiguous and of one shape everywhere, with what it holds on the group's rank `src`."
+        """Fill `x`, contiguous and of one shape everywhere, with what it holds on the group's rank
+        `src`.
+        """
         self.device_group.broadcast(x, src).wait()
         return x
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        "The `obj` of the group's rank `src`, on all ranks. Plain data only: msgpack carries it, nothing is unpickled."
+        """The `obj` of the group's rank `src`, on all ranks. Plain data only: msgpack carries it,
+        nothing is unpickled.
+        """
         data = _to_bytes(obj) if self.rank_in_group == src else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(data)])
         self.cpu_group.broadcast(size, src).wait()
@@ -125,25 +159,39 @@ class GroupCoordinator:
         return msgspec.msgpack.decode(data.numpy().tobytes())
 
     def send_tensor_dict(self, tensors: dict[str, torch.Tensor], dst: int | None = None) -> None:
-        "Send named tensors to the group's rank `dst` (default: the next), and do not wait until they are there."
+        """Send named tensors to the group's rank `dst` (default: the next), and do not wait until
+        they are there.
+        """
         dst = (self.rank_in_group + 1) % self.world_size if dst is None else dst
         for work, _ in self.sending:
             work.wait()
-        what = msgspec.msgpack.encode([(name, str(x.dtype).removeprefix("torch."), x.shape) for name, x in tensors.items()])
-        require(len(what) <= HEADER_BYTES - 2, f"{len(tensors)} tensors: names and shapes take over {HEADER_BYTES} bytes")
-        header = torch.frombuffer(bytearray((len(what).to_bytes(2, "big") + what).ljust(HEADER_BYTES)), dtype=torch.uint8)
+        what = msgspec.msgpack.encode(
+            [(name, str(x.dtype).removeprefix("torch."), x.shape) for name, x in tensors.items()]
+        )
+        require(
+            len(what) <= HEADER_BYTES - 2,
+            f"{len(tensors)} tensors: names and shapes take over {HEADER_BYTES} bytes",
+        )
+        header = torch.frombuffer(
+            bytearray((len(what).to_bytes(2, "big") + what).ljust(HEADER_BYTES)), dtype=torch.uint8
+        )
         plain = [x.contiguous() for x in tensors.values() if x.numel()]
         self.sending = [(self.cpu_group.send([header], dst, 0), header)]
         self.sending += [(self.device_group.send([x], dst, 0), x) for x in plain]
 
     def recv_tensor_dict(self, src: int | None = None) -> dict[str, torch.Tensor]:
-        "What the group's rank `src` (default: the one before) sent by `send_tensor_dict`, on this rank's device."
+        """What the group's rank `src` (default: the one before) sent by `send_tensor_dict`, on this
+        rank's device.
+        """
         src = (self.rank_in_group - 1) % self.world_size if src is None else src
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self.cpu_group.recv([header], src, 0).wait()
         data = header.numpy().tobytes()
         what = msgspec.msgpack.decode(data[2 : 2 + int.from_bytes(data[:2], "big")])
-        tensors = {name: torch.empty(shape, dtype=getattr(torch, kind), device=self.device) for name, kind, shape in what}
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, kind), device=self.device)
+            for name, kind, shape in what
+        }
         for x in tensors.values():
             if x.numel():
                 self.device_group.recv([x], src, 0).wait()
@@ -182,14 +230,19 @@ def _find_store(init_method: str, world_size: int, timeout: timedelta) -> tuple[
         known = url.scheme == "tcp" and url.port is not None
         require(known, f"distributed_init_method={init_method!r}: choose tcp://host:port or env://")
         host: Any = url.hostname
-        return dist.TCPStore(host, int(url.port or 0), is_master=False, timeout=timeout), _own_address(host)
+        return dist.TCPStore(
+            host, int(url.port or 0), is_master=False, timeout=timeout
+        ), _own_address(host)
     if dist.is_initialized():
-        store, launched = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        launched = dist.get_world_size()
     else:
-        launched = int(os.environ.get("WORLD_SIZE", world_size))  # `rendezvous` says which variables are missing
+        # `rendezvous` says which variables are missing
+        launched = int(os.environ.get("WORLD_SIZE", world_size))
     require(
         launched == world_size,
-        f"tensor_parallel_size * pipeline_parallel_size is {world_size}, but {launched} processes were launched: they must "
+        f"tensor_parallel_size * pipeline_parallel_size is {world_size}, but {launched} "
+        "processes were launched: they must "
         f"be equal, as with torchrun --nproc-per-node={world_size}",
     )
     if not dist.is_initialized():
@@ -198,31 +251,44 @@ def _find_store(init_method: str, world_size: int, timeout: timedelta) -> tuple[
 
 
 def init_distributed_environment(
-    world_size: int, rank: int, local_rank: int, init_method: str, device: str, timeout: float = 600.0
+    world_size: int,
+    rank: int,
+    local_rank: int,
+    init_method: str,
+    device: str,
+    timeout: float = 600.0,
 ) -> GroupCoordinator:
-    """The group of all the engine's workers, seen from `rank`. Returns when one all-reduce proved that all are there.
+    """The group of all the engine's workers, seen from `rank`. Returns when one all-reduce proved
+    that all are there.
 
-    `init_method` is the address of a store (`tcp://host:port`, see `host_store`), or `env://`: what torchrun set, or the
-    store of torch.distributed where that is initialised already. `ValueError` if its world has another size;
-    `RuntimeError` if not all ranks come within `timeout` seconds. torch.distributed's own group is neither made nor used.
+    `init_method` is the address of a store (`tcp://host:port`, see `host_store`), or `env://`: what
+    torchrun set, or the store of torch.distributed where that is initialised already. `ValueError`
+    if its world has another size; `RuntimeError` if not all ranks come within `timeout` seconds.
+    torch.distributed's own group is neither made nor used.
     """
     limit = timedelta(seconds=timeout)
     try:
         store, host = _find_store(init_method, world_size, limit)
         engine = dist.PrefixStore(f"teachvllm {store.add(f'engines of rank {rank}', 1)}", store)
-        world = GroupCoordinator(range(world_size), rank, local_rank, device, engine, "world", host, timeout)
+        world = GroupCoordinator(
+            range(world_size), rank, local_rank, device, engine, "world", host, timeout
+        )
         present = int(world.all_reduce(torch.ones(1, device=device)))
     except RuntimeError as error:
-        raise RuntimeError(f"rank {rank} of {world_size} did not meet the others at {init_method}: {error}") from error
+        raise RuntimeError(
+            f"rank {rank} of {world_size} did not meet the others at {init_method}: {error}"
+        ) from error
     assert present == world_size, f"{present} of {world_size} ranks answered"
     return world
 
 # %% ../../nbs/30_parallel_state.ipynb #8ccf0500
 @dataclass(frozen=True)
 class ParallelState:
-    """The groups that one worker is in; None where it is alone. Its worker makes it and hands it to the model's layers.
+    """The groups that one worker is in; None where it is alone. Its worker makes it and hands it to
+    the model's layers.
 
-    vLLM has these as globals: `get_tp_group()`, `get_pp_group()`, `get_tensor_model_parallel_rank()`, …
+    vLLM has these as globals: `get_tp_group()`, `get_pp_group()`,
+    `get_tensor_model_parallel_rank()`, …
     """
 
     world: GroupCoordinator | None = None
@@ -248,14 +314,24 @@ class ParallelState:
 def initialize_model_parallel(
     world: GroupCoordinator, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
 ) -> ParallelState:
-    "Cut the world into groups, in vLLM's order: the tensor-parallel rank varies fastest. `ValueError` if it does not fit."
-    tp_size, size = tensor_parallel_size, world.world_size
+    """Cut the world into groups, in vLLM's order: the tensor-parallel rank varies fastest.
+    `ValueError` if it does not fit.
+    """
+    tp_size = tensor_parallel_size
+    size = world.world_size
     require(
         tp_size * pipeline_parallel_size == size,
-        f"tensor_parallel_size={tp_size} * pipeline_parallel_size={pipeline_parallel_size} is not the number of workers, {size}",
+        (
+            f"tensor_parallel_size={tp_size} * pipeline_parallel_size={pipeline_parallel_size} "
+            f"is not the number of workers, {size}"
+        ),
     )
     stage, column = divmod(world.rank, tp_size)
-    tp = world.new_group("tp", range(stage * tp_size, (stage + 1) * tp_size)) if tp_size > 1 else None
+    tp = (
+        world.new_group("tp", range(stage * tp_size, (stage + 1) * tp_size))
+        if tp_size > 1
+        else None
+    )
     pp = world.new_group("pp", range(column, size, tp_size)) if pipeline_parallel_size > 1 else None
     return ParallelState(world, tp, pp)
 
@@ -266,7 +342,9 @@ def run_ranks(
     pipeline_parallel_size: int = 1,
     timeout: float = 60.0,  # seconds that a rank may wait for another one
 ) -> list[Result]:
-    "Call `function(parallel)` on a thread for each rank, on the CPU; the results by rank. To learn, to test, to debug."
+    """Call `function(parallel)` on a thread for each rank, on the CPU; the results by rank. To
+    learn, to test, to debug.
+    """
     size = tensor_parallel_size * pipeline_parallel_size
     store, init_method = host_store()  # alive until all ranks are done
     errors: list[BaseException] = []

@@ -19,12 +19,22 @@ from ..config import VllmConfig, require
 from .core_proc import AsyncMPClient
 from .llm_engine import Processor, init_logger
 from .output_processor import OutputProcessor
-from ..executor.executor_base import EngineClosedError, EngineDeadError, ExecutorBase, get_executor_class
+from teachvllm.executor.executor_base import (
+    EngineClosedError,
+    EngineDeadError,
+    ExecutorBase,
+    get_executor_class,
+)
 from ..inputs import Prompt
 from ..messages import EngineCoreOutputs, EngineCoreRequest
 from ..outputs import PoolingRequestOutput, RequestOutput
 from ..plugins import load_general_plugins
-from ..sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from teachvllm.sampling_params import (
+    BeamSearchParams,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from ..trace import Trace
 
 # %% ../../nbs/62_async_llm.ipynb #2f41d60f
@@ -33,30 +43,47 @@ LONG_PROMPT = 10_000  # characters: to tokenize more takes milliseconds, and is 
 
 # %% ../../nbs/62_async_llm.ipynb #647d2047
 def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    "Two pieces of a request that were not read yet, as one: of each sequence the text and tokens of both."
+    """Two pieces of a request that were not read yet, as one: of each sequence the text and tokens
+    of both.
+    """
     parts = {part.index: part for part in first.outputs}
     for new in second.outputs:
         if old := parts.get(new.index):
             both = None if old.logprobs is None else [*old.logprobs, *(new.logprobs or ())]
-            new = replace(new, text=old.text + new.text, token_ids=[*old.token_ids, *new.token_ids], logprobs=both)
+            new = replace(
+                new,
+                text=old.text + new.text,
+                token_ids=[*old.token_ids, *new.token_ids],
+                logprobs=both,
+            )
         parts[new.index] = new
     prompt_logprobs = first.prompt_logprobs or second.prompt_logprobs
-    return replace(second, outputs=[parts[i] for i in sorted(parts)], prompt_logprobs=prompt_logprobs)
+    return replace(
+        second, outputs=[parts[i] for i in sorted(parts)], prompt_logprobs=prompt_logprobs
+    )
 
 
 class RequestOutputCollector:
-    """Where the outputs of one request wait for its reader: at most one, so that a slow reader holds nothing up.
+    """Where the outputs of one request wait for its reader: at most one, so that a slow reader
+    holds nothing up.
 
     vLLM V1: `RequestOutputCollector` in `v1/engine/output_processor.py`.
     """
 
     def __init__(self, is_delta: bool):
-        self.is_delta, self.ready = is_delta, asyncio.Event()
+        self.is_delta = is_delta
+        self.ready = asyncio.Event()
         self.output: Any = None  # or an exception
 
     def put(self, output: Any) -> None:
-        "Keep an output: it takes the place of the one that was not read, or with `DELTA` is appended to it."
-        pieces = self.is_delta and isinstance(output, RequestOutput) and isinstance(self.output, RequestOutput)
+        """Keep an output: it takes the place of the one that was not read, or with `DELTA` is
+        appended to it.
+        """
+        pieces = (
+            self.is_delta
+            and isinstance(output, RequestOutput)
+            and isinstance(self.output, RequestOutput)
+        )
         if not isinstance(self.output, Exception):
             self.output = merge_outputs(self.output, output) if pieces else output
         self.ready.set()
@@ -64,7 +91,8 @@ class RequestOutputCollector:
     async def get(self) -> Any:
         "The next output, as soon as there is one; an exception is raised."
         await self.ready.wait()
-        output, self.output = self.output, None
+        output = self.output
+        self.output = None
         self.ready.clear()
         if isinstance(output, Exception):
             raise output
@@ -72,28 +100,33 @@ class RequestOutputCollector:
 
 # %% ../../nbs/62_async_llm.ipynb #fa200b82
 class StatLoggerBase(Protocol):
-    """What watches an `AsyncLLM`: it is told of each request, of each step's news, and of requests that are aborted.
+    """What watches an `AsyncLLM`: it is told of each request, of each step's news, and of requests
+    that are aborted.
 
-    One that has a method `fail_request(request_id)`, too, is told there of requests that end with an exception, because
-    the core died or the engine was closed; any other is told in `abort_request`.
+    One that has a method `fail_request(request_id)`, too, is told there of requests that end with
+    an exception, because the core died or the engine was closed; any other is told in
+    `abort_request`.
     """
 
     def add_request(self, request: EngineCoreRequest) -> None:
         "A request was sent to the core."
 
     def record(self, arrived: EngineCoreOutputs, outputs: list[Any]) -> None:
-        "A step's news came from the core, and these outputs were made of it (`RequestOutput`s, `PoolingRequestOutput`s)."
+        """A step's news came from the core, and these outputs were made of it (`RequestOutput`s,
+        `PoolingRequestOutput`s).
+        """
 
     def abort_request(self, request_id: str) -> None:
         "A request was aborted by its user, before it was finished."
 
 # %% ../../nbs/62_async_llm.ipynb #a2a28bd3
 class AsyncLLM:
-    """An engine whose requests are awaited: `async for output in engine.generate(prompt, params, request_id)`.
+    """An engine whose requests are awaited: `async for output in engine.generate(prompt, params,
+    request_id)`.
 
-    It has the parts of `LLMEngine`, and a core in a process of its own. One task of the running event loop hands the core's
-    news to the requests. When the core dies, every request and every later call raises `EngineDeadError`. vLLM V1:
-    `v1/engine/async_llm.py`.
+    It has the parts of `LLMEngine`, and a core in a process of its own. One task of the running
+    event loop hands the core's news to the requests. When the core dies, every request and every
+    later call raises `EngineDeadError`. vLLM V1: `v1/engine/async_llm.py`.
     """
 
     def __init__(
@@ -103,7 +136,8 @@ class AsyncLLM:
         stat_loggers: list[StatLoggerBase] | None = None,
     ):
         init_logger()
-        self.config, self.stat_loggers = vllm_config, stat_loggers or []
+        self.config = vllm_config
+        self.stat_loggers = stat_loggers or []
         self.processor = Processor.from_config(vllm_config)
         self.output_processor = OutputProcessor(self.processor.tokenizer)
         self.collectors: dict[str, RequestOutputCollector] = {}
@@ -112,7 +146,9 @@ class AsyncLLM:
         self.engine_core = AsyncMPClient(vllm_config, executor_class)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, stat_loggers: list[StatLoggerBase] | None = None) -> "AsyncLLM":
+    def from_engine_args(
+        cls, engine_args: EngineArgs, stat_loggers: list[StatLoggerBase] | None = None
+    ) -> "AsyncLLM":
         "An engine from flat arguments. It blocks until the engine is ready."
         load_general_plugins()
         config = engine_args.create_engine_config()
@@ -135,14 +171,21 @@ class AsyncLLM:
     # Requests
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | BeamSearchParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one request as they come, in the form that `sampling_params.output_kind` asks for.
+        """Outputs of one request as they come, in the form that `sampling_params.output_kind` asks
+        for.
 
-        To stop reading, or to cancel the task that reads, aborts the request: its blocks are free by the next step.
-        `ValueError` if the request is wrong, or can never run.
+        To stop reading, or to cancel the task that reads, aborts the request: its blocks are free
+        by the next step. `ValueError` if the request is wrong, or can never run.
         """
-        return self._run(prompt, sampling_params, request_id, priority)  # itself: `aclose` must reach it
+        # itself: `aclose` must reach it
+        return self._run(prompt, sampling_params, request_id, priority)
 
     def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
@@ -150,7 +193,9 @@ class AsyncLLM:
         "The vector of one prompt, as a `PoolingRequestOutput`; see `LLM.encode`."
         return self._run(prompt, pooling_params, request_id, priority)
 
-    async def _run(self, prompt: Prompt, params: Any, request_id: str, priority: int) -> AsyncGenerator[Any, None]:
+    async def _run(
+        self, prompt: Prompt, params: Any, request_id: str, priority: int
+    ) -> AsyncGenerator[Any, None]:
         collector = await self._add_request(request_id, prompt, params, priority)
         try:
             is_finished = False
@@ -162,7 +207,9 @@ class AsyncLLM:
             if self.collectors.get(request_id) is collector:
                 self._abort(request_id)
 
-    async def _add_request(self, request_id: str, prompt: Prompt, params: Any, priority: int) -> RequestOutputCollector:
+    async def _add_request(
+        self, request_id: str, prompt: Prompt, params: Any, priority: int
+    ) -> RequestOutputCollector:
         self._check()
         args = request_id, prompt, params, priority
         if isinstance(prompt, str) and len(prompt) > LONG_PROMPT:
@@ -178,25 +225,34 @@ class AsyncLLM:
         except BaseException:
             self.output_processor.abort_requests([request_id])
             raise
-        self.collectors[request_id] = RequestOutputCollector(request.sampling_params.output_kind is RequestOutputKind.DELTA)
+        self.collectors[request_id] = RequestOutputCollector(
+            request.sampling_params.output_kind is RequestOutputKind.DELTA
+        )
         self._tell("add_request", request)
         if not is_handled:
             self.output_handler = asyncio.get_running_loop().create_task(self._handle_outputs())
         return self.collectors[request_id]
 
     def _is_handled(self) -> bool:
-        "Whether an output handler runs in this event loop. `ValueError` while requests are read in another one."
+        """Whether an output handler runs in this event loop. `ValueError` while requests are read
+        in another one.
+        """
         handler = self.output_handler
         if handler is None:
             return False
         if handler.get_loop() is asyncio.get_running_loop():
             return not handler.done()
         elsewhere = bool(self.collectors) and handler.get_loop().is_running()
-        require(not elsewhere, "requests run in another event loop: wait for them, or make another engine")
+        require(
+            not elsewhere,
+            "requests run in another event loop: wait for them, or make another engine",
+        )
         return False
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        'End requests: the last output of each has `finish_reason="abort"`. Unknown and finished ones are passed over.'
+        """End requests: the last output of each has `finish_reason="abort"`. Unknown and finished
+        ones are passed over.
+        """
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if collector := self.collectors.get(one):
                 outputs = self.output_processor.fail_requests([(one, None)], "abort")
@@ -220,7 +276,9 @@ class AsyncLLM:
                 logger.exception("%s.%s failed", type(stat_logger).__name__, event)
 
     async def _handle_outputs(self) -> None:
-        "While there are requests, hand the core's news to them. A failed step ends those that were in it; death ends all."
+        """While there are requests, hand the core's news to them. A failed step ends those that
+        were in it; death ends all.
+        """
         while self.collectors:
             try:
                 arrived = await self.engine_core.get_output_async()
@@ -234,12 +292,17 @@ class AsyncLLM:
                 return
             try:
                 self._process(arrived)
-            except Exception as error:  # a fault of ours, after which no request's state can be trusted
+            except Exception as error:
+                # a fault of ours, after which no request's state can be trusted
                 logger.exception("outputs could not be processed")
-                self.engine_core.abort_requests([(request_id, None) for request_id in self.collectors])
+                self.engine_core.abort_requests(
+                    [(request_id, None) for request_id in self.collectors]
+                )
                 why = f"outputs could not be processed: {type(error).__name__}: {error}"
-                self._end_all(partial(RuntimeError, why))  # no `ValueError`: a server would say that its client is wrong
-            await asyncio.sleep(0)  # the core may be quicker: then this would never give up the thread
+                # no `ValueError`: a server would say that its client is wrong
+                self._end_all(partial(RuntimeError, why))
+            # the core may be quicker: then this would never give up the thread
+            await asyncio.sleep(0)
 
     def _process(self, arrived: EngineCoreOutputs) -> None:
         outputs, aborts = self.output_processor.process_outputs(arrived.outputs)
@@ -256,7 +319,9 @@ class AsyncLLM:
         self._tell("record", arrived, outputs)
 
     def _end_all(self, make_error: Callable[[], Exception]) -> None:
-        "Every request ends with such an error, each with one of its own: to raise it adds the reader's traceback to it."
+        """Every request ends with such an error, each with one of its own: to raise it adds the
+        reader's traceback to it.
+        """
         for request_id, collector in self.collectors.items():
             self.output_processor.abort_requests([request_id])
             collector.put(make_error())
@@ -277,11 +342,19 @@ class AsyncLLM:
         self.engine_core.check_health()
 
     async def collective_rpc(
-        self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
+        self,
+        method: str | Callable,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> list[Any]:
-        "Call `method` on every worker, between two steps; one result each. See `LLM.collective_rpc`."
+        """Call `method` on every worker, between two steps; one result each. See
+        `LLM.collective_rpc`.
+        """
         self._check()
-        return await self.engine_core.call_utility_async("collective_rpc", method, timeout, args, kwargs)
+        return await self.engine_core.call_utility_async(
+            "collective_rpc", method, timeout, args, kwargs
+        )
 
     async def reset_prefix_cache(self) -> bool:
         "Forget all cached blocks; False, and nothing is done, while requests run."
@@ -302,7 +375,9 @@ class AsyncLLM:
             await self.engine_core.call_utility_async("stop_trace")
 
     def shutdown(self) -> None:
-        "End the core's process, and with it the workers. Requests end with `EngineClosedError`. May be called twice."
+        """End the core's process, and with it the workers. Requests end with `EngineClosedError`.
+        May be called twice.
+        """
         if not self.closed:
             self.closed = True
             handler = self.output_handler
@@ -312,4 +387,6 @@ class AsyncLLM:
             self._end_all(EngineClosedError)
 
 
-AsyncLLMEngine, AsyncEngineArgs = AsyncLLM, EngineArgs  # as vLLM's V0 called them
+# as vLLM's V0 called them
+AsyncLLMEngine = AsyncLLM
+AsyncEngineArgs = EngineArgs

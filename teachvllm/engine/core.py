@@ -21,7 +21,12 @@ from ..config import NotSupportedYet, VllmConfig
 from ..core.beam_search import BeamSearch
 from ..core.extensions import LookAhead, ParallelSampling, make_scheduler
 from ..core.scheduler import Scheduler, SchedulerOutput
-from ..executor.executor_base import EngineClosedError, EngineDeadError, ExecutorBase, let_interrupts_in
+from teachvllm.executor.executor_base import (
+    EngineClosedError,
+    EngineDeadError,
+    ExecutorBase,
+    let_interrupts_in,
+)
 from ..messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from ..sequence import Sequence, SequenceGroup
 from ..trace import StepTrace, Trace
@@ -30,23 +35,36 @@ from ..trace import StepTrace, Trace
 logger = logging.getLogger("teachvllm")
 
 # %% ../../nbs/52_engine_core.ipynb #1ce119d7
-def make_group(scheduler: Scheduler, request: EngineCoreRequest, max_model_len: int) -> SequenceGroup:
+def make_group(
+    scheduler: Scheduler, request: EngineCoreRequest, max_model_len: int
+) -> SequenceGroup:
     "The sequence group that a request becomes in the core."
-    params, beam = request.sampling_params, request.beam_search_params
-    max_len = min(max_model_len, len(request.prompt_token_ids) + (params.max_tokens or max_model_len))
+    params = request.sampling_params
+    beam = request.beam_search_params
+    max_len = min(
+        max_model_len, len(request.prompt_token_ids) + (params.max_tokens or max_model_len)
+    )
     seq = scheduler.make_seq(request.prompt_token_ids, request.seed, max_len)
-    group = SequenceGroup(request.request_id, seq, params, frozenset(request.stop_token_ids), request.priority)
+    group = SequenceGroup(
+        request.request_id, seq, params, frozenset(request.stop_token_ids), request.priority
+    )
     group.num_logprobs = params.logprobs
     if request.pooling_params is not None:
         group.num_samples = 0
     if params.prompt_logprobs is not None:
         group.prompt_logprobs = []
-        seq.block_hashes = [seq.seq_id.to_bytes(8, "big")]  # no other request's blocks begin like that: all is computed
+        # no other request's blocks begin like that: all is computed
+        seq.block_hashes = [seq.seq_id.to_bytes(8, "big")]
     if beam:
-        group.fork_rule = rule = BeamSearch(beam, group.stop_token_ids, max_len - seq.num_prompt_tokens)
-        group.num_seqs, group.num_logprobs = rule.width, rule.num_candidates
+        group.fork_rule = rule = BeamSearch(
+            beam, group.stop_token_ids, max_len - seq.num_prompt_tokens
+        )
+        group.num_seqs = rule.width
+        group.num_logprobs = rule.num_candidates
     elif params.num_seqs > 1:
-        group.fork_rule, group.num_seqs, group.num_samples = ParallelSampling(), params.num_seqs, params.num_seqs
+        group.fork_rule = ParallelSampling()
+        group.num_seqs = params.num_seqs
+        group.num_samples = params.num_seqs
         if params.num_seqs > params.n and params.logprobs is None:
             group.num_logprobs = 0
     return group
@@ -54,7 +72,9 @@ def make_group(scheduler: Scheduler, request: EngineCoreRequest, max_model_len: 
 # %% ../../nbs/52_engine_core.ipynb #f09205dd
 @dataclass
 class InFlight:
-    "A step that was sent to the workers, and when (`time.perf_counter`) it was begun, decided and sent."
+    """A step that was sent to the workers, and when (`time.perf_counter`) it was begun, decided and
+    sent.
+    """
 
     scheduler: Scheduler
     out: SchedulerOutput
@@ -65,13 +85,18 @@ class InFlight:
 
 # %% ../../nbs/52_engine_core.ipynb #33dcaf37
 class StatLogger:
-    "Every `interval` seconds, one line for the operator. vLLM: `LoggingStatLogger` in `v1/metrics/loggers.py`."
+    """Every `interval` seconds, one line for the operator. vLLM: `LoggingStatLogger` in
+    `v1/metrics/loggers.py`.
+    """
 
     def __init__(self, interval: float = 5.0):
-        self.interval, self.last = interval, time.monotonic()
+        self.interval = interval
+        self.last = time.monotonic()
         self.num_prompt_tokens = self.num_generation_tokens = 0
 
-    def step(self, out: SchedulerOutput, num_sampled: int, get_stats: Callable[[], SchedulerStats]) -> None:
+    def step(
+        self, out: SchedulerOutput, num_sampled: int, get_stats: Callable[[], SchedulerStats]
+    ) -> None:
         "Count a step; log when it is time."
         self.num_prompt_tokens += sum(n for n in out.num_scheduled_tokens.values() if n > 1)
         self.num_generation_tokens += num_sampled
@@ -79,23 +104,33 @@ class StatLogger:
         if seconds >= self.interval:
             stats = get_stats()
             logger.info(
-                "prompt %.0f tokens/s, generation %.0f tokens/s; running %d, waiting %d, swapped %d; KV cache %.0f%% used; "
+                "prompt %.0f tokens/s, generation %.0f tokens/s; running %d, waiting %d, "
+                "swapped %d; KV cache %.0f%% used; "
                 "%d preemptions so far",
-                self.num_prompt_tokens / seconds, self.num_generation_tokens / seconds,
-                stats.num_running, stats.num_waiting, stats.num_swapped,
-                100 * stats.num_gpu_blocks_used / stats.num_gpu_blocks, stats.num_preemptions,
-            )  # fmt: skip
-            self.last, self.num_prompt_tokens, self.num_generation_tokens = time.monotonic(), 0, 0
+                self.num_prompt_tokens / seconds,
+                self.num_generation_tokens / seconds,
+                stats.num_running,
+                stats.num_waiting,
+                stats.num_swapped,
+                100 * stats.num_gpu_blocks_used / stats.num_gpu_blocks,
+                stats.num_preemptions,
+            )
+            self.last = time.monotonic()
+            self.num_prompt_tokens = 0
+            self.num_generation_tokens = 0
 
 # %% ../../nbs/52_engine_core.ipynb #7ff85b22
 class StepRecorder:
-    """Observes a scheduler: writes down each step, as it stands when the step was sent, and every change of a block.
+    """Observes a scheduler: writes down each step, as it stands when the step was sent, and every
+    change of a block.
 
     A trace calls the first sequence of a request by the request's id, the others `id.1`, `id.2`, …
     """
 
     def __init__(self, scheduler: Scheduler):
-        self.scheduler, self.begin, self.num_steps = scheduler, time.perf_counter(), 0
+        self.scheduler = scheduler
+        self.begin = time.perf_counter()
+        self.num_steps = 0
         self.seqs: dict[str, Sequence] = {}  # those that live, and those that ended in this step
         self.block_events: list[tuple[str, int, str]] = []
         scheduler.block_manager.set_observer(self._on_block)
@@ -105,7 +140,9 @@ class StepRecorder:
         self.scheduler.block_manager.set_observer(None)
 
     def _on_block(self, kind: str, block_id: int, seq_id: int) -> None:
-        self.block_events.append((kind, block_id, self._name(seq_id) if seq_id in self.scheduler.seqs else ""))
+        self.block_events.append(
+            (kind, block_id, self._name(seq_id) if seq_id in self.scheduler.seqs else "")
+        )
 
     def _name(self, seq_id: int) -> str:
         group, seq = self.scheduler.seqs[seq_id]
@@ -113,7 +150,9 @@ class StepRecorder:
 
     def sent(self, step: InFlight) -> StepTrace:
         "A step was decided and sent off."
-        out, scheduler, manager = step.out, self.scheduler, self.scheduler.block_manager
+        out = step.out
+        scheduler = self.scheduler
+        manager = self.scheduler.block_manager
         names = {seq_id: self._name(seq_id) for seq_id in scheduler.seqs}
         holding = {names[seq_id]: scheduler.seqs[seq_id][1] for seq_id in manager.block_tables}
         new = {names[i]: seq for i, (_, seq) in scheduler.seqs.items() if names[i] not in self.seqs}
@@ -122,80 +161,118 @@ class StepRecorder:
         def listed(groups: Any) -> list[str]:
             return [names[seq.seq_id] for group in groups for seq in group.unfinished]
 
-        events, self.block_events, self.num_steps = self.block_events, [], self.num_steps + 1
+        events = self.block_events
+        self.block_events = []
+        self.num_steps = self.num_steps + 1
         return StepTrace(
             step=self.num_steps - 1,
-            start=step.begin - self.begin, schedule_seconds=step.scheduled - step.begin,
-            execute_seconds=step.sent - step.scheduled, process_seconds=0.0,
-            num_scheduled_tokens={names[i]: n for i, n in out.num_scheduled_tokens.items() if i in names},
+            start=step.begin - self.begin,
+            schedule_seconds=step.scheduled - step.begin,
+            execute_seconds=step.sent - step.scheduled,
+            process_seconds=0.0,
+            num_scheduled_tokens={
+                names[i]: n for i, n in out.num_scheduled_tokens.items() if i in names
+            },
             num_computed_tokens={name: seq.num_computed_tokens for name, seq in holding.items()},
             block_tables={name: manager.get_block_table(seq) for name, seq in holding.items()},
-            waiting=listed(scheduler.waiting), running=listed(scheduler.running), swapped=listed(scheduler.swapped),
-            preempted=listed([scheduler.groups[i] for i in out.preempted_request_ids if i in scheduler.groups]),
+            waiting=listed(scheduler.waiting),
+            running=listed(scheduler.running),
+            swapped=listed(scheduler.swapped),
+            preempted=listed(
+                [scheduler.groups[i] for i in out.preempted_request_ids if i in scheduler.groups]
+            ),
             finished=[],
             num_free_blocks=manager.get_num_free_gpu_blocks(),
             copied_blocks=list(out.blocks_to_copy),
-            swapped_out_blocks=list(out.blocks_to_swap_out), swapped_in_blocks=list(out.blocks_to_swap_in),
+            swapped_out_blocks=list(out.blocks_to_swap_out),
+            swapped_in_blocks=list(out.blocks_to_swap_in),
             evicted_blocks=[block for kind, block, _ in events if kind == "evict"],
             cached_blocks=manager.gpu_allocator.get_cached_blocks(),
             num_prompt_tokens={name: seq.num_prompt_tokens for name, seq in new.items()},
             block_events=events,
-        )  # fmt: skip
+        )
 
-    def processed(self, step: InFlight, waited: float, begin: float, device_span: tuple[float, float] | None) -> None:
-        "The step's tokens were processed since `begin`, after `waited` seconds of waiting for them."
+    def processed(
+        self, step: InFlight, waited: float, begin: float, device_span: tuple[float, float] | None
+    ) -> None:
+        """The step's tokens were processed since `begin`, after `waited` seconds of waiting for
+        them.
+        """
         trace = step.trace
         assert trace is not None
-        trace.process_start, trace.process_seconds = begin - self.begin, time.perf_counter() - begin
+        trace.process_start = begin - self.begin
+        trace.process_seconds = time.perf_counter() - begin
         trace.wait_seconds = waited
         trace.execute_seconds += waited
         if device_span:
-            trace.device_start, trace.device_seconds = device_span[0] - self.begin, device_span[1] - device_span[0]
+            trace.device_start = device_span[0] - self.begin
+            trace.device_seconds = device_span[1] - device_span[0]
         ended = [name for name, seq in self.seqs.items() if seq.seq_id not in self.scheduler.seqs]
         for name in ended:
             seq = self.seqs.pop(name)
-            if seq.status.finished and seq.status.value != "abort":  # dropped beams do not end; who aborts knows of it
+            # dropped beams do not end; who aborts knows of it
+            if seq.status.finished and seq.status.value != "abort":
                 trace.finished.append(name)
                 trace.token_ids[name] = list(seq.token_ids)
 
 # %% ../../nbs/52_engine_core.ipynb #26e41290
 class EngineCore:
-    """A scheduler, and an executor that carries its steps out. Requests go in and tokens come out, as messages.
+    """A scheduler, and an executor that carries its steps out. Requests go in and tokens come out,
+    as messages.
 
-    `step` schedules one step, executes it and returns what it brought. With `async_scheduling` the next step is scheduled
-    while this one runs. vLLM V1: `v1/engine/core.py`.
+    `step` schedules one step, executes it and returns what it brought. With `async_scheduling` the
+    next step is scheduled while this one runs. vLLM V1: `v1/engine/core.py`.
     """
 
-    def __init__(self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False):
-        self.config, self.closed, self.dead = config, False, ""
+    def __init__(
+        self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False
+    ):
+        self.config = config
+        self.closed = False
+        self.dead = ""
         self.executor = executor_class(config)
         try:
-            by_worker = [list(specs.values()) for specs in self.executor.collective_rpc("get_kv_cache_spec")]
+            by_worker = [
+                list(specs.values()) for specs in self.executor.collective_rpc("get_kv_cache_spec")
+            ]
             windows = [spec.window for specs in by_worker for spec in specs]
-            self.block_bytes = sum(spec.page_bytes(config.cache_config.block_size) for spec in by_worker[0])
+            self.block_bytes = sum(
+                spec.page_bytes(config.cache_config.block_size) for spec in by_worker[0]
+            )
             num_blocks = self._initialize_kv_caches()
             window = max(windows) if windows and None not in windows else None
-            stages = range(config.parallel_config.pipeline_parallel_size)  # of a pipeline: see chapter 53
-            self.schedulers: list[Scheduler] = [make_scheduler(config, *num_blocks, window, i) for i in stages]
+            # of a pipeline: see chapter 53
+            stages = range(config.parallel_config.pipeline_parallel_size)
+            self.schedulers: list[Scheduler] = [
+                make_scheduler(config, *num_blocks, window, i) for i in stages
+            ]
             self.scheduler = self.schedulers[0]
         except BaseException:
             self.executor.shutdown()
             raise
-        self.look_ahead = LookAhead(self.scheduler) if config.scheduler_config.async_scheduling else None
+        self.look_ahead = (
+            LookAhead(self.scheduler) if config.scheduler_config.async_scheduling else None
+        )
         self.stat_logger = StatLogger() if log_stats else None
         self.recorder: StepRecorder | None = None
-        self.in_flight: deque[InFlight] = deque()  # steps that were sent and not collected, the oldest first
+        # steps that were sent and not collected, the oldest first
+        self.in_flight: deque[InFlight] = deque()
 
     def _initialize_kv_caches(self) -> tuple[int, int]:
         num_blocks = self.executor.determine_num_available_blocks()
         self.executor.initialize_cache(*num_blocks)
-        total = num_blocks[0] * self.config.parallel_config.pipeline_parallel_size  # each virtual engine has so many
-        longest, size = self.config.model_config.max_model_len, self.config.cache_config.block_size
+        # each virtual engine has so many
+        total = num_blocks[0] * self.config.parallel_config.pipeline_parallel_size
+        longest = self.config.model_config.max_model_len
+        size = self.config.cache_config.block_size
         at_once = total / -(-longest // size)
         said = "%d KV blocks (%d tokens): %.1f requests of max_model_len=%d at once"
         logger.info(said, total, total * size, at_once, longest)
         if at_once < 1 and self.config.cache_config.num_gpu_blocks_override is None:
-            logger.warning("a request that needs more than all blocks ends early, with finish_reason=length: lower max_model_len")
+            logger.warning(
+                "a request that needs more than all blocks ends early, with "
+                "finish_reason=length: lower max_model_len"
+            )
         return num_blocks
 
     # Requests
@@ -204,10 +281,14 @@ class EngineCore:
         "Queue a request; `ValueError` if it can never run."
         self._check()
         scheduler = min(self.schedulers, key=lambda scheduler: len(scheduler.seqs))
-        scheduler.add_request(make_group(scheduler, request, self.config.model_config.max_model_len))
+        scheduler.add_request(
+            make_group(scheduler, request, self.config.model_config.max_model_len)
+        )
 
     def abort_requests(self, aborts: list[tuple[str, int | None]]) -> None:
-        "End requests, or with an index one of a request's sequences, without a report. Unknown ones are passed over."
+        """End requests, or with an index one of a request's sequences, without a report. Unknown
+        ones are passed over.
+        """
         if not self.closed:
             for request_id, index in aborts:
                 for scheduler in self.schedulers:
@@ -215,12 +296,17 @@ class EngineCore:
 
     def get_request_ids(self) -> list[str]:
         "The requests that have not ended, or whose end is not reported yet."
-        ids = [[*scheduler.groups, *(news.request_id for news in scheduler.outputs)] for scheduler in self.schedulers]
+        ids = [
+            [*scheduler.groups, *(news.request_id for news in scheduler.outputs)]
+            for scheduler in self.schedulers
+        ]
         return list(dict.fromkeys(chain(*ids)))
 
     def has_work(self) -> bool:
         "Whether a step has anything to do, or something to bring."
-        return bool(self.in_flight) or any(scheduler.has_unfinished_requests() for scheduler in self.schedulers)
+        return bool(self.in_flight) or any(
+            scheduler.has_unfinished_requests() for scheduler in self.schedulers
+        )
 
     def _check(self) -> None:
         "Raise if the engine is closed or dead."
@@ -234,15 +320,16 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs:
         """One step, and what it brought.
 
-        If anything fails on the way, also by Ctrl-C, the requests that ran end with an error, which the next call reports, the
-        others are computed again, and the exception goes on.
+        If anything fails on the way, also by Ctrl-C, the requests that ran end with an error, which
+        the next call reports, the others are computed again, and the exception goes on.
         """
         self._check()
         try:
             sent = [step.scheduler for step in self.in_flight]
             free = [scheduler for scheduler in self.schedulers if scheduler not in sent]
             with_work = [scheduler for scheduler in free if scheduler.has_unfinished_requests()]
-            for scheduler in with_work or ([] if sent else free):  # a step without work says which sequences have ended
+            # a step without work says which sequences have ended
+            for scheduler in with_work or ([] if sent else free):
                 self._submit(scheduler)
             if self.look_ahead and self.look_ahead.can_run_ahead():
                 self._submit(self.scheduler)
@@ -252,10 +339,13 @@ class EngineCore:
             raise
 
     def _submit(self, scheduler: Scheduler) -> None:
-        "Schedule a step and send it to the workers, which carry steps out in the order in which they are sent."
+        """Schedule a step and send it to the workers, which carry steps out in the order in which
+        they are sent.
+        """
         begin = time.perf_counter()
         out = scheduler.schedule()
-        scheduled, out.timed = time.perf_counter(), self.recorder is not None
+        scheduled = time.perf_counter()
+        out.timed = self.recorder is not None
         progress = out.num_scheduled_tokens or out.new_seqs or self.in_flight or scheduler.outputs
         assert progress or not scheduler.has_unfinished_requests(), "no request makes progress"
         with let_interrupts_in():  # some workers compute the step now
@@ -269,7 +359,8 @@ class EngineCore:
 
     def _collect(self) -> EngineCoreOutputs:
         "Wait for the oldest step in flight, and give its tokens to the scheduler."
-        step, begin = self.in_flight[0], time.perf_counter()
+        step = self.in_flight[0]
+        begin = time.perf_counter()
         with let_interrupts_in():
             sampled = self.executor.collect()
         self.in_flight.popleft()
@@ -292,7 +383,10 @@ class EngineCore:
         except EngineDeadError as error:
             self.dead = str(error)
         except Exception as error:
-            self.dead = f"the workers failed ({message}), and again when they were reset ({type(error).__name__}: {error})"
+            self.dead = (
+                f"the workers failed ({message}), and again when they were reset "
+                f"({type(error).__name__}: {error})"
+            )
             logger.error("%s: the engine is dead", self.dead)
         for scheduler in self.schedulers:
             scheduler.recover(f"the step failed: {message}")
@@ -300,13 +394,18 @@ class EngineCore:
     # Around the steps
 
     def start_trace(self) -> Trace:
-        "Record every step from now on: `step` returns what was recorded. The trace that is returned has the pool and the memory."
+        """Record every step from now on: `step` returns what was recorded. The trace that is
+        returned has the pool and the memory.
+        """
         self._check()
         if len(self.schedulers) > 1:
-            raise NotSupportedYet("a pipeline of several stages (pipeline_parallel_size) cannot be recorded yet")
+            raise NotSupportedYet(
+                "a pipeline of several stages (pipeline_parallel_size) cannot be recorded yet"
+            )
         self.stop_trace()
         self.recorder = StepRecorder(self.scheduler)
-        manager, profile = self.scheduler.block_manager, self.executor.collective_rpc(attrgetter("memory_profile"))[0]
+        manager = self.scheduler.block_manager
+        profile = self.executor.collective_rpc(attrgetter("memory_profile"))[0]
         memory = profile.waterfall(manager.num_gpu_blocks * self.block_bytes)
         return Trace(manager.num_gpu_blocks, manager.block_size, self.block_bytes, memory)
 
@@ -321,7 +420,15 @@ class EngineCore:
     def get_stats(self) -> SchedulerStats:
         "See `Scheduler.get_stats`; of all schedulers together."
         self._check()
-        return SchedulerStats(*map(sum, zip(*(msgspec.structs.astuple(one.get_stats()) for one in self.schedulers), strict=True)))
+        return SchedulerStats(
+            *map(
+                sum,
+                zip(
+                    *(msgspec.structs.astuple(one.get_stats()) for one in self.schedulers),
+                    strict=True,
+                ),
+            )
+        )
 
     def reset_prefix_cache(self) -> bool:
         "See `Scheduler.reset_prefix_cache`."
@@ -329,7 +436,9 @@ class EngineCore:
         busy = any(scheduler.running or scheduler.swapped for scheduler in self.schedulers)
         return not busy and all(scheduler.reset_prefix_cache() for scheduler in self.schedulers)
 
-    def collective_rpc(self, method: str | Callable, timeout: float | None, args: tuple, kwargs: dict | None) -> list[Any]:
+    def collective_rpc(
+        self, method: str | Callable, timeout: float | None, args: tuple, kwargs: dict | None
+    ) -> list[Any]:
         "Call `method` on every worker; one result each."
         self._check()
         return self.executor.collective_rpc(method, timeout, args, kwargs)
@@ -344,16 +453,21 @@ class EngineCore:
 
 # %% ../../nbs/52_engine_core.ipynb #f88900cd
 class InprocClient:
-    """What the front has of the core: here the core itself, in the same process and thread; each call is a plain call.
+    """What the front has of the core: here the core itself, in the same process and thread; each
+    call is a plain call.
 
-    Only data that `msgspec` can encode goes through `add_request`, `abort_requests` and `get_output`, so that another
-    client can send it to a core in another process. vLLM V1: `v1/engine/core_client.py`.
+    Only data that `msgspec` can encode goes through `add_request`, `abort_requests` and
+    `get_output`, so that another client can send it to a core in another process. vLLM V1:
+    `v1/engine/core_client.py`.
     """
 
-    def __init__(self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False):
+    def __init__(
+        self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False
+    ):
         self.engine_core = EngineCore(config, executor_class, log_stats)
 
-    dead = property(lambda self: self.engine_core.dead)  # why it answers nothing more; empty while it does
+    # why it answers nothing more; empty while it does
+    dead = property(lambda self: self.engine_core.dead)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         "Queue a request; `ValueError` if it can never run."

@@ -27,7 +27,13 @@ import torch
 
 from ..config import VllmConfig, require
 from .core import EngineCore
-from ..executor.executor_base import EngineClosedError, EngineDeadError, ExecutorBase, HoldInterrupts, let_interrupts_in
+from teachvllm.executor.executor_base import (
+    EngineClosedError,
+    EngineDeadError,
+    ExecutorBase,
+    HoldInterrupts,
+    let_interrupts_in,
+)
 from teachvllm.executor.multiproc_executor import (
     begin_process,
     describe_error,
@@ -43,8 +49,17 @@ from ..messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 logger = logging.getLogger("teachvllm")
 
 # %% ../../nbs/54_core_process.ipynb #d5f2c733
-ADD, ABORT, UTILITY, STOP = b"add", b"abort", b"utility", b"stop"  # kinds of messages to the core
-OUTPUTS, RESULT, REFUSED, FAILED, DEAD = b"outputs", b"result", b"refused", b"failed", b"dead"  # and from it
+# kinds of messages to the core
+ADD = b"add"
+ABORT = b"abort"
+UTILITY = b"utility"
+STOP = b"stop"
+# and from it
+OUTPUTS = b"outputs"
+RESULT = b"result"
+REFUSED = b"refused"
+FAILED = b"failed"
+DEAD = b"dead"
 
 
 def import_zmq() -> Any:
@@ -52,7 +67,9 @@ def import_zmq() -> Any:
     try:
         import zmq
     except ImportError as error:
-        raise ImportError("a core in a process of its own needs pyzmq: pip install 'teachvllm[serve]'") from error
+        raise ImportError(
+            "a core in a process of its own needs pyzmq: pip install 'teachvllm[serve]'"
+        ) from error
     return zmq
 
 # %% ../../nbs/54_core_process.ipynb #532a7c2d
@@ -65,19 +82,26 @@ def answer_to(function: Callable, *args: Any) -> list[bytes]:
 
 # %% ../../nbs/54_core_process.ipynb #afe4b9e9
 class EngineCoreProc:
-    """A core behind a socket: it takes messages, makes steps while there is work, and sends what they bring.
+    """A core behind a socket: it takes messages, makes steps while there is work, and sends what
+    they bring.
 
-    vLLM V1: `EngineCoreProc` in `v1/engine/core.py`, with a thread for each direction. Here ZMQ's own thread sends and receives.
+    vLLM V1: `EngineCoreProc` in `v1/engine/core.py`, with a thread for each direction. Here ZMQ's
+    own thread sends and receives.
     """
 
     def __init__(self, sock: Any, core: EngineCore):
-        self.sock, self.core, self.is_stopped, self.num_aborts = sock, core, False, 0
+        self.sock = sock
+        self.core = core
+        self.is_stopped = False
+        self.num_aborts = 0
         self.decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
         self.decode_aborts = msgspec.msgpack.Decoder(list[tuple[str, int | None]]).decode
         self.encode = msgspec.msgpack.Encoder().encode
 
     def run_busy_loop(self) -> None:
-        "Until the client says stop, or the core is dead. Messages are taken between steps; with no work it waits for one."
+        """Until the client says stop, or the core is dead. Messages are taken between steps; with
+        no work it waits for one.
+        """
         while not self.is_stopped and not self.core.dead:
             while not self.is_stopped and self.sock.poll(0 if self.core.has_work() else None):
                 self._take(*self.sock.recv_multipart())
@@ -109,7 +133,9 @@ class EngineCoreProc:
                 self._send(EngineCoreOutputs())
         elif kind == UTILITY:
             method, args = cloudpickle.loads(data[1])
-            self.sock.send_multipart([RESULT, data[0], *answer_to(lambda: getattr(self.core, method)(*args))])
+            self.sock.send_multipart(
+                [RESULT, data[0], *answer_to(lambda: getattr(self.core, method)(*args))]
+            )
         else:
             self.is_stopped = True
 
@@ -125,9 +151,12 @@ class EngineCoreProc:
 
 # %% ../../nbs/54_core_process.ipynb #d27f30ba
 def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
-    "The life of a core's process. The first message says which core to make; the file `fd` is closed when the process ends."
+    """The life of a core's process. The first message says which core to make; the file `fd` is
+    closed when the process ends.
+    """
     begin_process("core", parent, log_level)
-    zmq, made = import_zmq(), list[EngineCore]()
+    zmq = import_zmq()
+    made = list[EngineCore]()
     with zmq.Context() as context, context.socket(zmq.PAIR) as sock:
         sock.set_hwm(0)
         sock.linger = 1000  # milliseconds for the last words
@@ -143,10 +172,13 @@ def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
 # %% ../../nbs/54_core_process.ipynb #429c744a
 def drop_stale(
     news: list[EngineCoreOutput],  # of one message
-    aborted: dict[str, int],  # ids of requests, with the number of their abort: 1 for the first that was sent
+    # ids of requests, with the number of their abort: 1 for the first that was sent
+    aborted: dict[str, int],
     num_seen: int,  # aborts that the core had seen when it sent the message
 ) -> tuple[list[EngineCoreOutput], dict[str, int]]:
-    "The news that are of no aborted request, and the aborts that the core had not seen when it sent them."
+    """The news that are of no aborted request, and the aborts that the core had not seen when it
+    sent them.
+    """
     waiting = {request_id: number for request_id, number in aborted.items() if number > num_seen}
     return [one for one in news if one.request_id not in waiting], waiting
 
@@ -156,7 +188,8 @@ def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[sock
     if os.getpid() != owner:  # a fork of the engine's process
         return
     with suppress(Exception):
-        sock.send_multipart([STOP], import_zmq().NOBLOCK)  # a process that never connected gets none
+        # a process that never connected gets none
+        sock.send_multipart([STOP], import_zmq().NOBLOCK)
     stop_processes([process])
     for file in files:
         file.close()
@@ -165,36 +198,53 @@ def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[sock
 
 # %% ../../nbs/54_core_process.ipynb #4a201f4f
 class MPClient:
-    """What the front has of a core in another process: the calls of `InprocClient`, as messages over a private socket.
+    """What the front has of a core in another process: the calls of `InprocClient`, as messages
+    over a private socket.
 
-    `add_request` waits for nothing, so it cannot refuse a request that can never run: the next `get_output` names it. When
-    the core is dead, every call raises `EngineDeadError`. vLLM V1: `SyncMPClient` in `v1/engine/core_client.py`.
+    `add_request` waits for nothing, so it cannot refuse a request that can never run: the next
+    `get_output` names it. When the core is dead, every call raises `EngineDeadError`. vLLM V1:
+    `SyncMPClient` in `v1/engine/core_client.py`.
     """
 
     start_timeout = 1200.0  # seconds until the core is ready
 
-    def __init__(self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False):
-        zmq, backend = import_zmq(), config.parallel_config.distributed_executor_backend
-        why = "distributed_executor_backend=external_launcher: its processes are the workers, there is none for a core"
+    def __init__(
+        self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False
+    ):
+        zmq = import_zmq()
+        backend = config.parallel_config.distributed_executor_backend
+        why = (
+            "distributed_executor_backend=external_launcher: its processes are the workers, "
+            "there is none for a core"
+        )
         require(backend != "external_launcher", why)
-        self.dead, self.num_calls = "", count()
+        self.dead = ""
+        self.num_calls = count()
         self.running = set[str]()  # the requests of which the core may still have news
-        self.aborted, self.num_aborts = dict[str, int](), 0  # by which message each was aborted: older news are dropped
+        # by which message each was aborted: older news are dropped
+        self.aborted = dict[str, int]()
+        self.num_aborts = 0
         self.arrived = deque[EngineCoreOutputs | Exception]()  # and not given out yet
         self.results = dict[bytes, tuple[bytes, bytes]]()  # of calls, by their number
         self.abandoned = set[bytes]()  # calls whose results will be dropped
-        self.encode, self.decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(EngineCoreOutputs).decode
-        self.sock, self.poller, self.zmq = zmq.Context().socket(zmq.PAIR), zmq.Poller(), zmq
+        self.encode = msgspec.msgpack.Encoder().encode
+        self.decode = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
+        self.sock = zmq.Context().socket(zmq.PAIR)
+        self.poller = zmq.Poller()
+        self.zmq = zmq
         self.sock.set_hwm(0)
-        self.sock.linger = 0  # before it binds: set later, messages to a dead core could hold `term` for ever
-        is_long = len(tempfile.gettempdir()) > 60  # the system allows a socket's name about 100 characters
+        # before it binds: set later, messages to a dead core could hold `term` for ever
+        self.sock.linger = 0
+        # the system allows a socket's name about 100 characters
+        is_long = len(tempfile.gettempdir()) > 60
         self.folder = tempfile.mkdtemp(prefix="teachvllm-", dir="/tmp" if is_long else None)
         try:
             self.sock.bind(f"ipc://{self.folder}/core")
             self._start_process(f"ipc://{self.folder}/core")
             self._result(b"connect", 120.0)
             self._send(cloudpickle.dumps((config, executor_class, log_stats), 5))
-            shutil.rmtree(self.folder, ignore_errors=True)  # a socket that is connected needs its name no more
+            # a socket that is connected needs its name no more
+            shutil.rmtree(self.folder, ignore_errors=True)
             self._result(b"start", self.start_timeout)
         except BaseException:
             self.shutdown()
@@ -203,15 +253,26 @@ class MPClient:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_process(self, address: str) -> None:
-        "Start the core's process, with a socket pair whose other end the system closes when that process ends, however it does."
+        """Start the core's process, with a socket pair whose other end the system closes when that
+        process ends, however it does.
+        """
         self.life, theirs = socket.socketpair()
         with theirs:
             args = address, theirs.fileno(), os.getpid(), logger.getEffectiveLevel()
-            spin = {"GOMP_SPINCOUNT": "2000"}  # then its threads sleep: while they spin, the front has no core
+            # then its threads sleep: while they spin, the front has no core
+            spin = {"GOMP_SPINCOUNT": "2000"}
             env = {**spin, **os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-            how = "teachvllm.engine.core_proc", "core_main", args, ["teachvllm-core"], [theirs.fileno()]
+            how = (
+                "teachvllm.engine.core_proc",
+                "core_main",
+                args,
+                ["teachvllm-core"],
+                [theirs.fileno()],
+            )
             self.process = start_process(*how, env)
-        self.stop = weakref.finalize(self, stop_core, os.getpid(), self.process, self.sock, [self.life])
+        self.stop = weakref.finalize(
+            self, stop_core, os.getpid(), self.process, self.sock, [self.life]
+        )
         self.poller.register(self.sock, self.zmq.POLLIN)
         self.poller.register(self.life, self.zmq.POLLIN)
 
@@ -227,7 +288,9 @@ class MPClient:
             try:
                 self._send(ADD, self.encode(request), cloudpickle.dumps(functions, 5))
             except (TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(f"logits_processors cannot be sent to the core's process: {error}") from error
+                raise ValueError(
+                    f"logits_processors cannot be sent to the core's process: {error}"
+                ) from error
             finally:
                 request.sampling_params.logits_processors = functions
         self.running.add(request.request_id)
@@ -288,16 +351,23 @@ class MPClient:
             elif ready:
                 self._die(f"the engine core {describe_exit(self.process)}")
         if not ready:
-            raise TimeoutError(f"the engine core (process {self.process.pid}) did not answer within {timeout:.0f} s")
+            raise TimeoutError(
+                f"the engine core (process {self.process.pid}) did not answer within "
+                f"{timeout:.0f} s"
+            )
 
     def _take(self, kind: bytes, *data: bytes) -> None:
         "Keep what a message brings."
         if kind == OUTPUTS:
             outputs = self.decode(data[0])
             if self.aborted:  # what was sent before an abort is about the old request
-                outputs.outputs, self.aborted = drop_stale(outputs.outputs, self.aborted, int(data[1]))
+                outputs.outputs, self.aborted = drop_stale(
+                    outputs.outputs, self.aborted, int(data[1])
+                )
             self.arrived.append(outputs)
-            self.running.difference_update(news.request_id for news in outputs.outputs if news.request_finished)
+            self.running.difference_update(
+                news.request_id for news in outputs.outputs if news.request_finished
+            )
         elif kind == RESULT and data[0] in self.abandoned:
             self.abandoned.remove(data[0])
         elif kind == RESULT:
@@ -344,7 +414,8 @@ class MPClient:
 
 # %% ../../nbs/54_core_process.ipynb #aac78e19
 class AsyncMPClient(MPClient):
-    """The same client inside an event loop: to wait for the core's news blocks no other task. vLLM V1: `AsyncMPClient`.
+    """The same client inside an event loop: to wait for the core's news blocks no other task. vLLM
+    V1: `AsyncMPClient`.
 
     It belongs to the loop that last called `get_output_async` or `call_utility_async`.
     """
@@ -388,7 +459,8 @@ class AsyncMPClient(MPClient):
     def _send(self, *message: bytes) -> None:
         super()._send(*message)
         if self.loop and self.loop.is_running():
-            self.loop.call_soon(self._drain)  # ZMQ's file tells of news once, and sending may have swallowed that
+            # ZMQ's file tells of news once, and sending may have swallowed that
+            self.loop.call_soon(self._drain)
 
     async def _until(self, there: Callable[[], bool]) -> None:
         "Wait until something has arrived."
@@ -407,13 +479,16 @@ class AsyncMPClient(MPClient):
             return
         self._check()
         self._listen_no_more()
-        self.loop, self.news, self.watched = loop, asyncio.Event(), (self.sock.fd, self.life.fileno())
+        self.loop = loop
+        self.news = asyncio.Event()
+        self.watched = (self.sock.fd, self.life.fileno())
         drain = weakref.WeakMethod(self._drain)  # a loop does not keep the engine alive
         for fd in self.watched:
             loop.add_reader(fd, lambda: (found := drain()) and found())
 
     def _listen_no_more(self) -> None:
-        watched, self.watched = self.watched, ()
+        watched = self.watched
+        self.watched = ()
         for fd in watched:
             if self.loop and not self.loop.is_closed():
                 self.loop.remove_reader(fd)

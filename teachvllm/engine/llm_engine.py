@@ -20,12 +20,22 @@ from ..config import VllmConfig, require
 from .core import InprocClient
 from .core_proc import MPClient
 from .output_processor import OutputProcessor
-from ..executor.executor_base import EngineClosedError, ExecutorBase, HoldInterrupts, get_executor_class
+from teachvllm.executor.executor_base import (
+    EngineClosedError,
+    ExecutorBase,
+    HoldInterrupts,
+    get_executor_class,
+)
 from ..executor.multiproc_executor import to_bytes
 from ..inputs import InputProcessor, Prompt, get_eos_token_ids, get_tokenizer
 from ..messages import EngineCoreRequest
 from ..plugins import load_general_plugins
-from ..sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from teachvllm.sampling_params import (
+    BeamSearchParams,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from ..trace import StepTrace, Trace
 
 # %% ../../nbs/60_llm_engine.ipynb #5e7a1601
@@ -33,7 +43,9 @@ logger = logging.getLogger("teachvllm")
 
 # %% ../../nbs/60_llm_engine.ipynb #65b44b30
 def init_logger() -> None:
-    "Let the `teachvllm` logger speak, unless the program logs in its own way. `TEACHVLLM_LOGGING_LEVEL` sets the level."
+    """Let the `teachvllm` logger speak, unless the program logs in its own way.
+    `TEACHVLLM_LOGGING_LEVEL` sets the level.
+    """
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
@@ -43,7 +55,9 @@ def init_logger() -> None:
 
 # %% ../../nbs/60_llm_engine.ipynb #bd3f316e
 def check_picklable(name: str, value: Any) -> None:
-    "Raise `ValueError` if `value` cannot be sent to workers in other processes: else a step would fail with all that is in it."
+    """Raise `ValueError` if `value` cannot be sent to workers in other processes: else a step would
+    fail with all that is in it.
+    """
     try:
         to_bytes(value)
     except Exception as error:
@@ -51,14 +65,17 @@ def check_picklable(name: str, value: Any) -> None:
 
 # %% ../../nbs/60_llm_engine.ipynb #66138f01
 class Processor:
-    """Makes a checked `EngineCoreRequest` of a prompt and its parameters. It has the tokenizer and an `InputProcessor`.
+    """Makes a checked `EngineCoreRequest` of a prompt and its parameters. It has the tokenizer and
+    an `InputProcessor`.
 
     vLLM V1: `v1/engine/processor.py`.
     """
 
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any):
         model = self.model_config = vllm_config.model_config
-        self.config, self.tokenizer, self.input_processor = vllm_config, tokenizer, InputProcessor(model, tokenizer)
+        self.config = vllm_config
+        self.tokenizer = tokenizer
+        self.input_processor = InputProcessor(model, tokenizer)
         self.eos_token_ids = get_eos_token_ids(model, tokenizer)
         self.task = model.pooler_config.task if model.pooler_config else "generate"
         self.random = random.Random(model.seed)  # gives a seed to each request that brings none
@@ -71,45 +88,72 @@ class Processor:
         return cls(vllm_config, None if model.skip_tokenizer_init else get_tokenizer(*how))
 
     def __call__(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams | PoolingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
+        priority: int = 0,
     ) -> tuple[EngineCoreRequest, str | None]:
-        "The request, and the prompt's text if it has one; `ValueError` if anything about it is wrong."
+        """The request, and the prompt's text if it has one; `ValueError` if anything about it is
+        wrong.
+        """
         ok = isinstance(priority, int) and -(2**63) <= priority < 2**63
         require(ok, f"priority={priority!r} must be an int of 64 bits: the smaller, the sooner")
         fcfs = self.config.scheduler_config.policy == "fcfs"
-        require(not (fcfs and priority), f'priority={priority}, but scheduling_policy is "fcfs": make it "priority"')
+        require(
+            not (fcfs and priority),
+            f'priority={priority}, but scheduling_policy is "fcfs": make it "priority"',
+        )
         self.check_task(params)
         if isinstance(params, PoolingParams):
-            nothing = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            nothing = SamplingParams(
+                max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            )
             text, token_ids = self.input_processor(prompt, nothing)
-            return EngineCoreRequest(request_id, token_ids, nothing, 0, [], priority, pooling_params=replace(params)), text
-        beam = replace(params) if isinstance(params, BeamSearchParams) else None  # a copy: the user may change it
-        params = params.sampling_params() if isinstance(params, BeamSearchParams) else replace(params)
-        if params.logits_processors:  # vLLM's rule for functions that remember something: each request has its own
-            params.logits_processors = [f.clone() if hasattr(f, "clone") else f for f in params.logits_processors]
+            return EngineCoreRequest(
+                request_id, token_ids, nothing, 0, [], priority, pooling_params=replace(params)
+            ), text
+        # a copy: the user may change it
+        beam = replace(params) if isinstance(params, BeamSearchParams) else None
+        params = (
+            params.sampling_params() if isinstance(params, BeamSearchParams) else replace(params)
+        )
+        # vLLM's rule for functions that remember something: each request has its own
+        if params.logits_processors:
+            params.logits_processors = [
+                f.clone() if hasattr(f, "clone") else f for f in params.logits_processors
+            ]
             if self.config.parallel_config.world_size > 1:
                 check_picklable("logits_processors", params.logits_processors)
         text, token_ids = self.input_processor(prompt, params)
         self.input_processor.prepare(params, self.eos_token_ids)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
-        params.stop_token_ids = [i for i in params.stop_token_ids if i not in eos]  # EOS ends it with no stop_reason
+        # EOS ends it with no stop_reason
+        params.stop_token_ids = [i for i in params.stop_token_ids if i not in eos]
         seed = self.random.getrandbits(63) if params.seed is None else params.seed % 2**64
         stop_token_ids = sorted(eos.union(params.stop_token_ids))
-        return EngineCoreRequest(request_id, token_ids, params, seed, stop_token_ids, priority, beam), text
+        return EngineCoreRequest(
+            request_id, token_ids, params, seed, stop_token_ids, priority, beam
+        ), text
 
     def check_task(self, params: Any) -> None:
         "Raise `ValueError` if requests of this kind are not what the engine was made for."
         does = "generates text" if self.task == "generate" else "gives vectors and no text"
-        hint = 'task="embed" gives vectors' if self.task == "generate" else 'task="generate" gives text'
+        hint = (
+            'task="embed" gives vectors'
+            if self.task == "generate"
+            else 'task="generate" gives text'
+        )
         ok = isinstance(params, PoolingParams) == (self.task != "generate")
         require(ok, f'task="{self.task}": this engine {does}; {hint}')
 
 # %% ../../nbs/60_llm_engine.ipynb #ae85fc4e
 class LLMEngine:
-    """Takes requests, runs steps, gives outputs. It has an input processor, an output processor, and a client of the core.
+    """Takes requests, runs steps, gives outputs. It has an input processor, an output processor,
+    and a client of the core.
 
-    Its methods may be called from several threads: a call waits while another thread is in `step`. vLLM V1:
-    `v1/engine/llm_engine.py`.
+    Its methods may be called from several threads: a call waits while another thread is in `step`.
+    vLLM V1: `v1/engine/llm_engine.py`.
     """
 
     def __init__(
@@ -120,7 +164,9 @@ class LLMEngine:
         client_class: Callable[..., Any] = InprocClient,
     ):
         init_logger()
-        self.config, self.closed, self._lock = vllm_config, False, RLock()
+        self.config = vllm_config
+        self.closed = False
+        self._lock = RLock()
         self.processor = Processor.from_config(vllm_config)
         self.output_processor = OutputProcessor(self.processor.tokenizer)
         self.trace: Trace | None = None
@@ -131,40 +177,65 @@ class LLMEngine:
     tokenizer = property(lambda self: self.processor.tokenizer)
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        "Read and write text with this tokenizer from now on; None: with none. `ValueError` while there are requests."
+        """Read and write text with this tokenizer from now on; None: with none. `ValueError` while
+        there are requests.
+        """
         with self._lock:
-            require(not self.output_processor.request_states, "there are requests: finish or abort them first")
+            require(
+                not self.output_processor.request_states,
+                "there are requests: finish or abort them first",
+            )
             processor = Processor(self.config, tokenizer)
-            processor.random = self.processor.random  # the seeds go on, so that no request gets one a second time
-            self.processor, self.output_processor.tokenizer = processor, tokenizer
+            # the seeds go on, so that no request gets one a second time
+            processor.random = self.processor.random
+            self.processor = processor
+            self.output_processor.tokenizer = tokenizer
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, enable_multiprocessing: bool | None = None) -> "LLMEngine":
-        """An engine from flat arguments. With `enable_multiprocessing` its core has a process of its own.
+    def from_engine_args(
+        cls, engine_args: EngineArgs, enable_multiprocessing: bool | None = None
+    ) -> "LLMEngine":
+        """An engine from flat arguments. With `enable_multiprocessing` its core has a process of
+        its own.
 
-        If that is not said, the environment's `VLLM_ENABLE_V1_MULTIPROCESSING` says it: 1 or 0, which is the default.
+        If that is not said, the environment's `VLLM_ENABLE_V1_MULTIPROCESSING` says it: 1 or 0,
+        which is the default.
         """
         load_general_plugins()
         config = engine_args.create_engine_config()
         if enable_multiprocessing is None:
             enable_multiprocessing = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") == "1"
         client = {"client_class": MPClient} if enable_multiprocessing else {}
-        return cls(config, get_executor_class(config), log_stats=not engine_args.disable_log_stats, **client)
+        return cls(
+            config,
+            get_executor_class(config),
+            log_stats=not engine_args.disable_log_stats,
+            **client,
+        )
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams | PoolingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
+        priority: int = 0,
     ) -> None:
-        """Queue a prompt (text, ids, or a dict with `prompt` or `prompt_token_ids`); `ValueError` if it can never run.
+        """Queue a prompt (text, ids, or a dict with `prompt` or `prompt_token_ids`); `ValueError`
+        if it can never run.
 
         With `scheduling_policy="priority"` the requests with the smallest `priority` run first.
         """
         if self.closed:
             raise EngineClosedError
-        request, text = self.processor(request_id, prompt, params, priority)  # tokenizing does not hold up a step
+        # tokenizing does not hold up a step
+        request, text = self.processor(request_id, prompt, params, priority)
         with self._lock, HoldInterrupts():
             if self.closed:
                 raise EngineClosedError
-            require(request_id not in self.output_processor.request_states, f"request_id={request_id!r} is in use")
+            require(
+                request_id not in self.output_processor.request_states,
+                f"request_id={request_id!r} is in use",
+            )
             self.output_processor.add_request(request, text)
             try:
                 self.engine_core.add_request(request)
@@ -173,25 +244,33 @@ class LLMEngine:
                 raise
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        "End requests wherever they are, with no output; ids that are unknown or finished are passed over."
+        """End requests wherever they are, with no output; ids that are unknown or finished are
+        passed over.
+        """
         with self._lock, HoldInterrupts():
             request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
             self.output_processor.abort_requests(request_ids)
-            self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
+            self._outputs = [
+                output for output in self._outputs if output.request_id not in request_ids
+            ]
             self.engine_core.abort_requests([(request_id, None) for request_id in request_ids])
 
     def step(self) -> list[Any]:
-        """One pass of the model, and what it brought the users: `RequestOutput`s, or `PoolingRequestOutput`s.
+        """One pass of the model, and what it brought the users: `RequestOutput`s, or
+        `PoolingRequestOutput`s.
 
-        If the step fails, also by Ctrl-C, its exception is raised, and the next call returns the requests that were in it
-        as finished, with `finish_reason="error"`. The others go on.
+        If the step fails, also by Ctrl-C, its exception is raised, and the next call returns the
+        requests that were in it as finished, with `finish_reason="error"`. The others go on.
         """
         with self._lock:
             if self.closed:
                 raise EngineClosedError
-            with HoldInterrupts():  # at the end of this block at the latest it raises: then the next call gives these outputs
+            # at the end of this block at the latest it raises: then the next call gives these
+            # outputs
+            with HoldInterrupts():
                 self._outputs = self._outputs or self._step()
-            outputs, self._outputs = self._outputs, []
+            outputs = self._outputs
+            self._outputs = []
             return outputs
 
     def _step(self) -> list[Any]:
@@ -207,9 +286,12 @@ class LLMEngine:
             by_index = {request_id for request_id, index in aborts if index is not None}
             for request_id, index in aborts:  # stop strings, of which the core knows nothing
                 if request_id in states and (index is not None or request_id not in by_index):
-                    name, state = f"{request_id}.{index}" if index else request_id, states[request_id]
+                    name = f"{request_id}.{index}" if index else request_id
+                    state = states[request_id]
                     arrived.trace.finished.append(name)
-                    arrived.trace.token_ids[name] = state.request.prompt_token_ids + state.seqs[index or 0].token_ids
+                    arrived.trace.token_ids[name] = (
+                        state.request.prompt_token_ids + state.seqs[index or 0].token_ids
+                    )
             self._record(self.trace, arrived.trace, time.perf_counter() - begin)
         return outputs
 
@@ -237,7 +319,9 @@ class LLMEngine:
             self.trace = None
 
     def _record(self, trace: Trace, step: StepTrace, seconds: float) -> None:
-        "Complete what the core recorded of a step by what only the front knows: its own time, and texts."
+        """Complete what the core recorded of a step by what only the front knows: its own time, and
+        texts.
+        """
         trace.num_prompt_tokens |= step.num_prompt_tokens
         step.process_seconds += seconds
         if self.tokenizer:
@@ -246,20 +330,30 @@ class LLMEngine:
         trace.steps.append(step)  # last: a page that watches the list reads it now
 
     def get_metrics(self) -> dict[str, int]:
-        "Counters since the engine began, and the queues and the pool as they are now: the fields of `SchedulerStats`."
+        """Counters since the engine began, and the queues and the pool as they are now: the fields
+        of `SchedulerStats`.
+        """
         with self._lock:  # of one socket's two answers, two threads might each read the other's
             stats = self.engine_core.call_utility("get_stats")
         return {name: getattr(stats, name) for name in stats.__struct_fields__}
 
     def reset_prefix_cache(self) -> bool:
-        "Forget what is cached of earlier prompts; False, and nothing is forgotten, while requests hold blocks."
+        """Forget what is cached of earlier prompts; False, and nothing is forgotten, while requests
+        hold blocks.
+        """
         with self._lock:
             return self.engine_core.call_utility("reset_prefix_cache")
 
     def collective_rpc(
-        self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
+        self,
+        method: str | Callable,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> list[Any]:
-        "Call `method`, a name or a function that takes the worker, on every worker; one result each."
+        """Call `method`, a name or a function that takes the worker, on every worker; one result
+        each.
+        """
         with self._lock:
             return self.engine_core.call_utility("collective_rpc", method, timeout, args, kwargs)
 

@@ -15,14 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import VllmConfig
-from ..messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from teachvllm.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+)
 
 # %% ../../nbs/63_metrics.ipynb #3fd31922
 GAUGES = {
     "num_requests_running": "Requests in the running batch. Is the engine busy?",
     "num_requests_waiting": "Requests in the queue. Does more arrive than is served?",
     "num_requests_swapped": "Requests whose blocks were moved to the CPU.",
-    "kv_cache_usage_perc": "Fraction of the KV cache's blocks in use, 0 to 1. How close is the engine to preempting?",
+    "kv_cache_usage_perc": (
+        "Fraction of the KV cache's blocks in use, 0 to 1. How close is the engine to preempting?"
+    ),
 }
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts, counted with the first token of the answer. How much is read?",
@@ -34,24 +41,99 @@ COUNTERS = {
 
 # %% ../../nbs/63_metrics.ipynb #eec04402
 FIRST_TOKEN = [
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
-    640.0, 2560.0,
-]  # fmt: skip
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+]
 NEXT_TOKEN = [
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-]  # fmt: skip
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+]
 REQUEST = [
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
     7680.0,
-]  # fmt: skip
+]
 HISTOGRAMS: dict[str, tuple[list[float] | None, str]] = {
-    "time_to_first_token_seconds": (FIRST_TOKEN, "From arrival to the first token (TTFT). How long until it answers?"),
-    "inter_token_latency_seconds": (NEXT_TOKEN, "Between two tokens of an answer (ITL). Does the text flow?"),
-    "e2e_request_latency_seconds": (REQUEST, "From arrival to the end. How long does a whole answer take?"),
-    "request_queue_time_seconds": (REQUEST, "From arrival to the first step. How much of the TTFT is waiting?"),
-    "request_prefill_time_seconds": (REQUEST, "From the first step to the first token. How much of it is the prompt?"),
+    "time_to_first_token_seconds": (
+        FIRST_TOKEN,
+        "From arrival to the first token (TTFT). How long until it answers?",
+    ),
+    "inter_token_latency_seconds": (
+        NEXT_TOKEN,
+        "Between two tokens of an answer (ITL). Does the text flow?",
+    ),
+    "e2e_request_latency_seconds": (
+        REQUEST,
+        "From arrival to the end. How long does a whole answer take?",
+    ),
+    "request_queue_time_seconds": (
+        REQUEST,
+        "From arrival to the first step. How much of the TTFT is waiting?",
+    ),
+    "request_prefill_time_seconds": (
+        REQUEST,
+        "From the first step to the first token. How much of it is the prompt?",
+    ),
     "request_decode_time_seconds": (REQUEST, "From the first token to the last."),
-    "request_inference_time_seconds": (REQUEST, "From the first step to the last token: prefill and decode."),
+    "request_inference_time_seconds": (
+        REQUEST,
+        "From the first step to the last token: prefill and decode.",
+    ),
     "request_prompt_tokens": (None, "Tokens of a request's prompt. How long is what users send?"),
     "request_generation_tokens": (None, "Tokens of an answer. How long is what they get?"),
     "request_max_num_generation_tokens": (None, "Tokens of the longest answer of a request."),
@@ -59,10 +141,14 @@ HISTOGRAMS: dict[str, tuple[list[float] | None, str]] = {
     "request_params_n": ([1, 2, 5, 10, 20], "What requests ask for as n."),
     "iteration_tokens_total": (
         [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384],
-        "Tokens of a step: generated ones, and prompts that it completed. How well are the steps filled?",
+        (
+            "Tokens of a step: generated ones, and prompts that it completed. How well are the "
+            "steps filled?"
+        ),
     ),
 }
-OLDER_NAMES = {  # what some metrics were called in older versions of vLLM, and in the dashboards of that time
+# what some metrics were called in older versions of vLLM, and in the dashboards of that time
+OLDER_NAMES = {
     "kv_cache_usage_perc": "gpu_cache_usage_perc",
     "prefix_cache_queries": "gpu_prefix_cache_queries",
     "prefix_cache_hits": "gpu_prefix_cache_hits",
@@ -72,13 +158,17 @@ OLDER_NAMES = {  # what some metrics were called in older versions of vLLM, and 
 # %% ../../nbs/63_metrics.ipynb #41181309
 def one_two_five(limit: int) -> list[float]:
     "Boundaries 1, 2, 5, 10, 20, 50, … up to `limit`."
-    numbers = [mantissa * 10**exponent for exponent in range(len(str(limit))) for mantissa in (1, 2, 5)]
+    numbers = [
+        mantissa * 10**exponent for exponent in range(len(str(limit))) for mantissa in (1, 2, 5)
+    ]
     return [float(number) for number in numbers if number <= limit]
 
 # %% ../../nbs/63_metrics.ipynb #b9b74a76
 @dataclass(slots=True)
 class RequestStats:
-    "What is remembered of a request until it ends. Times are seconds of `time.monotonic`. vLLM V1: `v1/metrics/stats.py`."
+    """What is remembered of a request until it ends. Times are seconds of `time.monotonic`. vLLM
+    V1: `v1/metrics/stats.py`.
+    """
 
     arrival_time: float
     num_prompt_tokens: int
@@ -86,19 +176,24 @@ class RequestStats:
     max_tokens: int | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
-    last_token_times: dict[int, float] = field(default_factory=dict)  # by index of the sequence, as the next two
+    # by index of the sequence, as the next two
+    last_token_times: dict[int, float] = field(default_factory=dict)
     num_tokens: dict[int, int] = field(default_factory=dict)
     finish_reasons: dict[int, str] = field(default_factory=dict)
 
     def measure(self, now: float) -> dict[str, float]:
-        "What the histograms of requests are told when it has ended `now`: their names, with the values."
+        """What the histograms of requests are told when it has ended `now`: their names, with the
+        values.
+        """
         values: dict[str, float] = {
             "e2e_request_latency_seconds": now - self.arrival_time,
             "request_prompt_tokens": self.num_prompt_tokens,
         }
-        began, first = self.first_scheduled_time, self.first_token_time
+        began = self.first_scheduled_time
+        first = self.first_token_time
         if began is not None:
-            values["request_queue_time_seconds"] = max(0.0, began - self.arrival_time)  # two processes look at the clock
+            # two processes look at the clock
+            values["request_queue_time_seconds"] = max(0.0, began - self.arrival_time)
         if first is not None:
             last = max(self.last_token_times.values())
             values["request_decode_time_seconds"] = last - first
@@ -117,7 +212,9 @@ def import_prometheus() -> Any:
     try:
         import prometheus_client
     except ImportError as error:
-        raise ImportError("metrics need prometheus_client: pip install 'teachvllm[serve]'") from error
+        raise ImportError(
+            "metrics need prometheus_client: pip install 'teachvllm[serve]'"
+        ) from error
     return prometheus_client
 
 # %% ../../nbs/63_metrics.ipynb #1e5fb3ad
@@ -125,20 +222,24 @@ class OlderName:
     "A metric once more, under the name that it once had: a collector for a Prometheus registry."
 
     def __init__(self, metric: Any, name: str):
-        self.metric, self.name = metric, name
+        self.metric = metric
+        self.name = name
 
     def collect(self) -> Iterator[Any]:
         "The metric's samples, renamed."
         for family in self.metric.collect():
             renamed = type(family)(self.name, family.documentation, family.type)
             for sample in family.samples:
-                renamed.add_sample(self.name + sample.name[len(family.name) :], sample.labels, sample.value)
+                renamed.add_sample(
+                    self.name + sample.name[len(family.name) :], sample.labels, sample.value
+                )
             yield renamed
 
 # %% ../../nbs/63_metrics.ipynb #f39560ed
 def make_metrics(registry: Any, model_name: str, max_model_len: int) -> dict[str, Any]:
     "All metrics of a model, empty, in a Prometheus registry: by their names without `vllm:`."
-    prometheus, longest = import_prometheus(), one_two_five(max_model_len)
+    prometheus = import_prometheus()
+    longest = one_two_five(max_model_len)
 
     def make(kind: Any, name: str, text: str, **more: Any) -> Any:
         metric = kind(f"vllm:{name}", text, ["model_name"], registry=registry, **more)
@@ -149,27 +250,39 @@ def make_metrics(registry: Any, model_name: str, max_model_len: int) -> dict[str
     return (
         {name: make(prometheus.Gauge, name, text) for name, text in GAUGES.items()}
         | {name: make(prometheus.Counter, name, text) for name, text in COUNTERS.items()}
-        | {name: make(prometheus.Histogram, name, text, buckets=b or longest) for name, (b, text) in HISTOGRAMS.items()}
+        | {
+            name: make(prometheus.Histogram, name, text, buckets=b or longest)
+            for name, (b, text) in HISTOGRAMS.items()
+        }
     )
 
 # %% ../../nbs/63_metrics.ipynb #743218b4
 class PrometheusStatLogger:
-    """Observes an `AsyncLLM`, and keeps vLLM's metrics of it in a `registry` of its own, labelled with the model's name.
+    """Observes an `AsyncLLM`, and keeps vLLM's metrics of it in a `registry` of its own, labelled
+    with the model's name.
 
-    `prometheus_client.generate_latest(stat_logger.registry)` is the text for `/metrics`. `ImportError` without the extra
-    `serve`. vLLM V1: `v1/metrics/loggers.py`.
+    `prometheus_client.generate_latest(stat_logger.registry)` is the text for `/metrics`.
+    `ImportError` without the extra `serve`. vLLM V1: `v1/metrics/loggers.py`.
     """
 
     def __init__(self, vllm_config: VllmConfig, served_model_name: str | None = None):
         prometheus = import_prometheus()
-        self.config, self.registry = vllm_config, prometheus.CollectorRegistry()
+        self.config = vllm_config
+        self.registry = prometheus.CollectorRegistry()
         self.model_name = served_model_name or vllm_config.model_config.model
         self.requests: dict[str, RequestStats] = {}
-        self.totals = dict.fromkeys(["num_preemptions", "prefix_cache_queries", "prefix_cache_hits"], 0)
+        self.totals = dict.fromkeys(
+            ["num_preemptions", "prefix_cache_queries", "prefix_cache_hits"], 0
+        )
         self.knows_blocks = False
-        self.metrics = make_metrics(self.registry, self.model_name, vllm_config.model_config.max_model_len)
-        text, labels = "Answers that have ended, by the reason.", ["model_name", "finished_reason"]
-        self.ended = prometheus.Counter("vllm:request_success", text, labels, registry=self.registry)
+        self.metrics = make_metrics(
+            self.registry, self.model_name, vllm_config.model_config.max_model_len
+        )
+        text = "Answers that have ended, by the reason."
+        labels = ["model_name", "finished_reason"]
+        self.ended = prometheus.Counter(
+            "vllm:request_success", text, labels, registry=self.registry
+        )
         for reason in ("stop", "length", "abort", "error"):
             self.ended.labels(self.model_name, reason)
 
@@ -182,7 +295,9 @@ class PrometheusStatLogger:
     def add_request(self, request: EngineCoreRequest) -> None:
         "A request was sent to the core."
         params = request.sampling_params
-        one = RequestStats(time.monotonic(), len(request.prompt_token_ids), params.n, params.max_tokens)
+        one = RequestStats(
+            time.monotonic(), len(request.prompt_token_ids), params.n, params.max_tokens
+        )
         self.requests[request.request_id] = one
 
     def abort_request(self, request_id: str) -> None:
@@ -226,7 +341,8 @@ class PrometheusStatLogger:
                 one.first_scheduled_time = news.first_scheduled_time
             if not news.new_token_ids:
                 continue
-            index, num_new = news.index, len(news.new_token_ids)
+            index = news.index
+            num_new = len(news.new_token_ids)
             num_new_tokens += num_new
             if index in one.last_token_times:
                 observe_next(now - one.last_token_times[index])
@@ -242,7 +358,9 @@ class PrometheusStatLogger:
 
     def _note_ends(self, one: RequestStats, output: Any) -> None:
         if isinstance(output.outputs, list):
-            ended = {part.index: part.finish_reason for part in output.outputs if part.finish_reason}
+            ended = {
+                part.index: part.finish_reason for part in output.outputs if part.finish_reason
+            }
             one.finish_reasons.update(ended)
         else:  # a vector: it ends in one way, or fails
             one.finish_reasons[0] = "stop" if output.error is None else "error"
@@ -275,19 +393,27 @@ class PrometheusStatLogger:
                 "num_gpu_blocks": stats.num_gpu_blocks,
                 "num_cpu_blocks": stats.num_cpu_blocks,
             }
-            labels = {"model_name": self.model_name} | {name: str(value) for name, value in config.items()}
-            text, gauge = "How the KV cache was set up; always 1.", import_prometheus().Gauge
-            gauge("vllm:cache_config_info", text, list(labels), registry=self.registry).labels(**labels).set(1)
+            labels = {"model_name": self.model_name} | {
+                name: str(value) for name, value in config.items()
+            }
+            text = "How the KV cache was set up; always 1."
+            gauge = import_prometheus().Gauge
+            gauge("vllm:cache_config_info", text, list(labels), registry=self.registry).labels(
+                **labels
+            ).set(1)
 
     def _set_gauges(self, stats: SchedulerStats | None = None) -> None:
-        if not self.requests:  # whatever the core last said: without requests nothing waits, runs or holds a block
+        # whatever the core last said: without requests nothing waits, runs or holds a block
+        if not self.requests:
             for name in GAUGES:
                 self.metrics[name].set(0)
         elif stats:
             self.metrics["num_requests_running"].set(stats.num_running)
             self.metrics["num_requests_waiting"].set(stats.num_waiting)
             self.metrics["num_requests_swapped"].set(stats.num_swapped)
-            self.metrics["kv_cache_usage_perc"].set(stats.num_gpu_blocks_used / stats.num_gpu_blocks)
+            self.metrics["kv_cache_usage_perc"].set(
+                stats.num_gpu_blocks_used / stats.num_gpu_blocks
+            )
 
 # %% ../../nbs/63_metrics.ipynb #264a02ed
 logger = logging.getLogger("teachvllm")
@@ -296,20 +422,24 @@ logger = logging.getLogger("teachvllm")
 class LoggingStatLogger:
     """Observes an `AsyncLLM`: every `interval` seconds while it works, one line for the operator.
 
-    It reads the counters of `metrics`, which must come before it in the list of stat loggers. vLLM V1: `LoggingStatLogger`
-    in `v1/metrics/loggers.py`.
+    It reads the counters of `metrics`, which must come before it in the list of stat loggers. vLLM
+    V1: `LoggingStatLogger` in `v1/metrics/loggers.py`.
     """
 
     def __init__(self, metrics: PrometheusStatLogger, interval: float = 5.0):
-        self.metrics, self.interval = metrics, interval
+        self.metrics = metrics
+        self.interval = interval
         self.last_news = -interval
         self._begin(time.monotonic())
 
     def _begin(self, now: float) -> None:
-        self.began, self.before = now, {name: self.metrics.value(name) for name in COUNTERS}
+        self.began = now
+        self.before = {name: self.metrics.value(name) for name in COUNTERS}
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        "A request was sent to the core. After a long pause it begins a new interval: rates are not diluted."
+        """A request was sent to the core. After a long pause it begins a new interval: rates are
+        not diluted.
+        """
         now = time.monotonic()
         if len(self.metrics.requests) <= 1 and now - self.last_news > self.interval:
             self._begin(now)
@@ -328,10 +458,15 @@ class LoggingStatLogger:
         value = self.metrics.value
         new = {name: value(name) - before for name, before in self.before.items()}
         logger.info(
-            "prompt %.0f tokens/s, generation %.0f tokens/s; running %d, waiting %d, swapped %d; KV cache %.0f%% used; "
+            "prompt %.0f tokens/s, generation %.0f tokens/s; running %d, waiting %d, "
+            "swapped %d; KV cache %.0f%% used; "
             "prefix cache hits %.0f%%; %d preemptions so far",
-            new["prompt_tokens"] / seconds, new["generation_tokens"] / seconds,
-            value("num_requests_running"), value("num_requests_waiting"), value("num_requests_swapped"),
+            new["prompt_tokens"] / seconds,
+            new["generation_tokens"] / seconds,
+            value("num_requests_running"),
+            value("num_requests_waiting"),
+            value("num_requests_swapped"),
             100 * value("kv_cache_usage_perc"),
-            100 * new["prefix_cache_hits"] / max(1, new["prefix_cache_queries"]), value("num_preemptions"),
-        )  # fmt: skip
+            100 * new["prefix_cache_hits"] / max(1, new["prefix_cache_queries"]),
+            value("num_preemptions"),
+        )

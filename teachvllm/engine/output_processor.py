@@ -12,12 +12,20 @@ from typing import Any
 
 from ..inputs import IncrementalDetokenizer
 from ..messages import EngineCoreOutput, EngineCoreRequest, TokenLogprobs
-from ..outputs import CompletionOutput, Logprob, PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
+from teachvllm.outputs import (
+    CompletionOutput,
+    Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
 from ..sampling_params import RequestOutputKind, SamplingParams
 
 # %% ../../nbs/59_output_processor.ipynb #a4a3de48
 def stop_string_at(text: str, stops: list[str], num_new: int) -> tuple[int, str] | None:
-    """Where the earliest stop string begins that ends within the last `num_new` characters of `text`; None if none.
+    """Where the earliest stop string begins that ends within the last `num_new` characters of
+    `text`; None if none.
 
     Of two that begin at the same place, the shorter: what is kept contains no stop string at all.
     """
@@ -25,23 +33,34 @@ def stop_string_at(text: str, stops: list[str], num_new: int) -> tuple[int, str]
     return min(((at, stop) for at, stop in found if at >= 0), default=None)
 
 # %% ../../nbs/59_output_processor.ipynb #8eb15a30
-def make_logprobs(token_id: int, scores: TokenLogprobs, num_top: int, tokenizer: Any = None) -> dict[int, Logprob]:
-    """The `Logprob` of a token and of the `num_top` likeliest (-1: all that there are), by token id, the token's own first.
+def make_logprobs(
+    token_id: int, scores: TokenLogprobs, num_top: int, tokenizer: Any = None
+) -> dict[int, Logprob]:
+    """The `Logprob` of a token and of the `num_top` likeliest (-1: all that there are), by token
+    id, the token's own first.
 
-    So there are `num_top` entries, or one more if the token is not among them. vLLM V1: `v1/engine/logprobs.py`.
+    So there are `num_top` entries, or one more if the token is not among them. vLLM V1:
+    `v1/engine/logprobs.py`.
     """
     logprob, rank, top = scores
 
     def named(token_id: int, logprob: float, rank: int) -> Logprob:
-        said = tokenizer and tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        said = tokenizer and tokenizer.decode(
+            [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return Logprob(logprob, rank, said)
 
-    likeliest = {i: named(i, value, place) for place, (i, value) in enumerate(top if num_top < 0 else top[:num_top], 1)}
+    likeliest = {
+        i: named(i, value, place)
+        for place, (i, value) in enumerate(top if num_top < 0 else top[:num_top], 1)
+    }
     return {token_id: likeliest.pop(token_id, None) or named(token_id, logprob, rank)} | likeliest
 
 # %% ../../nbs/59_output_processor.ipynb #6c0e596b
 class SequenceState:
-    "What the front knows of one sequence: its output's tokens and text, why it ended, and how much of it was given out."
+    """What the front knows of one sequence: its output's tokens and text, why it ended, and how
+    much of it was given out.
+    """
 
     def __init__(self, params: SamplingParams, prompt_token_ids: list[int], tokenizer: Any):
         self.params = params
@@ -59,27 +78,38 @@ class SequenceState:
         self.end_emitted = False  # whether an output said why it ended
 
     def add(self, news: EngineCoreOutput) -> bool:
-        "Take the core's news of the sequence; True if a stop string ends it, of which the core does not know."
+        """Take the core's news of the sequence; True if a stop string ends it, of which the core
+        does not know.
+        """
         if self.finish_reason is not None:  # it ended here, and the core was ahead
             return False
         self.token_ids += news.new_token_ids
         self.cumulative_logprob = news.cumulative_logprob
         if self.logprobs is not None:
             for token_id, scores in zip(news.new_token_ids, news.new_logprobs or ()):
-                self.logprobs.append(make_logprobs(token_id, scores, self.params.logprobs or 0, self.tokenizer))
+                self.logprobs.append(
+                    make_logprobs(token_id, scores, self.params.logprobs or 0, self.tokenizer)
+                )
         stopped = news.finish_reason == "stop"
         if self.detokenizer:
-            hidden = stopped and not self.params.include_stop_str_in_output  # its last token is an EOS or a stop token
+            # its last token is an EOS or a stop token
+            hidden = stopped and not self.params.include_stop_str_in_output
             self.detokenizer.append(news.new_token_ids[:-1] if hidden else news.new_token_ids)
             if self.params.stop and not stopped and self._find_stop_string():
                 return news.finish_reason is None
-        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+        self.finish_reason = news.finish_reason
+        self.stop_reason = news.stop_reason
         return False
 
     def _find_stop_string(self) -> bool:
         assert self.detokenizer is not None, "SamplingParams refuses stop strings without text"
-        new, early = self.detokenizer.update(), len(self.token_ids) <= self.params.min_tokens
-        found = stop_string_at(self.detokenizer.text, self.params.stop, len(new)) if new and not early else None
+        new = self.detokenizer.update()
+        early = len(self.token_ids) <= self.params.min_tokens
+        found = (
+            stop_string_at(self.detokenizer.text, self.params.stop, len(new))
+            if new and not early
+            else None
+        )
         if found:
             at, self.stop_reason = found
             self.detokenizer.truncate(at + len(found[1]) * self.params.include_stop_str_in_output)
@@ -90,29 +120,42 @@ class SequenceState:
         "The output's text, as far as it is sure to stay."
         if self.detokenizer is None:
             return ""
-        finished, stops = self.finish_reason is not None, self.params.stop
+        finished = self.finish_reason is not None
+        stops = self.params.stop
         self.detokenizer.update(last=finished)
         if finished or not stops or self.params.include_stop_str_in_output:
             return self.detokenizer.text
-        return self.detokenizer.text[: max(0, len(self.detokenizer.text) - max(map(len, stops)) + 1)]
+        return self.detokenizer.text[
+            : max(0, len(self.detokenizer.text) - max(map(len, stops)) + 1)
+        ]
 
     def make_completion(self, index: int, delta: bool) -> CompletionOutput:
         "The whole output, or with `delta` what is new since the last that was given out."
         text = self.text()
         chars, tokens = self._emitted if delta else (0, 0)
-        self._emitted, self.end_emitted = (len(text), len(self.token_ids)), self.finish_reason is not None
+        self._emitted = (len(text), len(self.token_ids))
+        self.end_emitted = self.finish_reason is not None
         return CompletionOutput(
-            index, text[chars:], self.token_ids[tokens:], self.cumulative_logprob,
+            index,
+            text[chars:],
+            self.token_ids[tokens:],
+            self.cumulative_logprob,
             logprobs=None if self.logprobs is None else self.logprobs[tokens:],
-            finish_reason=self.finish_reason, stop_reason=self.stop_reason,
-        )  # fmt: skip
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
 
 # %% ../../nbs/59_output_processor.ipynb #1d244f57
 class RequestState:
-    "What the front knows of a request: its sequences by index, and when things happened. vLLM V1: `RequestState`."
+    """What the front knows of a request: its sequences by index, and when things happened. vLLM V1:
+    `RequestState`.
+    """
 
     def __init__(self, request: EngineCoreRequest, prompt: str | None, tokenizer: Any):
-        self.request, self.prompt, self.tokenizer, self.finished = request, prompt, tokenizer, False
+        self.request = request
+        self.prompt = prompt
+        self.tokenizer = tokenizer
+        self.finished = False
         self.final_only = request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
         self.metrics = RequestMetrics(time.monotonic())
         self.num_cached_tokens: int | None = None
@@ -121,17 +164,26 @@ class RequestState:
         self.seqs = {} if request.beam_search_params else {0: self._new_seq()}
 
     def _new_seq(self) -> SequenceState:
-        return SequenceState(self.request.sampling_params, self.request.prompt_token_ids, self.tokenizer)
+        return SequenceState(
+            self.request.sampling_params, self.request.prompt_token_ids, self.tokenizer
+        )
 
     def add(self, news: EngineCoreOutput) -> bool:
-        "Take the core's news of one sequence; True if a stop string ends it, of which the core does not know."
+        """Take the core's news of one sequence; True if a stop string ends it, of which the core
+        does not know.
+        """
         if self.finished:  # it failed here, with other news of the same step
             return False
-        now, metrics, params = time.monotonic(), self.metrics, self.request.sampling_params
+        now = time.monotonic()
+        metrics = self.metrics
+        params = self.request.sampling_params
         if news.new_prompt_logprobs is not None and params.prompt_logprobs is not None:
             tokens = zip(self.request.prompt_token_ids[1:], news.new_prompt_logprobs)
             tokenizer = self.tokenizer if params.detokenize else None
-            self.prompt_logprobs = [None, *(make_logprobs(*token, params.prompt_logprobs, tokenizer) for token in tokens)]
+            self.prompt_logprobs = [
+                None,
+                *(make_logprobs(*token, params.prompt_logprobs, tokenizer) for token in tokens),
+            ]
         if news.index not in self.seqs:
             self.seqs[news.index] = self._new_seq()
         must_abort = self.seqs[news.index].add(news)
@@ -139,7 +191,8 @@ class RequestState:
         if news.new_token_ids:
             metrics.first_token_time = metrics.first_token_time or now
         if news.first_scheduled_time is not None:
-            metrics.first_scheduled_time, metrics.num_preemptions = news.first_scheduled_time, news.num_preemptions
+            metrics.first_scheduled_time = news.first_scheduled_time
+            metrics.num_preemptions = news.num_preemptions
             self.num_cached_tokens = news.num_cached_tokens
         if news.finish_reason or must_abort:
             wanted = 0 if self.request.beam_search_params else params.num_seqs
@@ -149,38 +202,58 @@ class RequestState:
         return must_abort
 
     def fail(self, message: str | None, reason: str = "error") -> None:
-        "End the request with an error, or for another reason; what could not be decoded is dropped."
+        """End the request with an error, or for another reason; what could not be decoded is
+        dropped.
+        """
         self.seqs = self.seqs or {0: self._new_seq()}
         for seq in self.seqs.values():
             if seq.detokenizer:
                 seq.detokenizer.truncate(len(seq.detokenizer.text))
             if not seq.end_emitted:
-                seq.finish_reason, seq.stop_reason = reason, message
-        self.finished, self.metrics.finished_time = True, time.monotonic()
+                seq.finish_reason = reason
+                seq.stop_reason = message
+        self.finished = True
+        self.metrics.finished_time = time.monotonic()
 
     def make_output(self) -> Any:
-        "What the user gets now, by the request's `output_kind`: a `RequestOutput`, or a `PoolingRequestOutput`."
+        """What the user gets now, by the request's `output_kind`: a `RequestOutput`, or a
+        `PoolingRequestOutput`.
+        """
         params = self.request.sampling_params
         if self.request.pooling_params is not None:
             import torch  # only such an engine's front needs it
 
-            request, ended = self.request, self.seqs[0]
+            request = self.request
+            ended = self.seqs[0]
             error = ended.stop_reason or ("aborted" if ended.finish_reason == "abort" else None)
             vector = PoolingOutput(torch.tensor(self.pooled, dtype=torch.float32))
-            return PoolingRequestOutput(request.request_id, vector, request.prompt_token_ids, self.finished, error)
-        seqs, delta = list(self.seqs.values()), params.output_kind is RequestOutputKind.DELTA
+            return PoolingRequestOutput(
+                request.request_id, vector, request.prompt_token_ids, self.finished, error
+            )
+        seqs = list(self.seqs.values())
+        delta = params.output_kind is RequestOutputKind.DELTA
         if params.num_seqs > params.n:  # best_of: the likeliest n, the best first
             seqs = sorted(seqs, key=lambda seq: -(seq.cumulative_logprob or 0.0))[: params.n]
         for seq in seqs:
             seq.text()  # if one cannot be decoded, nothing is given out
-        completions = [seq.make_completion(i, delta) for i, seq in enumerate(seqs) if not (delta and seq.end_emitted)]
+        completions = [
+            seq.make_completion(i, delta)
+            for i, seq in enumerate(seqs)
+            if not (delta and seq.end_emitted)
+        ]
         prompt_logprobs = self.prompt_logprobs
         if delta:  # given out once
             self.prompt_logprobs = None
         return RequestOutput(
-            self.request.request_id, self.prompt, self.request.prompt_token_ids, completions, self.finished, prompt_logprobs,
-            metrics=self.metrics, num_cached_tokens=self.num_cached_tokens,
-        )  # fmt: skip
+            self.request.request_id,
+            self.prompt,
+            self.request.prompt_token_ids,
+            completions,
+            self.finished,
+            prompt_logprobs,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
 # %% ../../nbs/59_output_processor.ipynb #5e6a7fd9
 class OutputProcessor:
@@ -199,7 +272,9 @@ class OutputProcessor:
         for request_id in request_ids:
             self.request_states.pop(request_id, None)
 
-    def fail_requests(self, errors: Iterable[tuple[str, str | None]], reason: str = "error") -> list[Any]:
+    def fail_requests(
+        self, errors: Iterable[tuple[str, str | None]], reason: str = "error"
+    ) -> list[Any]:
         "End requests, each with a message; what their users get."
         outputs = []
         for request_id, message in errors:
@@ -208,8 +283,12 @@ class OutputProcessor:
                 outputs.append(state.make_output())
         return outputs
 
-    def process_outputs(self, news: Iterable[EngineCoreOutput]) -> tuple[list[Any], list[tuple[str, int | None]]]:
-        "A step's news: what the users get, and the sequences (request id, index; None: all of them) that the core must end."
+    def process_outputs(
+        self, news: Iterable[EngineCoreOutput]
+    ) -> tuple[list[Any], list[tuple[str, int | None]]]:
+        """A step's news: what the users get, and the sequences (request id, index; None: all of
+        them) that the core must end.
+        """
         aborts: list[tuple[str, int | None]] = []
         changed: dict[str, RequestState] = {}
         for one in news:
@@ -237,5 +316,6 @@ class OutputProcessor:
             if state.finished:
                 del self.request_states[request_id]
                 if any(aborted == request_id and index is not None for aborted, index in aborts):
-                    aborts.append((request_id, None))  # with its last sequence it has ended: the core will have no news of it
+                    # with its last sequence it has ended: the core will have no news of it
+                    aborts.append((request_id, None))
         return outputs, aborts

@@ -68,65 +68,117 @@ OPEN_AT_THE_END = ("/metrics",)  # answered while the server drains
 @check_names
 @dataclass
 class ServerArgs:
-    "The server's arguments, beside the engine's, under vLLM's names where it has them. vLLM: `entrypoints/openai/cli_args.py`."
+    """The server's arguments, beside the engine's, under vLLM's names where it has them. vLLM:
+    `entrypoints/openai/cli_args.py`.
+    """
 
     host: str = arg("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
     port: int = arg(8000, "port to listen on; 0: any that is free, which is printed")
-    api_key: str | None = arg(None, "clients must send it as a bearer token; default: $TEACHVLLM_API_KEY, $VLLM_API_KEY, or none")
-    served_model_name: Any = arg(None, "names by which clients may call the model (default: as --model does)", many=True)
-    chat_template: str | None = arg(None, "file with a chat template (Jinja), or the template itself, in place of the model's")
+    api_key: str | None = arg(
+        None,
+        (
+            "clients must send it as a bearer token; default: $TEACHVLLM_API_KEY, "
+            "$VLLM_API_KEY, or none"
+        ),
+    )
+    served_model_name: Any = arg(
+        None, "names by which clients may call the model (default: as --model does)", many=True
+    )
+    chat_template: str | None = arg(
+        None, "file with a chat template (Jinja), or the template itself, in place of the model's"
+    )
     trust_request_chat_template: bool = arg(False, "take chat templates from requests")
-    allowed_origins: Any = arg(None, "origins of web pages that may call it (CORS), or a JSON list; default: none", many=True)
+    allowed_origins: Any = arg(
+        None,
+        "origins of web pages that may call it (CORS), or a JSON list; default: none",
+        many=True,
+    )
     max_request_bytes: int = arg(4 << 20, "longest body of a request")
     max_num_prompts: int = arg(2048, "most prompts, or inputs to embed, in one request")
-    request_timeout: float = arg(60.0, "seconds in which a client must have sent a request's headers, and again its body")
-    shutdown_timeout: float = arg(30.0, "seconds that running requests have to end after SIGTERM or Ctrl-C")
+    request_timeout: float = arg(
+        60.0, "seconds in which a client must have sent a request's headers, and again its body"
+    )
+    shutdown_timeout: float = arg(
+        30.0, "seconds that running requests have to end after SIGTERM or Ctrl-C"
+    )
     enable_log_requests: bool = arg(False, "log each request's prompt and parameters")
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "allowed_origins"):
             value = getattr(self, name)
             setattr(self, name, [value] if isinstance(value, str) else list(value or ()))
-        if len(self.allowed_origins) == 1 and self.allowed_origins[0].startswith("["):  # a list, as vLLM's option takes it
+        # a list, as vLLM's option takes it
+        if len(self.allowed_origins) == 1 and self.allowed_origins[0].startswith("["):
             try:
                 origins = json.loads(self.allowed_origins[0])
             except ValueError as error:
-                raise ValueError(f"allowed_origins={self.allowed_origins[0]!r:.100} is not JSON: {error}") from error
-            require(all(isinstance(one, str) for one in origins), f"allowed_origins={origins!r:.100} must be a list of strings")
+                raise ValueError(
+                    f"allowed_origins={self.allowed_origins[0]!r:.100} is not JSON: {error}"
+                ) from error
+            require(
+                all(isinstance(one, str) for one in origins),
+                f"allowed_origins={origins!r:.100} must be a list of strings",
+            )
             self.allowed_origins = origins
         require(0 <= self.port < 65536, f"port={self.port} must be between 0 and 65535")
         for name in ("max_request_bytes", "max_num_prompts", "request_timeout"):
             require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
-        require(self.shutdown_timeout >= 0, f"shutdown_timeout={self.shutdown_timeout} must not be negative")
+        require(
+            self.shutdown_timeout >= 0,
+            f"shutdown_timeout={self.shutdown_timeout} must not be negative",
+        )
 
 
 def add_server_args(parser: argparse._ActionsContainer) -> None:
     "Add an option for each field of `ServerArgs`."
     for f in dataclasses.fields(ServerArgs):
-        flag, help = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default: %(default)s)"
+        flag = "--" + f.name.replace("_", "-")
+        help = f"{f.metadata['help']} (default: %(default)s)"
         if isinstance(f.default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=help)
+            parser.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=f.default, help=help
+            )
         elif f.metadata.get("many"):
-            parser.add_argument(flag, nargs="+", default=None, metavar="NAME", help=f.metadata["help"])
+            parser.add_argument(
+                flag, nargs="+", default=None, metavar="NAME", help=f.metadata["help"]
+            )
         else:
             kind = str if f.default is None else type(f.default)
-            parser.add_argument(flag, type=kind, default=f.default, metavar=kind.__name__.upper(), help=help)
-    parser.add_argument("--disable-log-requests", dest="enable_log_requests", action="store_false", help="the default")
+            parser.add_argument(
+                flag, type=kind, default=f.default, metavar=kind.__name__.upper(), help=help
+            )
+    parser.add_argument(
+        "--disable-log-requests",
+        dest="enable_log_requests",
+        action="store_false",
+        help="the default",
+    )
 
 
 def find_api_key(args: ServerArgs) -> str | None:
-    "The key that clients must send: the argument, else that of the environment; None if there is none."
+    """The key that clients must send: the argument, else that of the environment; None if there is
+    none.
+    """
     return args.api_key or os.environ.get("TEACHVLLM_API_KEY") or os.environ.get("VLLM_API_KEY")
 
 
 def server_args(parsed: argparse.Namespace) -> ServerArgs:
     "The `ServerArgs` that `parsed` holds; other names in it are left alone."
-    return ServerArgs(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(ServerArgs) if hasattr(parsed, f.name)})
+    return ServerArgs(
+        **{
+            f.name: getattr(parsed, f.name)
+            for f in dataclasses.fields(ServerArgs)
+            if hasattr(parsed, f.name)
+        }
+    )
 
 # %% ../../nbs/70b_api_server.ipynb #c4bbe55d
 async def read_body(receive: Callable, limit: int, keep: bool = True) -> tuple[bytes | None, int]:
-    "The body and its length; None in place of it if the client went away. No more is kept than the limit allows."
-    body, size = bytearray(), 0
+    """The body and its length; None in place of it if the client went away. No more is kept than
+    the limit allows.
+    """
+    body = bytearray()
+    size = 0
     while size <= 16 * limit:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -153,19 +205,25 @@ class Traffic:
 
 # %% ../../nbs/70b_api_server.ipynb #fec88f33
 class Guard:
-    """Looks at each request before the app does: is there an API key, is the body not too long, is it JSON, does it come in time.
+    """Looks at each request before the app does: is there an API key, is the body not too long, is
+    it JSON, does it come in time.
 
-    The body is read here, to its end or to the limit; what is beyond the limit is dropped, so that the client reads the answer.
+    The body is read here, to its end or to the limit; what is beyond the limit is dropped, so that
+    the client reads the answer.
     """
 
     def __init__(self, app: Callable, args: ServerArgs, api_key: str | None, traffic: Traffic):
-        self.app, self.args, self.traffic = app, args, traffic
+        self.app = app
+        self.args = args
+        self.traffic = traffic
         self.key = api_key.encode() if api_key else None
 
     async def __call__(self, scope: Message, receive: Callable, send: Callable) -> None:
         "Answer a request, or let the app do it."
         guarded = scope["type"] == "http" and scope["path"].startswith(GUARDED)
-        if scope["type"] != "http" or (self.traffic.is_draining and scope["path"] in OPEN_AT_THE_END):
+        if scope["type"] != "http" or (
+            self.traffic.is_draining and scope["path"] in OPEN_AT_THE_END
+        ):
             return await self.app(scope, receive, send)
         refusal = self.refuse(scope, guarded)
         counts = guarded and refusal is None
@@ -175,7 +233,14 @@ class Guard:
         finally:
             self.traffic.num_requests -= counts
 
-    async def let_in(self, scope: Message, receive: Callable, send: Callable, guarded: bool, refusal: Response | None) -> None:
+    async def let_in(
+        self,
+        scope: Message,
+        receive: Callable,
+        send: Callable,
+        guarded: bool,
+        refusal: Response | None,
+    ) -> None:
         "Read the body, and answer: with the app, or with a refusal."
         try:
             reading = read_body(receive, self.args.max_request_bytes, keep=refusal is None)
@@ -184,7 +249,9 @@ class Guard:
                 return None
             refusal = refusal or self.refuse_body(body, size, guarded)
         except asyncio.TimeoutError:
-            message = f"the body did not come within {self.args.request_timeout:g} s (--request-timeout)"
+            message = (
+                f"the body did not come within {self.args.request_timeout:g} s (--request-timeout)"
+            )
             refusal = refusal or error_response(message, 408, connection="close")
         if refusal is not None:
             return await refusal(scope, receive, send)
@@ -199,29 +266,44 @@ class Guard:
         "The answer to a request that needs no look at its body."
         if self.traffic.is_draining:
             seconds = str(max(1, int(self.args.shutdown_timeout)))
-            return error_response("the server is shutting down", 503, **{"retry-after": seconds, "connection": "close"})
+            return error_response(
+                "the server is shutting down",
+                503,
+                **{"retry-after": seconds, "connection": "close"},
+            )
         if self.key and guarded and scope["method"] != "OPTIONS":
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            given = next(
+                (value for name, value in scope["headers"] if name == b"authorization"), b""
+            )
             kind, _, key = given.partition(b" ")
             if not (secrets.compare_digest(key.strip(), self.key) and kind.lower() == b"bearer"):
-                return error_response("the API key is missing or wrong: send it as `Authorization: Bearer ...`", 401)
+                return error_response(
+                    "the API key is missing or wrong: send it as `Authorization: Bearer ...`", 401
+                )
         return None
 
     def refuse_body(self, body: bytes, size: int, guarded: bool) -> Response | None:
         "The answer to a body that is too long, or no JSON."
         limit = self.args.max_request_bytes
         if size > limit:
-            return error_response(f"the body is longer than {limit} bytes (--max-request-bytes)", 413, connection="close")
+            return error_response(
+                f"the body is longer than {limit} bytes (--max-request-bytes)",
+                413,
+                connection="close",
+            )
         if body and guarded:
             try:
-                from_json(body, allow_inf_nan=False)  # stricter than Python's: no NaN, no halves of characters, not too deep
+                # stricter than Python's: no NaN, no halves of characters, not too deep
+                from_json(body, allow_inf_nan=False)
             except ValueError as error:
                 return error_response(f"the body is not valid JSON: {error}", 400)
         return None
 
 # %% ../../nbs/70b_api_server.ipynb #64691914
 class EventStream(StreamingResponse):
-    "Events of which the first is there. However it ends, the generator is closed, and with it the request."
+    """Events of which the first is there. However it ends, the generator is closed, and with it the
+    request.
+    """
 
     def __init__(self, first: str, rest: AsyncGenerator[str, None]):
         async def events() -> AsyncGenerator[str, None]:
@@ -230,7 +312,9 @@ class EventStream(StreamingResponse):
                 yield event
 
         self.rest = rest
-        super().__init__(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(
+            events(), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
 
     async def __call__(self, *args: Any) -> None:
         "Send the events."
@@ -241,7 +325,9 @@ class EventStream(StreamingResponse):
 
 
 async def begin(work: Coroutine[Any, Any, Any]) -> Response:
-    "The response to a request. A stream's is there with its first event: until then, what is refused has a status."
+    """The response to a request. A stream's is there with its first event: until then, what is
+    refused has a status.
+    """
     result = await work
     if isinstance(result, BaseModel):
         return Response(result.model_dump_json(), media_type="application/json")
@@ -249,7 +335,9 @@ async def begin(work: Coroutine[Any, Any, Any]) -> Response:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
-    "The response that `work` makes; if the client goes away before it is there, the work is cancelled."
+    """The response that `work` makes; if the client goes away before it is there, the work is
+    cancelled.
+    """
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -276,15 +364,18 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Any) -> Response:
         if "json" not in request.headers.get("content-type", ""):
-            return error_response("send JSON, with the header `Content-Type: application/json`", 400)
+            return error_response(
+                "send JSON, with the header `Content-Type: application/json`", 400
+            )
         message, param = describe_validation(error.errors())
         return error_response(message, 400, param)
 
     async def refused(request: Request, error: Any) -> Response:
         return error_response(str(error.detail), error.status_code)
 
-    # Starlette raises an error again after its handler for `Exception` has answered, and uvicorn logs it with its
-    # traceback; so the kinds that are to be expected are named, and answered quietly
+    # Starlette raises an error again after its handler for `Exception` has answered, and uvicorn
+    # logs it with its traceback; so the kinds that are to be expected are named, and answered
+    # quietly
     for kind in ValueError, EngineDeadError, RuntimeError, Exception:
         app.add_exception_handler(kind, failed)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -349,26 +440,41 @@ def add_state_routes(app: FastAPI, engine: AsyncLLM, registry: Any) -> None:
 
         @app.get("/metrics")
         async def metrics() -> Response:
-            return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+            return Response(
+                generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST}
+            )
 
 # %% ../../nbs/70b_api_server.ipynb #ec15ab3f
 def build_app(
-    engine: AsyncLLM, args: ServerArgs | None = None, registry: Any = None, routers: Iterable[APIRouter] = ()
+    engine: AsyncLLM,
+    args: ServerArgs | None = None,
+    registry: Any = None,
+    routers: Iterable[APIRouter] = (),
 ) -> FastAPI:
-    """The web application around an engine: an ASGI app. `app.state.serving` is its `OpenAIServing`.
+    """The web application around an engine: an ASGI app. `app.state.serving` is its
+    `OpenAIServing`.
 
-    `registry` is Prometheus's, for `/metrics`; `routers` are FastAPI's, with more routes. vLLM: `build_app` in
-    `entrypoints/openai/api_server.py`.
+    `registry` is Prometheus's, for `/metrics`; `routers` are FastAPI's, with more routes. vLLM:
+    `build_app` in `entrypoints/openai/api_server.py`.
     """
     args = args or ServerArgs()
     template = args.chat_template
     if template and "{" not in template:
-        require(Path(template).is_file(), f"chat_template={template!r:.100} is neither a file nor a template")
+        require(
+            Path(template).is_file(),
+            f"chat_template={template!r:.100} is neither a file nor a template",
+        )
         template = Path(template).read_text()
     app = FastAPI(title="teachvllm", version=import_module("teachvllm").__version__)
-    app.state.engine, app.state.traffic = engine, Traffic()
+    app.state.engine = engine
+    app.state.traffic = Traffic()
     app.state.serving = serving = OpenAIServing(
-        engine, args.served_model_name, template, args.trust_request_chat_template, args.max_num_prompts, args.enable_log_requests
+        engine,
+        args.served_model_name,
+        template,
+        args.trust_request_chat_template,
+        args.max_num_prompts,
+        args.enable_log_requests,
     )
     add_error_handlers(app)
     add_api_routes(app, serving)
@@ -379,17 +485,25 @@ def build_app(
     if args.allowed_origins:
         from fastapi.middleware.cors import CORSMiddleware
 
-        app.add_middleware(CORSMiddleware, allow_origins=args.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=args.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     return app
 
 # %% ../../nbs/70b_api_server.ipynb #58175c40
 class TimedProtocol(H11Protocol):
-    """uvicorn's, and a connection that takes longer than `timeout` to send a request's headers is closed.
+    """uvicorn's, and a connection that takes longer than `timeout` to send a request's headers is
+    closed.
 
-    Of uvicorn's two it is the one that is always installed, so that the longest headers are the same everywhere.
+    Of uvicorn's two it is the one that is always installed, so that the longest headers are the
+    same everywhere.
     """
 
-    NOT_WAITING = object()  # what is remembered of a look that found a request being answered: no `cycle` is the same
+    # what is remembered of a look that found a request being answered: no `cycle` is the same
+    NOT_WAITING = object()
 
     def __init__(self, *args: Any, timeout: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -409,46 +523,70 @@ class TimedProtocol(H11Protocol):
         if waits and before is self.cycle:
             self.transport.close()
         else:
-            self.timer = self.loop.call_later(self.request_timeout, self.look_again, self.cycle if waits else self.NOT_WAITING)
+            self.timer = self.loop.call_later(
+                self.request_timeout, self.look_again, self.cycle if waits else self.NOT_WAITING
+            )
 
 # %% ../../nbs/70b_api_server.ipynb #c3c61765
 def bind(args: ServerArgs) -> socket.socket:
-    "A socket that listens on the server's port, so that no other server can; `ValueError` if the port cannot be had."
+    """A socket that listens on the server's port, so that no other server can; `ValueError` if the
+    port cannot be had.
+    """
     # asyncio sends small answers at once (TCP_NODELAY) only where the protocol is named
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also right after another server has ended
+        # also right after another server has ended
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((args.host, args.port))
         sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise ValueError(f"cannot listen on {args.host}, port {args.port}: {error.strerror or error} (--host, --port)") from error
+        raise ValueError(
+            f"cannot listen on {args.host}, port {args.port}: {error.strerror or error} "
+            "(--host, --port)"
+        ) from error
     return sock
 
 # %% ../../nbs/70b_api_server.ipynb #914010c5
 class Server(UvicornServer):
     """Serves an engine, on a socket that `bind` made.
 
-    SIGTERM and Ctrl-C make it drain: it refuses new requests, waits until the running ones have ended, at most
-    `shutdown_timeout` seconds, and stops. If the engine dies it stops as well, and `exit_code` is 1.
+    SIGTERM and Ctrl-C make it drain: it refuses new requests, waits until the running ones have
+    ended, at most `shutdown_timeout` seconds, and stops. If the engine dies it stops as well, and
+    `exit_code` is 1.
     """
 
-    GRACE = 2.0  # seconds in which the dead engine's `/health` can be asked, and aborted streams can end
+    # seconds in which the dead engine's `/health` can be asked, and aborted streams can end
+    GRACE = 2.0
 
-    def __init__(self, app: FastAPI, args: ServerArgs, sock: socket.socket, print_ready: bool = False):
+    def __init__(
+        self, app: FastAPI, args: ServerArgs, sock: socket.socket, print_ready: bool = False
+    ):
         host = f"[{args.host}]" if ":" in args.host else args.host
         self.url = f"http://{host}:{sock.getsockname()[1]}"
-        self.engine, self.traffic, self.args, self.sock = app.state.engine, app.state.traffic, args, sock
-        self.exit_code, self.deadline, self.print_ready = 0, float("inf"), print_ready
+        self.engine = app.state.engine
+        self.traffic = app.state.traffic
+        self.args = args
+        self.sock = sock
+        self.exit_code = 0
+        self.deadline = float("inf")
+        self.print_ready = print_ready
         protocol: Any = functools.partial(TimedProtocol, timeout=args.request_timeout)
         grace: Any = self.GRACE
         super().__init__(
             Config(
-                app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-                proxy_headers=False, timeout_graceful_shutdown=grace,
+                app,
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=grace,
             )
-        )  # fmt: skip
+        )
 
     def run_until_stopped(self) -> None:
         "Serve, in this thread and in an event loop of its own."
@@ -456,7 +594,8 @@ class Server(UvicornServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         "Answer from now on, and say so."
-        await self.engine.engine_core.call_utility_async("get_stats")  # from now on this loop hears of the core's death
+        # from now on this loop hears of the core's death
+        await self.engine.engine_core.call_utility_async("get_stats")
         await super().startup(sockets)
         if self.print_ready:
             print(f"teachvllm: ready at {self.url}", flush=True)
@@ -483,25 +622,37 @@ class Server(UvicornServer):
             if not self.engine.errored:
                 await self.engine.abort(list(self.engine.collectors))
             return True
-        return self.traffic.is_draining and not self.traffic.num_requests and not self.engine.errored
+        return (
+            self.traffic.is_draining and not self.traffic.num_requests and not self.engine.errored
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        "Stop. Other routes than those of the API may have streams without an end: they are cut off."
+        """Stop. Other routes than those of the API may have streams without an end: they are cut
+        off.
+        """
         for one in self.engine.stat_loggers:  # pages that watch are told, and leave
             getattr(one, "close", lambda: None)()
         await asyncio.sleep(0.05)
         for connection in list(self.server_state.connections):
             cycle: Any = connection.cycle  # type: ignore[union-attr]
-            if cycle and not cycle.response_complete and not cycle.scope["path"].startswith(GUARDED):
+            if (
+                cycle
+                and not cycle.response_complete
+                and not cycle.scope["path"].startswith(GUARDED)
+            ):
                 connection.transport.close()
         await super().shutdown(sockets)
 
 # %% ../../nbs/70b_api_server.ipynb #07f2fc3e
 @contextmanager
 def serve_in_background(
-    engine: AsyncLLM | EngineArgs, args: ServerArgs | None = None, registry: Any = None, routers: Iterable[APIRouter] = ()
+    engine: AsyncLLM | EngineArgs,
+    args: ServerArgs | None = None,
+    registry: Any = None,
+    routers: Iterable[APIRouter] = (),
 ) -> Iterator[str]:
-    """Inside this block a server runs in a thread, at the address that is given: for notebooks and tests.
+    """Inside this block a server runs in a thread, at the address that is given: for notebooks and
+    tests.
 
     An engine that is given stays; one that is made of arguments is shut down at the end.
     """
@@ -510,7 +661,9 @@ def serve_in_background(
     own = AsyncLLM.from_engine_args(engine) if isinstance(engine, EngineArgs) else None
     try:
         server = Server(build_app(own or engine, args, registry, routers), args, sock)  # type: ignore[arg-type]
-        thread = threading.Thread(target=server.run_until_stopped, name="teachvllm-server", daemon=True)
+        thread = threading.Thread(
+            target=server.run_until_stopped, name="teachvllm-server", daemon=True
+        )
         thread.start()
         try:
             while not server.started:
@@ -530,10 +683,12 @@ Extend = Callable[[AsyncLLM], dict[str, Any]]
 
 
 def run_server(parsed: argparse.Namespace, extend: Extend = lambda engine: {}) -> int:
-    """`teachvllm serve`: an engine and a server of the parsed options; the exit code, when it has stopped.
+    """`teachvllm serve`: an engine and a server of the parsed options; the exit code, when it has
+    stopped.
 
-    `extend` is called with the engine once it is ready, and may give `build_app` a `registry` and `routers`. What keeps it
-    from starting is one line, and exit code 1. vLLM: `run_server` in `entrypoints/openai/api_server.py`.
+    `extend` is called with the engine once it is ready, and may give `build_app` a `registry` and
+    `routers`. What keeps it from starting is one line, and exit code 1. vLLM: `run_server` in
+    `entrypoints/openai/api_server.py`.
     """
     engine = None
     try:
@@ -542,7 +697,10 @@ def run_server(parsed: argparse.Namespace, extend: Extend = lambda engine: {}) -
             engine = AsyncLLM.from_engine_args(EngineArgs.from_cli_args(parsed))
             server = Server(build_app(engine, args, **extend(engine)), args, sock, print_ready=True)
             if args.host not in ("127.0.0.1", "localhost", "::1") and not find_api_key(args):
-                logger.warning("host=%s can be reached from other machines, and no --api-key is asked for", args.host)
+                logger.warning(
+                    "host=%s can be reached from other machines, and no --api-key is asked for",
+                    args.host,
+                )
             server.run_until_stopped()
     except Exception as error:
         logger.debug("the server failed", exc_info=error)

@@ -26,23 +26,43 @@ from ..sampling_params import BeamSearchParams, RequestOutputKind, SamplingParam
 # %% ../../nbs/70_protocol.ipynb #c378c67f
 logger = logging.getLogger("teachvllm")
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what a message between processes can hold
-Absent: Any = Field(None, exclude_if=lambda value: value is None)  # not in the JSON at all where it is None
-TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]], Field(fail_fast=True)]  # one error, not a million
+# not in the JSON at all where it is None
+Absent: Any = Field(None, exclude_if=lambda value: value is None)
+# one error, not a million
+TokenIds = Annotated[
+    list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]], Field(fail_fast=True)
+]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-warned: set[str] = set()  # names of fields that were passed over; a client cannot make it grow without end
+# names of fields that were passed over; a client cannot make it grow without end
+warned: set[str] = set()
 
 # %% ../../nbs/70_protocol.ipynb #b329406a
-_NOT_SERVED_BY_REASON: dict[str, dict[str, Any]] = {  # why -> field of a request: the value that asks for nothing
-    "tool calling is not supported": {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"},
+# why -> field of a request: the value that asks for nothing
+_NOT_SERVED_BY_REASON: dict[str, dict[str, Any]] = {
+    "tool calling is not supported": {
+        "tools": [],
+        "tool_choice": "none",
+        "functions": [],
+        "function_call": "none",
+    },
     "structured output is not supported": {
-        "response_format": {"type": "text"}, "guided_json": None, "guided_regex": None, "guided_choice": None,
-        "guided_grammar": None, "structured_outputs": None, "structural_tag": None, "guided_decoding_backend": None,
+        "response_format": {"type": "text"},
+        "guided_json": None,
+        "guided_regex": None,
+        "guided_choice": None,
+        "guided_grammar": None,
+        "structured_outputs": None,
+        "structural_tag": None,
+        "guided_decoding_backend": None,
         "guided_whitespace_pattern": None,
     },
     "all requests share one prefix cache": {"cache_salt": None},
     "responses contain text only, no token ids": {"return_token_ids": False},
     "prompts and answers are text only": {
-        "audio": None, "modalities": ["text"], "prompt_embeds": None, "mm_processor_kwargs": None,
+        "audio": None,
+        "modalities": ["text"],
+        "prompt_embeds": None,
+        "mm_processor_kwargs": None,
     },
     "text is only continued, not inserted before a suffix": {"suffix": ""},
     "code from requests is never run": {"logits_processors": []},
@@ -50,12 +70,17 @@ _NOT_SERVED_BY_REASON: dict[str, dict[str, Any]] = {  # why -> field of a reques
     "vectors are not shortened": {"dimensions": None},
     "chat templates get messages only, no documents": {"documents": []},
     "a chat template writes the special tokens itself": {"add_special_tokens": False},
-}  # fmt: skip
-NOT_SERVED = {name: (value, why) for why, names in _NOT_SERVED_BY_REASON.items() for name, value in names.items()}
+}
+NOT_SERVED = {
+    name: (value, why)
+    for why, names in _NOT_SERVED_BY_REASON.items()
+    for name, value in names.items()
+}
 
 # %% ../../nbs/70_protocol.ipynb #4babc63d
 class RequestModel(BaseModel):
-    """What all requests have in common: an unknown field is passed over with a warning, one of `NOT_SERVED` is refused.
+    """What all requests have in common: an unknown field is passed over with a warning, one of
+    `NOT_SERVED` is refused.
 
     vLLM: `OpenAIBaseModel` in `entrypoints/openai/protocol.py`, as are the classes below.
     """
@@ -72,7 +97,9 @@ class RequestModel(BaseModel):
         unknown = [name for name in extra if name not in NOT_SERVED and name not in warned]
         if unknown and len(warned) < 1000:  # each name once
             warned.update(unknown[:1000])
-            logger.warning("fields of a request that are not known were passed over: %.200r", unknown)
+            logger.warning(
+                "fields of a request that are not known were passed over: %.200r", unknown
+            )
         return self
 
 
@@ -89,7 +116,9 @@ def at_most(length: int) -> Any:
 
 # %% ../../nbs/70_protocol.ipynb #4a7f76d9
 class GenerationRequest(RequestModel):
-    "The fields that `/v1/completions` and `/v1/chat/completions` share: OpenAI's, then vLLM's. None is a field's default."
+    """The fields that `/v1/completions` and `/v1/chat/completions` share: OpenAI's, then vLLM's.
+    None is a field's default.
+    """
 
     model: str | None = None
     n: Int | None = None
@@ -118,34 +147,70 @@ class GenerationRequest(RequestModel):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: Int | None = None  # keep the last so many tokens of the prompt; -1: as many as the model takes
+    # keep the last so many tokens of the prompt; -1: as many as the model takes
+    truncate_prompt_tokens: Int | None = None
     prompt_logprobs: Int | None = None
     return_tokens_as_token_ids: bool = False  # `token_id:42` where log-probabilities name a token
     priority: Int = 0
     request_id: str | None = Field(None, min_length=1, max_length=200)
 
     SAMPLING: ClassVar = (
-        "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-        "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "min_tokens", "ignore_eos",
-        "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-    )  # fmt: skip
+        "n",
+        "best_of",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "bad_words",
+        "allowed_token_ids",
+        "logit_bias",
+        "min_tokens",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    )
     FROM_MODEL: ClassVar = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
     NOT_OF_BEAMS: ClassVar = {  # with the values, beside None, that ask for nothing
-        "stop": ([],), "stop_token_ids": ([],), "bad_words": ([],), "allowed_token_ids": ([],), "logit_bias": ({},), "seed": (),
-        "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "top_p": (1,), "top_k": (0, -1),
-        "min_p": (0,), "min_tokens": (0,),
-    }  # fmt: skip
+        "stop": ([],),
+        "stop_token_ids": ([],),
+        "bad_words": ([],),
+        "allowed_token_ids": ([],),
+        "logit_bias": ({},),
+        "seed": (),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "repetition_penalty": (1,),
+        "top_p": (1,),
+        "top_k": (0, -1),
+        "min_p": (0,),
+        "min_tokens": (0,),
+    }
 
     @model_validator(mode="after")
     def check_stream(self) -> "GenerationRequest":
         "`ValueError` for what only a stream has, or what it has not."
         require(self.stream or self.stream_options is None, "stream_options: only with stream=true")
-        require(not (self.stream and self.prompt_logprobs is not None), "prompt_logprobs: not with stream=true")
-        asks = self.use_beam_search and (self.num_logprobs is not None or self.prompt_logprobs is not None)
+        require(
+            not (self.stream and self.prompt_logprobs is not None),
+            "prompt_logprobs: not with stream=true",
+        )
+        asks = self.use_beam_search and (
+            self.num_logprobs is not None or self.prompt_logprobs is not None
+        )
         require(not asks, "logprobs: not with use_beam_search, whose answers come without them")
         for name, nothing in self.NOT_OF_BEAMS.items() if self.use_beam_search else ():
             value = getattr(self, name)
-            require(value is None or value in nothing, f"{name}: not with use_beam_search, which does not sample")
+            require(
+                value is None or value in nothing,
+                f"{name}: not with use_beam_search, which does not sample",
+            )
         return self
 
     @property
@@ -159,23 +224,39 @@ class GenerationRequest(RequestModel):
         late = self.use_beam_search or (self.best_of or 0) > (self.n or 1)
         return RequestOutputKind.DELTA if self.stream and not late else RequestOutputKind.FINAL_ONLY
 
-    def to_sampling_params(self, max_tokens: int, defaults: SamplingParams) -> SamplingParams | BeamSearchParams:
-        "The engine's parameters; what the request leaves open is as in `defaults`, the model's. `ValueError` names the field."
+    def to_sampling_params(
+        self, max_tokens: int, defaults: SamplingParams
+    ) -> SamplingParams | BeamSearchParams:
+        """The engine's parameters; what the request leaves open is as in `defaults`, the model's.
+        `ValueError` names the field.
+        """
         if self.use_beam_search:
             return BeamSearchParams(
-                beam_width=1 if self.n is None else self.n, max_tokens=max_tokens, ignore_eos=self.ignore_eos,
-                temperature=self.temperature or 0.0, length_penalty=self.length_penalty,
+                beam_width=1 if self.n is None else self.n,
+                max_tokens=max_tokens,
+                ignore_eos=self.ignore_eos,
+                temperature=self.temperature or 0.0,
+                length_penalty=self.length_penalty,
                 include_stop_str_in_output=self.include_stop_str_in_output,
-            )  # fmt: skip
-        values = {name: value for name in self.SAMPLING if (value := getattr(self, name)) is not None}
+            )
+        values = {
+            name: value for name in self.SAMPLING if (value := getattr(self, name)) is not None
+        }
         values = {name: getattr(defaults, name) for name in self.FROM_MODEL} | values
         prompt_logprobs = self.prompt_logprobs
-        if prompt_logprobs is None and getattr(self, "prompt", None) is not None and getattr(self, "echo", False):
+        if (
+            prompt_logprobs is None
+            and getattr(self, "prompt", None) is not None
+            and getattr(self, "echo", False)
+        ):
             prompt_logprobs = self.num_logprobs
         return SamplingParams.from_optional(
-            **values, max_tokens=max_tokens, logprobs=self.num_logprobs, prompt_logprobs=prompt_logprobs,
+            **values,
+            max_tokens=max_tokens,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=prompt_logprobs,
             output_kind=self.output_kind,
-        )  # fmt: skip
+        )
 
 # %% ../../nbs/70_protocol.ipynb #978a5d82
 Prompts = str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
@@ -201,7 +282,10 @@ class ContentPart(BaseModel):
     @model_validator(mode="after")
     def check_kind(self) -> "ContentPart":
         "`ValueError` for anything but text."
-        require(self.type == "text", f"messages: a part of type {self.type!r:.40} is not supported: only text is")
+        require(
+            self.type == "text",
+            f"messages: a part of type {self.type!r:.40} is not supported: only text is",
+        )
         require(self.text is not None, "messages: a part of type 'text' has no text")
         return self
 
@@ -233,8 +317,15 @@ class ChatFields(RequestModel):
     @property
     def template_options(self) -> dict[str, Any]:
         "What the template is told."
-        prompts = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
-        options = {"add_generation_prompt": prompts, "continue_final_message": self.continue_final_message}
+        prompts = (
+            not self.continue_final_message
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt
+        )
+        options = {
+            "add_generation_prompt": prompts,
+            "continue_final_message": self.continue_final_message,
+        }
         return (self.chat_template_kwargs or {}) | options
 
 # %% ../../nbs/70_protocol.ipynb #b6c5af36
@@ -245,7 +336,8 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     max_tokens: Int | None = None  # its older name; default: what is left of max_model_len
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    echo: bool | None = False  # with continue_final_message: the answer begins with the message that it continues
+    # with continue_final_message: the answer begins with the message that it continues
+    echo: bool | None = False
 
     @property
     def num_logprobs(self) -> int | None:
@@ -279,7 +371,10 @@ class TokenizeRequest(ChatFields):
     def check_text(self) -> "TokenizeRequest":
         "`ValueError` unless there is one thing to tokenize."
         require((self.prompt is None) == bool(self.messages), "prompt: give it, or else messages")
-        require(not (self.messages and self.add_special_tokens), f"add_special_tokens: {NOT_SERVED['add_special_tokens'][1]}")
+        require(
+            not (self.messages and self.add_special_tokens),
+            f"add_special_tokens: {NOT_SERVED['add_special_tokens'][1]}",
+        )
         return self
 
 
@@ -301,7 +396,8 @@ class UsageInfo(BaseModel):
     prompt_tokens: int = 0
     total_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: dict[str, int] | None = None  # `cached_tokens`: found in the prefix cache
+    # `cached_tokens`: found in the prefix cache
+    prompt_tokens_details: dict[str, int] | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -378,7 +474,9 @@ class ChatDeltaChoice(BaseModel):
 
 
 class ChatCompletionResponse(BaseModel):
-    "What `/v1/chat/completions` answers. In a stream each event is one, too, with the `object` chat.completion.chunk."
+    """What `/v1/chat/completions` answers. In a stream each event is one, too, with the `object`
+    chat.completion.chunk.
+    """
 
     id: str
     object: str = "chat.completion"
@@ -459,16 +557,28 @@ class RequestError(ValueError):
 
     def __init__(self, message: str, param: str | None = None, status: int = 400):
         super().__init__(message)
-        self.param, self.status = param, status
+        self.param = param
+        self.status = status
 
 
 ERROR_TYPES = {  # names that OpenAI's clients have for them
-    400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
-    408: "RequestTimeoutError", 413: "RequestTooLargeError", 503: "ServiceUnavailableError",
-}  # fmt: skip
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    503: "ServiceUnavailableError",
+}
 FIELDS = {
     name
-    for cls in (CompletionRequest, ChatCompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
+    for cls in (
+        CompletionRequest,
+        ChatCompletionRequest,
+        EmbeddingRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+    )
     for name in cls.model_fields
 }
 FIELDS = (FIELDS | set(NOT_SERVED)) - {"model"}  # which in a message is the model itself
@@ -484,17 +594,27 @@ def make_error(message: str, status: int, param: str | None = None) -> ErrorResp
 # %% ../../nbs/70_protocol.ipynb #c1b2aa92
 def say_plainly(message: str) -> str:
     "pydantic's message in a form that can follow a field's name."
-    return re.sub(r"^(Input|List|Dictionary|String) should", "it should", message.removeprefix("Value error, "))
+    return re.sub(
+        r"^(Input|List|Dictionary|String) should",
+        "it should",
+        message.removeprefix("Value error, "),
+    )
 
 # %% ../../nbs/70_protocol.ipynb #3245314f
 def describe_validation(errors: list[Any]) -> tuple[str, str | None]:
-    "pydantic's list of what is wrong in a request as one message, and the first field that is concerned."
+    """pydantic's list of what is wrong in a request as one message, and the first field that is
+    concerned.
+    """
     found: dict[str, list[str]] = {}
     for error in errors:
         place = [str(part) for part in error["loc"] if part != "body"]
-        told, message = found.setdefault(place[0] if place else "", []), say_plainly(error["msg"])
+        told = found.setdefault(place[0] if place else "", [])
+        message = say_plainly(error["msg"])
         if message not in told:
             told.append(message)
-    lines = [f"{name}: {', or '.join(told)}" if name else ", and ".join(told) for name, told in found.items()]
+    lines = [
+        f"{name}: {', or '.join(told)}" if name else ", and ".join(told)
+        for name, told in found.items()
+    ]
     field = next(iter(found), "") or None
     return "; ".join(lines), field

@@ -52,7 +52,13 @@ from teachvllm.entrypoints.protocol import (
     new_id,
 )
 from ..executor.executor_base import EngineClosedError, EngineDeadError
-from ..inputs import apply_chat_template, encode, get_default_sampling_params, load_generation_config, too_long
+from teachvllm.inputs import (
+    apply_chat_template,
+    encode,
+    get_default_sampling_params,
+    load_generation_config,
+    too_long,
+)
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from ..sampling_params import PoolingParams
 
@@ -62,7 +68,8 @@ MANY = 16  # prompts or messages: more are read in a thread
 
 # %% ../../nbs/70a_serving.ipynb #1966be04
 async def merge(*streams: AsyncGenerator[Any, None]) -> AsyncGenerator[tuple[int, Any], None]:
-    """What several streams bring, as it comes, each with its stream's number. An error of one of them is raised.
+    """What several streams bring, as it comes, each with its stream's number. An error of one of
+    them is raised.
 
     When the reader goes away, or one stream fails, all are closed: that aborts their requests.
     """
@@ -71,7 +78,8 @@ async def merge(*streams: AsyncGenerator[Any, None]) -> AsyncGenerator[tuple[int
             async for output in streams[0]:
                 yield 0, output
         return
-    arrived: asyncio.Queue[tuple[int, Any, Exception | None]] = asyncio.Queue(1)  # a slow reader lets the streams wait
+    # a slow reader lets the streams wait
+    arrived: asyncio.Queue[tuple[int, Any, Exception | None]] = asyncio.Queue(1)
 
     async def read(number: int, stream: AsyncGenerator[Any, None]) -> None:
         try:
@@ -106,16 +114,23 @@ def event(data: BaseModel | str) -> str:
 
 
 def describe_failure(error: Exception) -> tuple[int, str, str | None]:
-    "The status with which a request fails, why, and the field of the request that is to blame, if it is known."
+    """The status with which a request fails, why, and the field of the request that is to blame, if
+    it is known.
+    """
     if isinstance(error, RequestError):
         return error.status, str(error), error.param
     if isinstance(error, EngineClosedError):
         return 503, str(error), None
-    if isinstance(error, ValueError) and not isinstance(error, ValidationError):  # that is of a response: pydantic's
+    # that is of a response: pydantic's
+    if isinstance(error, ValueError) and not isinstance(error, ValidationError):
         return 400, str(error), None
     if isinstance(error, EngineDeadError):
         return 503, f"the engine is dead: {error}", None
-    return 500, str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}", None
+    return (
+        500,
+        str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}",
+        None,
+    )
 
 
 @contextmanager
@@ -144,9 +159,14 @@ def token_name(token_id: int, logprob: Logprob | None, tokenizer: Any, as_id: bo
 
 # %% ../../nbs/70a_serving.ipynb #6d1c2918
 def completion_logprobs(
-    token_ids: list[int], logprobs: Sequence[dict[int, Logprob] | None], offset: int, name: Callable[[int, Logprob | None], str]
+    token_ids: list[int],
+    logprobs: Sequence[dict[int, Logprob] | None],
+    offset: int,
+    name: Callable[[int, Logprob | None], str],
 ) -> CompletionLogprobs:
-    "The log-probabilities of a completion's tokens, by their names as a client gets them; the first begins at `offset` in these."
+    """The log-probabilities of a completion's tokens, by their names as a client gets them; the
+    first begins at `offset` in these.
+    """
     found = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token_id, entries in zip(token_ids, logprobs):
         own = entries[token_id] if entries else None
@@ -154,64 +174,94 @@ def completion_logprobs(
         found.tokens.append(name(token_id, own))
         found.token_logprobs.append(number(own.logprob) if own else None)
         top: dict[str, float] = {}
-        for other, entry in (entries or {}).items():  # two tokens may read alike: the likelier counts
-            top[name(other, entry)] = max(number(entry.logprob), top.get(name(other, entry), LOWEST))
+        # two tokens may read alike: the likelier counts
+        for other, entry in (entries or {}).items():
+            top[name(other, entry)] = max(
+                number(entry.logprob), top.get(name(other, entry), LOWEST)
+            )
         found.top_logprobs.append(top if entries else None)
         offset += len(found.tokens[-1])
     return found
 
 # %% ../../nbs/70a_serving.ipynb #22444f31
 def chat_logprobs(
-    token_ids: list[int], logprobs: list[dict[int, Logprob]], num_top: int, name: Callable[[int, Logprob | None], str]
+    token_ids: list[int],
+    logprobs: list[dict[int, Logprob]],
+    num_top: int,
+    name: Callable[[int, Logprob | None], str],
 ) -> ChatLogprobs:
     "The log-probabilities of tokens as chats have them, each with the `num_top` likeliest."
 
     def entry(token_id: int, logprob: Logprob) -> ChatLogprob:
         text = logprob.decoded_token  # and not the name, which may be `token_id:42`
         said = None if text is None else list(text.encode("utf-8", "replace"))
-        return ChatLogprob(token=name(token_id, logprob), logprob=number(logprob.logprob), bytes=said)
+        return ChatLogprob(
+            token=name(token_id, logprob), logprob=number(logprob.logprob), bytes=said
+        )
 
     content = []
     for token_id, entries in zip(token_ids, logprobs):
-        likeliest = sorted(entries.items(), key=lambda item: item[1].rank or 0)[: num_top if num_top >= 0 else None]
+        likeliest = sorted(entries.items(), key=lambda item: item[1].rank or 0)[
+            : num_top if num_top >= 0 else None
+        ]
         one = entry(token_id, entries[token_id])
         one.top_logprobs = [entry(*item) for item in likeliest]
         content.append(one)
     return ChatLogprobs(content=content)
 
 
-def prompt_logprobs_json(output: RequestOutput, asked: int | None) -> list[dict[str, dict[str, Any]] | None] | None:
-    "The log-probabilities of a prompt's tokens as vLLM gives them, by token id; None if they were not asked for."
+def prompt_logprobs_json(
+    output: RequestOutput, asked: int | None
+) -> list[dict[str, dict[str, Any]] | None] | None:
+    """The log-probabilities of a prompt's tokens as vLLM gives them, by token id; None if they were
+    not asked for.
+    """
     if asked is None or output.prompt_logprobs is None:
         return None
 
     def told(entry: Logprob) -> dict[str, Any]:
-        return {"logprob": number(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+        return {
+            "logprob": number(entry.logprob),
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
+        }
 
     found = output.prompt_logprobs
-    return [{str(i): told(entry) for i, entry in entries.items()} if entries else None for entries in found]
+    return [
+        {str(i): told(entry) for i, entry in entries.items()} if entries else None
+        for entries in found
+    ]
 
 # %% ../../nbs/70a_serving.ipynb #c28a690a
 class CompletionWriter:
-    "Makes responses of a completion's outputs: `i` is the prompt's number, `part` an answer or what is new of it."
+    """Makes responses of a completion's outputs: `i` is the prompt's number, `part` an answer or
+    what is new of it.
+    """
 
     def __init__(self, request: CompletionRequest, model: str, tokenizer: Any):
-        self.request, self.tokenizer = request, tokenizer
+        self.request = request
+        self.tokenizer = tokenizer
         name = request.request_id or new_id("cmpl")
         self.head: dict[str, Any] = {"id": name, "model": model, "created": int(time.time())}
         self.num_chars: dict[tuple[int, int], int] = {}  # of each answer's tokens that were written
         self.prompt_logprobs: dict[int, Any] = {}
 
     def _name(self, token_id: int, logprob: Logprob | None) -> str:
-        return token_name(token_id, logprob, self.tokenizer, self.request.return_tokens_as_token_ids)
+        return token_name(
+            token_id, logprob, self.tokenizer, self.request.return_tokens_as_token_ids
+        )
 
     def _choice(self, i: int, output: RequestOutput, part: CompletionOutput) -> CompletionChoice:
-        request, key = self.request, (i, part.index)
+        request = self.request
+        key = (i, part.index)
         index = i * (request.n or 1) + part.index
-        text, token_ids = part.text, part.token_ids
+        text = part.text
+        token_ids = part.token_ids
         logprobs: Sequence[dict[int, Logprob] | None] | None = part.logprobs
         if request.max_tokens == 0:  # one token was computed, because none cannot be
-            text, token_ids, logprobs = "", [], None if logprobs is None else []
+            text = ""
+            token_ids = []
+            logprobs = None if logprobs is None else []
         if key not in self.num_chars and request.echo:
             prompt = output.prompt
             if prompt is None:
@@ -219,19 +269,32 @@ class CompletionWriter:
             text = prompt + text
             if logprobs is not None:  # the first output of a request has those of its prompt
                 asked = self.prompt_logprobs.setdefault(i, output.prompt_logprobs or [])
-                token_ids, logprobs = [*output.prompt_token_ids, *token_ids], [*asked, *logprobs]
+                token_ids = [*output.prompt_token_ids, *token_ids]
+                logprobs = [*asked, *logprobs]
         offset = self.num_chars.get(key, 0)
-        told = None if logprobs is None else completion_logprobs(token_ids, logprobs, offset, self._name)
+        told = (
+            None
+            if logprobs is None
+            else completion_logprobs(token_ids, logprobs, offset, self._name)
+        )
         self.num_chars[key] = offset + sum(map(len, told.tokens)) if told else 0
         reason = "length" if request.max_tokens == 0 and part.finish_reason else part.finish_reason
         return CompletionChoice(
-            index=index, text=text, logprobs=told, finish_reason=reason, stop_reason=part.stop_reason,
+            index=index,
+            text=text,
+            logprobs=told,
+            finish_reason=reason,
+            stop_reason=part.stop_reason,
             prompt_logprobs=prompt_logprobs_json(output, request.prompt_logprobs),
-        )  # fmt: skip
+        )
 
     def full(self, outputs: list[RequestOutput], usage: UsageInfo) -> CompletionResponse:
         "The response to a request that is not streamed."
-        choices = [self._choice(i, output, part) for i, output in enumerate(outputs) for part in output.outputs]
+        choices = [
+            self._choice(i, output, part)
+            for i, output in enumerate(outputs)
+            for part in output.outputs
+        ]
         return CompletionResponse(**self.head, choices=choices, usage=usage)
 
     def chunks(self, i: int, output: RequestOutput) -> Iterator[CompletionResponse]:
@@ -249,12 +312,16 @@ class ChatWriter:
     "Makes responses of a chat's outputs."
 
     def __init__(self, request: ChatCompletionRequest, model: str, tokenizer: Any):
-        self.request, self.tokenizer, final = request, tokenizer, request.messages[-1]
+        self.request = request
+        self.tokenizer = tokenizer
+        final = request.messages[-1]
         name = request.request_id or new_id("chatcmpl")
         self.head: dict[str, Any] = {"id": name, "model": model, "created": int(time.time())}
         goes_on = not request.template_options["add_generation_prompt"]
         self.role = final.role if goes_on else "assistant"
-        self.echo = final.content if request.echo and goes_on and isinstance(final.content, str) else ""
+        self.echo = (
+            final.content if request.echo and goes_on and isinstance(final.content, str) else ""
+        )
         self.begun = False
 
     def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
@@ -262,35 +329,55 @@ class ChatWriter:
             return None
 
         def name(token_id: int, logprob: Logprob | None) -> str:
-            return token_name(token_id, logprob, self.tokenizer, self.request.return_tokens_as_token_ids)
+            return token_name(
+                token_id, logprob, self.tokenizer, self.request.return_tokens_as_token_ids
+            )
 
         return chat_logprobs(part.token_ids, part.logprobs, self.request.top_logprobs or 0, name)
 
     def _choice(self, part: CompletionOutput) -> dict[str, Any]:
-        logprobs, reasons = self._logprobs(part), {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        logprobs = self._logprobs(part)
+        reasons = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         return {"index": part.index, "logprobs": logprobs} | reasons
 
     def full(self, outputs: list[RequestOutput], usage: UsageInfo) -> ChatCompletionResponse:
         "The response to a request that is not streamed."
         choices = [
-            ChatChoice(message=AnswerMessage(role=self.role, content=self.echo + part.text), **self._choice(part))
+            ChatChoice(
+                message=AnswerMessage(role=self.role, content=self.echo + part.text),
+                **self._choice(part),
+            )
             for part in outputs[0].outputs
         ]
         prompt = prompt_logprobs_json(outputs[0], self.request.prompt_logprobs)
-        return ChatCompletionResponse(**self.head, choices=choices, usage=usage, prompt_logprobs=prompt)
+        return ChatCompletionResponse(
+            **self.head, choices=choices, usage=usage, prompt_logprobs=prompt
+        )
 
-    def _chunk(self, choices: list[ChatDeltaChoice], usage: UsageInfo | None = None) -> ChatCompletionResponse:
-        return ChatCompletionResponse(**self.head, object="chat.completion.chunk", choices=choices, usage=usage)
+    def _chunk(
+        self, choices: list[ChatDeltaChoice], usage: UsageInfo | None = None
+    ) -> ChatCompletionResponse:
+        return ChatCompletionResponse(
+            **self.head, object="chat.completion.chunk", choices=choices, usage=usage
+        )
 
     def chunks(self, i: int, output: RequestOutput) -> Iterator[ChatCompletionResponse]:
         "The chunks of a stream that an output brings; the first of each answer says who speaks."
         if not self.begun:
             self.begun = True
             for index in range(self.request.n or 1):
-                yield self._chunk([ChatDeltaChoice(index=index, delta=AnswerMessage(role=self.role, content=self.echo))])
+                yield self._chunk(
+                    [
+                        ChatDeltaChoice(
+                            index=index, delta=AnswerMessage(role=self.role, content=self.echo)
+                        )
+                    ]
+                )
         for part in output.outputs:
             if part.text or part.token_ids or part.finish_reason:
-                yield self._chunk([ChatDeltaChoice(delta=AnswerMessage(content=part.text), **self._choice(part))])
+                yield self._chunk(
+                    [ChatDeltaChoice(delta=AnswerMessage(content=part.text), **self._choice(part))]
+                )
 
     def last(self, usage: UsageInfo) -> ChatCompletionResponse:
         "The chunk with the number of tokens."
@@ -301,7 +388,8 @@ class Usage:
     "Counts the tokens of a request's outputs."
 
     def __init__(self, counts_output: bool = True):
-        self.counts_output, self.num_output = counts_output, 0
+        self.counts_output = counts_output
+        self.num_output = 0
         self.num_prompt: dict[int, int] = {}  # tokens, by the prompt's number
         self.num_cached: dict[int, int] = {}
 
@@ -311,22 +399,31 @@ class Usage:
             if part.finish_reason == "error":
                 raise RuntimeError(str(part.stop_reason))
             self.num_output += len(part.token_ids) * self.counts_output
-        self.num_prompt[i], self.num_cached[i] = len(output.prompt_token_ids), output.num_cached_tokens or 0
+        self.num_prompt[i] = len(output.prompt_token_ids)
+        self.num_cached[i] = output.num_cached_tokens or 0
 
     def info(self) -> UsageInfo:
         "The numbers so far."
-        num_prompt, details = sum(self.num_prompt.values()), {"cached_tokens": sum(self.num_cached.values())}
+        num_prompt = sum(self.num_prompt.values())
+        details = {"cached_tokens": sum(self.num_cached.values())}
         return UsageInfo(
-            prompt_tokens=num_prompt, completion_tokens=self.num_output, total_tokens=num_prompt + self.num_output,
+            prompt_tokens=num_prompt,
+            completion_tokens=self.num_output,
+            total_tokens=num_prompt + self.num_output,
             prompt_tokens_details=details,
-        )  # fmt: skip
+        )
 
 
 async def stream_events(
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None], writer: CompletionWriter | ChatWriter, usage: Usage
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+    writer: CompletionWriter | ChatWriter,
+    usage: Usage,
 ) -> AsyncGenerator[str, None]:
-    """The events of a stream. An error before the first of them is raised; later it is an event, and the last one."""
-    options, has_begun = writer.request.stream_options, False
+    """The events of a stream. An error before the first of them is raised; later it is an event,
+    and the last one.
+    """
+    options = writer.request.stream_options
+    has_begun = False
     try:
         async for i, output in outputs:
             usage.add(i, output)
@@ -356,11 +453,17 @@ def is_single(prompts: Prompts) -> bool:
 
 async def run_or_thread(size: float, function: Callable, *args: Any, **options: Any) -> Any:
     "Call a function; in a thread if it has more to read than `LONG_PROMPT` characters."
-    return await asyncio.to_thread(function, *args, **options) if size > LONG_PROMPT else function(*args, **options)
+    return (
+        await asyncio.to_thread(function, *args, **options)
+        if size > LONG_PROMPT
+        else function(*args, **options)
+    )
 
 # %% ../../nbs/70a_serving.ipynb #7ce63812
 class PromptReader:
-    "Makes token ids of the prompts and conversations in requests. `ValueError` or `RequestError` where that is impossible."
+    """Makes token ids of the prompts and conversations in requests. `ValueError` or `RequestError`
+    where that is impossible.
+    """
 
     def __init__(
         self,
@@ -370,75 +473,132 @@ class PromptReader:
         trust_request_chat_template: bool,
         max_num_prompts: int,
     ):
-        self.model_config, self.tokenizer, self.max_num_prompts = model_config, tokenizer, max_num_prompts
-        self.chat_template, self.trust_request_chat_template = chat_template, trust_request_chat_template
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.max_num_prompts = max_num_prompts
+        self.chat_template = chat_template
+        self.trust_request_chat_template = trust_request_chat_template
 
     def split(self, prompts: Prompts, field: str) -> list[Any]:
         "The prompts that a field holds: one text or one list of token ids, or several."
         many: list[Any] = [prompts] if is_single(prompts) else list(prompts)
         require(len(many) > 0, f"{field} is an empty list: give at least one")
         enough = len(many) <= self.max_num_prompts
-        require(enough, f"{field} has {len(many)} entries, more than the {self.max_num_prompts} that --max-num-prompts allows")
+        require(
+            enough,
+            (
+                f"{field} has {len(many)} entries, more than the {self.max_num_prompts} that "
+                "--max-num-prompts allows"
+            ),
+        )
         vocab_size = self.model_config.vocab_size
         largest = max((max(ids) for ids in many if ids and not isinstance(ids, str)), default=0)
-        require(largest < vocab_size, f"{field}: token id {largest} is out of vocabulary: there are {vocab_size}")
+        require(
+            largest < vocab_size,
+            f"{field}: token id {largest} is out of vocabulary: there are {vocab_size}",
+        )
         return many
 
     def num_kept(self, keep: int | None, for_answer: int) -> int | None:
-        "How many of a prompt's last tokens `truncate_prompt_tokens` keeps; with -1 there is room `for_answer` after them."
+        """How many of a prompt's last tokens `truncate_prompt_tokens` keeps; with -1 there is room
+        `for_answer` after them.
+        """
         limit = self.model_config.max_model_len
         ok = keep is None or keep == -1 or 1 <= keep <= limit
-        require(ok, f"truncate_prompt_tokens={keep} must be between 1 and max_model_len={limit}, or -1 for all that fit")
+        require(
+            ok,
+            (
+                f"truncate_prompt_tokens={keep} must be between 1 and max_model_len={limit}, "
+                "or -1 for all that fit"
+            ),
+        )
         return limit - for_answer if keep == -1 else keep
 
-    async def read_prompts(self, request: CompletionRequest | EmbeddingRequest, field: str) -> list[dict[str, Any]]:
+    async def read_prompts(
+        self, request: CompletionRequest | EmbeddingRequest, field: str
+    ) -> list[dict[str, Any]]:
         "The token ids of a request's prompts."
         prompts: Any = getattr(request, field)
-        each = LONG_PROMPT // MANY  # what a prompt costs beside its length, in characters: MANY short ones are a long one
+        # what a prompt costs beside its length, in characters: MANY short ones are a long one
+        each = LONG_PROMPT // MANY
         size = len(prompts) if is_single(prompts) else sum(map(len, prompts)) + len(prompts) * each
 
         def read() -> list[dict[str, Any]]:
-            return [self.read_prompt(prompt, request, field) for prompt in self.split(prompts, field)]
+            return [
+                self.read_prompt(prompt, request, field) for prompt in self.split(prompts, field)
+            ]
 
         return await run_or_thread(size, read)
 
-    def read_prompt(self, prompt: str | list[int], request: CompletionRequest | EmbeddingRequest, field: str) -> dict[str, Any]:
+    def read_prompt(
+        self, prompt: str | list[int], request: CompletionRequest | EmbeddingRequest, field: str
+    ) -> dict[str, Any]:
         "A prompt's token ids, and its text if it came as such; cut where the request says so."
         limit = self.model_config.max_model_len
-        keep = self.num_kept(request.truncate_prompt_tokens, 1 if isinstance(request, CompletionRequest) else 0)
-        text, ids = None, prompt
+        keep = self.num_kept(
+            request.truncate_prompt_tokens, 1 if isinstance(request, CompletionRequest) else 0
+        )
+        text = None
+        ids = prompt
         if isinstance(prompt, str):
-            special, most = request.add_special_tokens, limit if keep is None else None
-            text, ids = prompt, encode(self.tokenizer, prompt, most, add_special_tokens=special)
+            special = request.add_special_tokens
+            most = limit if keep is None else None
+            text = prompt
+            ids = encode(self.tokenizer, prompt, most, add_special_tokens=special)
         if keep is None and len(ids) > limit:
             raise RequestError(too_long(f"{len(ids)} tokens", limit), field)
         cut = keep is not None and keep < len(ids)
-        return {"prompt_token_ids": ids[-keep:]} if cut and keep else {"prompt_token_ids": ids, "prompt": text}
+        return (
+            {"prompt_token_ids": ids[-keep:]}
+            if cut and keep
+            else {"prompt_token_ids": ids, "prompt": text}
+        )
 
     async def read_messages(self, request: ChatFields) -> list[int]:
         "The token ids of a conversation."
-        own, options = request.chat_template, request.template_options
+        own = request.chat_template
+        options = request.template_options
         trusted = own is None or self.trust_request_chat_template
-        require(trusted, "chat_template: this server takes none from requests (--trust-request-chat-template)")
-        require(self.tokenizer is not None, "messages: skip_tokenizer_init=True, so this server takes token ids only")
+        require(
+            trusted,
+            "chat_template: this server takes none from requests (--trust-request-chat-template)",
+        )
+        require(
+            self.tokenizer is not None,
+            "messages: skip_tokenizer_init=True, so this server takes token ids only",
+        )
         # the template's variables are passed on through these two functions: one that is called as
-        # a parameter of theirs, `tokenize` say, would not reach the template but change what they do
+        # a parameter of theirs, `tokenize` say, would not reach the template but change what they
+        # do
         for function in apply_chat_template, self.tokenizer.apply_chat_template:
-            taken = sorted(inspect.signature(function).parameters.keys() & (request.chat_template_kwargs or {}).keys())
+            taken = sorted(
+                inspect.signature(function).parameters.keys()
+                & (request.chat_template_kwargs or {}).keys()
+            )
             require(not taken, f"chat_template_kwargs: {taken[:1]} is no variable of a template")
 
         def read() -> list[int]:
             messages = [message.model_dump(exclude_unset=True) for message in request.messages]
-            return apply_chat_template(self.tokenizer, messages, own or self.chat_template, **options)
+            return apply_chat_template(
+                self.tokenizer, messages, own or self.chat_template, **options
+            )
 
         size = 0.0
         for message in request.messages:
             plain = isinstance(message.content, str) and not message.model_extra
-            size += len(message.role) + len(message.content) + LONG_PROMPT / MANY if plain else float("inf")
-        return await run_or_thread(float("inf") if own or request.chat_template_kwargs else size, read)
+            size += (
+                len(message.role) + len(message.content) + LONG_PROMPT / MANY
+                if plain
+                else float("inf")
+            )
+        return await run_or_thread(
+            float("inf") if own or request.chat_template_kwargs else size, read
+        )
 
 # %% ../../nbs/70a_serving.ipynb #a363712e
-TOGETHER = {  # how long these lists may be, times the prompts: each prompt's request carries them to the core's process
+# how long these lists may be, times the prompts: each prompt's request carries them to the core's
+# process
+TOGETHER = {
     "bad_words": 1024,
     "logit_bias": 1 << 17,  # 131,072: 128 prompts with the longest that a request may have
     "allowed_token_ids": 1 << 20,  # 1,048,576: 64 prompts with the longest
@@ -446,71 +606,117 @@ TOGETHER = {  # how long these lists may be, times the prompts: each prompt's re
 
 # %% ../../nbs/70a_serving.ipynb #cae27937
 class OpenAIServing:
-    """Answers requests with an `AsyncLLM`: a response, or for a stream an async generator of server-sent events.
+    """Answers requests with an `AsyncLLM`: a response, or for a stream an async generator of
+    server-sent events.
 
-    `ValueError` for a request that is wrong (a `RequestError` knows the status), `EngineDeadError` if the engine is dead.
-    vLLM: the classes `OpenAIServing...` in `entrypoints/openai/serving_*.py`.
+    `ValueError` for a request that is wrong (a `RequestError` knows the status), `EngineDeadError`
+    if the engine is dead. vLLM: the classes `OpenAIServing...` in
+    `entrypoints/openai/serving_*.py`.
     """
 
     def __init__(
         self,
         engine: AsyncLLM,
-        model_names: list[str] | None = None,  # as clients call the model, the first in responses; default: as the engine does
+        # as clients call the model, the first in responses; default: as the engine does
+        model_names: list[str] | None = None,
         chat_template: str | None = None,  # in place of the model's own
         trust_request_chat_template: bool = False,
         max_num_prompts: int = 2048,
         log_requests: bool = False,
     ):
         model = self.model_config = engine.model_config
-        self.engine, self.tokenizer, self.names = engine, engine.tokenizer, model_names or [model.model]
-        self.reader = PromptReader(model, self.tokenizer, chat_template, trust_request_chat_template, max_num_prompts)
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.names = model_names or [model.model]
+        self.reader = PromptReader(
+            model, self.tokenizer, chat_template, trust_request_chat_template, max_num_prompts
+        )
         self.log_requests = log_requests
         self.defaults = get_default_sampling_params(model)
-        self.longest = load_generation_config(model).get("max_new_tokens")  # what the model's makers think is enough
+        # what the model's makers think is enough
+        self.longest = load_generation_config(model).get("max_new_tokens")
 
     # Before the engine
 
     def check_model(self, name: str | None) -> None:
         "`RequestError` with status 404 for a model that is not here."
         if name is not None and name not in self.names:
-            raise RequestError(f"the model {name!r:.100} does not exist: there is {', '.join(self.names)}", "model", 404)
+            raise RequestError(
+                f"the model {name!r:.100} does not exist: there is {', '.join(self.names)}",
+                "model",
+                404,
+            )
 
-    def room(self, num_prompt_tokens: int, asked: int | None, name: str = "max_tokens", field: str = "prompt") -> int:
-        "How many tokens an answer may have; `ValueError` if there is not so much room after the prompt."
+    def room(
+        self,
+        num_prompt_tokens: int,
+        asked: int | None,
+        name: str = "max_tokens",
+        field: str = "prompt",
+    ) -> int:
+        """How many tokens an answer may have; `ValueError` if there is not so much room after the
+        prompt.
+        """
         limit = self.model_config.max_model_len
         left = limit - num_prompt_tokens
         if num_prompt_tokens == 0 or left <= 0:
             empty = f"{field} is empty: at least one token is needed"
-            raise RequestError(too_long(f"{num_prompt_tokens} tokens", limit, 1) if num_prompt_tokens else empty, field)
+            raise RequestError(
+                too_long(f"{num_prompt_tokens} tokens", limit, 1) if num_prompt_tokens else empty,
+                field,
+            )
         if asked is None:
             return min(left, self.longest or left)
         if asked > left:
             found = f"the prompt has {num_prompt_tokens} tokens, and max_model_len is {limit}"
-            raise RequestError(f"{name}={asked} is more than the {left} tokens that are left: {found}", name)
+            raise RequestError(
+                f"{name}={asked} is more than the {left} tokens that are left: {found}", name
+            )
         return asked
 
     def outputs(
-        self, request: GenerationRequest, request_id: str, prompts: list[dict[str, Any]], max_tokens: list[int]
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        prompts: list[dict[str, Any]],
+        max_tokens: list[int],
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         "Send the prompts to the engine; what it says of each, as it comes."
-        vocab_size, streams = self.model_config.vocab_size, []
+        vocab_size = self.model_config.vocab_size
+        streams = []
         outside = [i for i in request.stop_token_ids or () if i >= vocab_size]
-        require(not outside, f"stop_token_ids: {outside[:1]} is out of vocabulary: there are {vocab_size}")
+        require(
+            not outside,
+            f"stop_token_ids: {outside[:1]} is out of vocabulary: there are {vocab_size}",
+        )
         for name, limit in TOGETHER.items():
             num = len(getattr(request, name) or ()) * len(prompts)
-            require(num <= limit, f"{name}: {num} for all {len(prompts)} prompts together, of at most {limit}")
+            require(
+                num <= limit,
+                f"{name}: {num} for all {len(prompts)} prompts together, of at most {limit}",
+            )
         for prompt, most in zip(prompts, max_tokens):
             params = request.to_sampling_params(most, self.defaults)
             inner_id = new_id(request_id)  # a client may give two requests the same name
             if self.log_requests:
-                logger.info("request %s: prompt=%.200r params=%s", inner_id, prompt.get("prompt") or prompt, params)
-            streams.append(self.engine.generate(prompt, params, inner_id, priority=request.priority))
+                logger.info(
+                    "request %s: prompt=%.200r params=%s",
+                    inner_id,
+                    prompt.get("prompt") or prompt,
+                    params,
+                )
+            streams.append(
+                self.engine.generate(prompt, params, inner_id, priority=request.priority)
+            )
         return merge(*streams)
 
     # The routes that generate
 
     async def respond(
-        self, outputs: AsyncGenerator[tuple[int, RequestOutput], None], writer: CompletionWriter | ChatWriter, usage: Usage
+        self,
+        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+        writer: CompletionWriter | ChatWriter,
+        usage: Usage,
     ) -> Any:
         "The response; for a stream its events."
         if writer.request.stream:
@@ -523,27 +729,37 @@ class OpenAIServing:
         with ours():
             return writer.full([found[i] for i in sorted(found)], usage.info())
 
-    async def create_completion(self, request: CompletionRequest) -> CompletionResponse | AsyncIterator[str]:
+    async def create_completion(
+        self, request: CompletionRequest
+    ) -> CompletionResponse | AsyncIterator[str]:
         "Continue one or more prompts."
         self.check_model(request.model)
         if request.max_tokens == 0:
             alone = bool(request.echo) and request.n in (None, 1)
             require(alone, "max_tokens=0 gives the prompt back: it needs echo=true and n=1")
-        require(self.tokenizer is not None or not request.echo, "echo: skip_tokenizer_init=True, so prompts have no text")
+        require(
+            self.tokenizer is not None or not request.echo,
+            "echo: skip_tokenizer_init=True, so prompts have no text",
+        )
         prompts = await self.reader.read_prompts(request, "prompt")
-        rooms = [self.room(len(prompt["prompt_token_ids"]), request.max_tokens) for prompt in prompts]
+        rooms = [
+            self.room(len(prompt["prompt_token_ids"]), request.max_tokens) for prompt in prompts
+        ]
         writer = CompletionWriter(request, self.names[0], self.tokenizer)
         outputs = self.outputs(request, writer.head["id"], prompts, [room or 1 for room in rooms])
         return await self.respond(outputs, writer, Usage(request.max_tokens != 0))
 
-    async def create_chat_completion(self, request: ChatCompletionRequest) -> ChatCompletionResponse | AsyncIterator[str]:
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest
+    ) -> ChatCompletionResponse | AsyncIterator[str]:
         "Answer a conversation."
         self.check_model(request.model)
         ids = await self.reader.read_messages(request)
         keep = self.reader.num_kept(request.truncate_prompt_tokens, 1)
         ids = ids if keep is None else ids[-keep:]
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        most, asked = self.model_config.max_logprobs, request.num_logprobs
+        most = self.model_config.max_logprobs
+        asked = request.num_logprobs
         ok = asked is None or most < 0 or 0 <= asked <= most
         require(ok, f"top_logprobs={asked} must be between 0 and max_logprobs={most}")
         most = self.room(len(ids), getattr(request, name), name, "messages")
@@ -558,10 +774,17 @@ class OpenAIServing:
         self.check_model(request.model)
         pooler = self.model_config.pooler_config
         ok = pooler is None or (pooler.task == "embed" and not pooler.has_labels)
-        require(ok, f'task="{pooler and pooler.task}": this engine gives no embeddings; start it with --task embed')
+        require(
+            ok,
+            (
+                f'task="{pooler and pooler.task}": this engine gives no embeddings; start it '
+                "with --task embed"
+            ),
+        )
         prompts = await self.reader.read_prompts(request, "input")
         streams = [
-            self.engine.encode(prompt, PoolingParams(), new_id("embd"), priority=request.priority) for prompt in prompts
+            self.engine.encode(prompt, PoolingParams(), new_id("embd"), priority=request.priority)
+            for prompt in prompts
         ]
         data: dict[int, EmbeddingData] = {}
         async with aclosing(merge(*streams)) as outputs:
@@ -576,7 +799,9 @@ class OpenAIServing:
                 data[i] = EmbeddingData(index=i, embedding=vector)
         num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
         usage = UsageInfo(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        return EmbeddingResponse(data=[data[i] for i in sorted(data)], model=self.names[0], usage=usage)
+        return EmbeddingResponse(
+            data=[data[i] for i in sorted(data)], model=self.names[0], usage=usage
+        )
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         "The tokens of a text or a conversation."
@@ -596,11 +821,24 @@ class OpenAIServing:
         "The text of tokens."
         self.check_model(request.model)
         vocab_size = self.model_config.vocab_size
-        require(self.tokenizer is not None, "tokens: skip_tokenizer_init=True, so this server has no text")
-        require(max(request.tokens, default=0) < vocab_size, f"tokens: one is out of vocabulary: there are {vocab_size}")
-        return DetokenizeResponse(prompt=await run_or_thread(len(request.tokens), self.tokenizer.decode, request.tokens))
+        require(
+            self.tokenizer is not None,
+            "tokens: skip_tokenizer_init=True, so this server has no text",
+        )
+        require(
+            max(request.tokens, default=0) < vocab_size,
+            f"tokens: one is out of vocabulary: there are {vocab_size}",
+        )
+        return DetokenizeResponse(
+            prompt=await run_or_thread(len(request.tokens), self.tokenizer.decode, request.tokens)
+        )
 
     def models(self) -> ModelList:
         "The model, under each of its names."
         model = self.model_config
-        return ModelList(data=[ModelCard(id=name, root=model.model, max_model_len=model.max_model_len) for name in self.names])
+        return ModelList(
+            data=[
+                ModelCard(id=name, root=model.model, max_model_len=model.max_model_len)
+                for name in self.names
+            ]
+        )

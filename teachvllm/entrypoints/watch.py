@@ -57,15 +57,24 @@ def ids_of(pairs: list[int]) -> set[int]:
     return {block for i in range(0, len(pairs), 2) for block in range(pairs[i], pairs[i + 1] + 1)}
 
 # %% ../../nbs/71_watch.ipynb #420da24e
-LISTS = ("waiting", "running", "swapped", "lost", "prefill", "free")  # `lost`: preempted, and not yet computed again
-NOTHING: dict[str, Any] = dict.fromkeys(LISTS, []) | {"free": 0, "tables": {}, "tokens": {}, "computed": {}, "cached": set()}
+# `lost`: preempted, and not yet computed again
+LISTS = ("waiting", "running", "swapped", "lost", "prefill", "free")
+NOTHING: dict[str, Any] = dict.fromkeys(LISTS, []) | {
+    "free": 0,
+    "tables": {},
+    "tokens": {},
+    "computed": {},
+    "cached": set(),
+}
 
 # %% ../../nbs/71_watch.ipynb #9e5afc7b
 def difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What a page must be told that knows one state and is to show the next. What is not named is as it was.
+    """What a page must be told that knows one state and is to show the next. What is not named is
+    as it was.
 
-    Of a block table the frame has how many entries stay, and those that follow them; of cached blocks, the runs that came
-    and the runs that went; None stands for what is gone. `computed` is named only where it did not grow by `tokens`.
+    Of a block table the frame has how many entries stay, and those that follow them; of cached
+    blocks, the runs that came and the runs that went; None stands for what is gone. `computed` is
+    named only where it did not grow by `tokens`.
     """
     frame = {name: now[name] for name in LISTS if now[name] != before[name]}
     tables: dict[int, Any] = {i: None for i in before["tables"] if i not in now["tables"]}
@@ -78,16 +87,26 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     tokens |= {i: None for i in before["tokens"] if i not in now["tokens"]}
     grown = {i: before["computed"].get(i, 0) + now["tokens"].get(i, 0) for i in now["computed"]}
     computed = {i: n for i, n in now["computed"].items() if n != grown[i]}
-    cached = [id_pairs(now["cached"] - before["cached"]), id_pairs(before["cached"] - now["cached"])]
-    parts = {"tables": tables, "tokens": tokens, "computed": computed, "cached": cached if any(cached) else None}
+    cached = [
+        id_pairs(now["cached"] - before["cached"]),
+        id_pairs(before["cached"] - now["cached"]),
+    ]
+    parts = {
+        "tables": tables,
+        "tokens": tokens,
+        "computed": computed,
+        "cached": cached if any(cached) else None,
+    }
     return frame | {name: part for name, part in parts.items() if part}
 
 # %% ../../nbs/71_watch.ipynb #442d05f2
 class StepEncoder:
-    """Makes frames of the steps of one recording: small dicts for JSON, each the difference to the frame before.
+    """Makes frames of the steps of one recording: small dicts for JSON, each the difference to the
+    frame before.
 
-    Every `KEY_EVERY`-th is a key frame, the difference to nothing, with which a reader can begin. Sequences have numbers in
-    place of names; `look` is the first colour that no living sequence has.
+    Every `KEY_EVERY`-th is a key frame, the difference to nothing, with which a reader can begin.
+    Sequences have numbers in place of names; `look` is the first colour that no living sequence
+    has.
     """
 
     KEY_EVERY = 64
@@ -97,21 +116,34 @@ class StepEncoder:
         self.ids: dict[str, int] = {}
         self.looks: dict[str, int] = {}
         self.known: dict[str, int] = {}  # tokens that the next decode of a sequence comes after
-        self.numbers, self.num_frames = count(), 0
+        self.numbers = count()
+        self.num_frames = 0
         self.lost: set[str] = set()
         self.finished: deque[str] = deque(maxlen=256)
         self.findable: set[int] = set()  # blocks whose content can be found, as far as was told
-        self.before, self.last = NOTHING, StepTrace(-1, 0, 0, 0, 0, {}, {}, {}, [], [], [], [], [], trace.num_blocks)
+        self.before = NOTHING
+        self.last = StepTrace(-1, 0, 0, 0, 0, {}, {}, {}, [], [], [], [], [], trace.num_blocks)
 
     def __call__(self, step: StepTrace) -> dict[str, Any]:
         "The frame of a step."
         new = self._meet(step)
         prefill = self._phases(step)
         frame = self._frame(self._state(step, prefill), step.step, step.start, new)
-        frame["ms"] = [round(1000 * s, 3) for s in (step.schedule_seconds, step.execute_seconds, step.process_seconds)]
+        frame["ms"] = [
+            round(1000 * s, 3)
+            for s in (step.schedule_seconds, step.execute_seconds, step.process_seconds)
+        ]
         lists = {"preempted": step.preempted, "finished": step.finished}
-        frame |= {kind: [self.ids[name] for name in names if name in self.ids] for kind, names in lists.items() if names}
-        moves = {"copied": step.copied_blocks, "out": step.swapped_out_blocks, "in": step.swapped_in_blocks}
+        frame |= {
+            kind: [self.ids[name] for name in names if name in self.ids]
+            for kind, names in lists.items()
+            if names
+        }
+        moves = {
+            "copied": step.copied_blocks,
+            "out": step.swapped_out_blocks,
+            "in": step.swapped_in_blocks,
+        }
         frame |= {kind: pairs for kind, pairs in moves.items() if pairs}
         if told := self._tell(step):
             frame["said"] = told
@@ -119,9 +151,15 @@ class StepEncoder:
         return frame
 
     def idle(self) -> dict[str, Any]:
-        "The frame that says that no request is left: no step shows how the last ones gave back their blocks."
-        step, state = self.last, NOTHING | {"free": self.trace.num_blocks, "cached": set(self.findable)}
-        return self._frame(state, step.step, step.start + step.seconds, []) | {"ms": [0, 0, 0], "idle": 1}
+        """The frame that says that no request is left: no step shows how the last ones gave back
+        their blocks.
+        """
+        step = self.last
+        state = NOTHING | {"free": self.trace.num_blocks, "cached": set(self.findable)}
+        return self._frame(state, step.step, step.start + step.seconds, []) | {
+            "ms": [0, 0, 0],
+            "idle": 1,
+        }
 
     @property
     def is_idle(self) -> bool:
@@ -129,9 +167,17 @@ class StepEncoder:
         return not any(self.before[name] for name in ("tables", "waiting", "running", "swapped"))
 
     def _meet(self, step: StepTrace) -> list[str]:
-        "Forget the sequences that have ended; the names of those that are new get a number and a look."
+        """Forget the sequences that have ended; the names of those that are new get a number and a
+        look.
+        """
         self.trace.num_prompt_tokens |= step.num_prompt_tokens
-        queues = (step.waiting, step.running, step.swapped, step.block_tables, step.num_scheduled_tokens)
+        queues = (
+            step.waiting,
+            step.running,
+            step.swapped,
+            step.block_tables,
+            step.num_scheduled_tokens,
+        )
         living = dict.fromkeys(chain(*queues))
         for name in [name for name in self.ids if name not in living]:
             del self.ids[name], self.looks[name]
@@ -146,15 +192,23 @@ class StepEncoder:
 
     def _arrival(self, name: str) -> tuple[int, int]:
         order = list(self.trace.num_prompt_tokens)
-        ranks = [order.index(n) if n in order else len(order) for n in (request_of(self.trace, name), name)]
+        ranks = [
+            order.index(n) if n in order else len(order)
+            for n in (request_of(self.trace, name), name)
+        ]
         return ranks[0], ranks[1]
 
     def _phases(self, step: StepTrace) -> list[str]:
         "Which sequences of the step prefill: see `request_phases`, which knows all steps at once."
-        prompts, prefill = self.trace.num_prompt_tokens, []
+        prompts = self.trace.num_prompt_tokens
+        prefill = []
         for name in self.ids:
-            self.known.setdefault(name, self.known.get(request_of(self.trace, name), prompts.get(name, 0)))
-        self.lost = ((self.lost | set(step.preempted)) & set(self.ids)) - set(step.num_scheduled_tokens)
+            self.known.setdefault(
+                name, self.known.get(request_of(self.trace, name), prompts.get(name, 0))
+            )
+        self.lost = ((self.lost | set(step.preempted)) & set(self.ids)) - set(
+            step.num_scheduled_tokens
+        )
         for name, num_tokens in step.num_scheduled_tokens.items():
             num_computed = step.num_computed_tokens.get(name, 0)
             prefill += [name] if num_computed - num_tokens < self.known[name] else []
@@ -163,21 +217,40 @@ class StepEncoder:
 
     def _state(self, step: StepTrace, prefill: list[str]) -> dict[str, Any]:
         ids = self.ids
-        names = {"waiting": step.waiting, "running": step.running, "swapped": step.swapped, "lost": sorted(self.lost)}
-        return {kind: [ids[name] for name in listed] for kind, listed in (names | {"prefill": prefill}).items()} | {
-            "free": step.num_free_blocks, "cached": set(step.cached_blocks),
+        names = {
+            "waiting": step.waiting,
+            "running": step.running,
+            "swapped": step.swapped,
+            "lost": sorted(self.lost),
+        }
+        return {
+            kind: [ids[name] for name in listed]
+            for kind, listed in (names | {"prefill": prefill}).items()
+        } | {
+            "free": step.num_free_blocks,
+            "cached": set(step.cached_blocks),
             "tables": {ids[name]: list(table) for name, table in step.block_tables.items()},
             "tokens": {ids[name]: n for name, n in step.num_scheduled_tokens.items()},
             "computed": {ids[name]: n for name, n in step.num_computed_tokens.items()},
-        }  # fmt: skip
+        }
 
-    def _frame(self, state: dict[str, Any], number: int, at: float, new: list[str]) -> dict[str, Any]:
+    def _frame(
+        self, state: dict[str, Any], number: int, at: float, new: list[str]
+    ) -> dict[str, Any]:
         key = self.num_frames % self.KEY_EVERY == 0
         prompts = self.trace.num_prompt_tokens
-        met = [[self.ids[name], name, prompts.get(name, 0), self.looks[name]] for name in (self.ids if key else new)]
-        frame = {"step": number, "at": round(at, 4)} | ({"key": 1} if key else {}) | ({"new": met} if met else {})
+        met = [
+            [self.ids[name], name, prompts.get(name, 0), self.looks[name]]
+            for name in (self.ids if key else new)
+        ]
+        frame = (
+            {"step": number, "at": round(at, 4)}
+            | ({"key": 1} if key else {})
+            | ({"new": met} if met else {})
+        )
         frame |= difference(NOTHING if key else self.before, state)
-        self.before, self.num_frames = state, self.num_frames + 1
+        self.before = state
+        self.num_frames = self.num_frames + 1
         return frame
 
     def _tell(self, step: StepTrace, most: int = 12) -> list[str]:
@@ -194,22 +267,34 @@ class StepEncoder:
         return told + [f"and {len(groups) - most} more"] * (len(groups) > most)
 
 # %% ../../nbs/71_watch.ipynb #2ed00ce6
-def merged(old: dict[int, Any], changes: dict[Any, Any], join: Callable[[Any, Any], Any]) -> dict[int, Any]:
+def merged(
+    old: dict[int, Any], changes: dict[Any, Any], join: Callable[[Any, Any], Any]
+) -> dict[int, Any]:
     "A dict with changes made to it, whose keys JSON has turned into strings; None: it is gone."
-    new = {int(i): join(old.get(int(i)), value) for i, value in changes.items() if value is not None}
-    return {i: value for i, value in (old | new).items() if changes.get(i, changes.get(str(i), 0)) is not None}
+    new = {
+        int(i): join(old.get(int(i)), value) for i, value in changes.items() if value is not None
+    }
+    return {
+        i: value
+        for i, value in (old | new).items()
+        if changes.get(i, changes.get(str(i), 0)) is not None
+    }
 
 # %% ../../nbs/71_watch.ipynb #9dd391e5
 class StepDecoder:
-    """Reads frames back into a `Trace`, as the page does: so a program can follow an engine, and a test can compare.
+    """Reads frames back into a `Trace`, as the page does: so a program can follow an engine, and a
+    test can compare.
 
-    What the frames do not carry stays empty: the single `block_events`, the tokens. `said` has the events in words.
+    What the frames do not carry stays empty: the single `block_events`, the tokens. `said` has the
+    events in words.
     """
 
     def __init__(self, pool: dict[str, Any]):
         self.trace = Trace(pool["num_blocks"], pool["block_size"], pool["block_bytes"])
         self.names: dict[int, str] = {}
-        self.state, self.said, self.is_idle = NOTHING, list[list[str]](), True
+        self.state = NOTHING
+        self.said = list[list[str]]()
+        self.is_idle = True
 
     def __call__(self, frame: dict[str, Any]) -> None:
         "Take one frame; a frame of a step appends to `trace.steps`."
@@ -219,12 +304,20 @@ class StepDecoder:
             self.names[i] = name
             self.trace.num_prompt_tokens.setdefault(name, num_prompt_tokens)
         now["tokens"] = merged(old["tokens"], frame.get("tokens", {}), lambda _, n: n)
-        now["tables"] = merged(old["tables"], frame.get("tables", {}), lambda table, new: [*(table or [])[: new[0]], *new[1:]])
+        now["tables"] = merged(
+            old["tables"],
+            frame.get("tables", {}),
+            lambda table, new: [*(table or [])[: new[0]], *new[1:]],
+        )
         told = {int(i): n for i, n in frame.get("computed", {}).items()}
-        now["computed"] = {i: told.get(i, old["computed"].get(i, 0) + now["tokens"].get(i, 0)) for i in now["tables"]}
+        now["computed"] = {
+            i: told.get(i, old["computed"].get(i, 0) + now["tokens"].get(i, 0))
+            for i in now["tables"]
+        }
         came, went = map(ids_of, frame.get("cached", ([], [])))
         now["cached"] = (old["cached"] - went) | came
-        self.state, self.is_idle = now, "idle" in frame
+        self.state = now
+        self.is_idle = "idle" in frame
         if not self.is_idle:
             self.trace.steps.append(self._step(frame, now))
             self.said.append(frame.get("said", []))
@@ -233,45 +326,80 @@ class StepDecoder:
         def named(kind: str, source: dict[str, Any] = now) -> list[str]:
             return [self.names[i] for i in source.get(kind, [])]
 
-        by_name = {kind: {self.names[i]: part for i, part in now[kind].items()} for kind in ("tokens", "computed", "tables")}
+        by_name = {
+            kind: {self.names[i]: part for i, part in now[kind].items()}
+            for kind in ("tokens", "computed", "tables")
+        }
         schedule, execute, process = (ms / 1000 for ms in frame["ms"])
         return StepTrace(
-            frame["step"], frame["at"], schedule, execute, process, by_name["tokens"], by_name["computed"], by_name["tables"],
-            named("waiting"), named("running"), named("swapped"), named("preempted", frame), named("finished", frame),
-            now["free"], frame.get("copied", []), frame.get("out", []), frame.get("in", []), cached_blocks=sorted(now["cached"]),
-        )  # fmt: skip
+            frame["step"],
+            frame["at"],
+            schedule,
+            execute,
+            process,
+            by_name["tokens"],
+            by_name["computed"],
+            by_name["tables"],
+            named("waiting"),
+            named("running"),
+            named("swapped"),
+            named("preempted", frame),
+            named("finished", frame),
+            now["free"],
+            frame.get("copied", []),
+            frame.get("out", []),
+            frame.get("in", []),
+            cached_blocks=sorted(now["cached"]),
+        )
 
 # %% ../../nbs/71_watch.ipynb #ce95d7e9
 class Feed:
-    """The frames of the last `seconds`, `max_bytes` of them at most, and their readers. It belongs to one event loop.
+    """The frames of the last `seconds`, `max_bytes` of them at most, and their readers. It belongs
+    to one event loop.
 
-    A reader has no queue, only a place in the frames. One that is more than `MOST_BEHIND` frames late goes on with the newest
-    key frame, so that a slow page holds nothing up and costs no memory. `look` is called when a
-    reader has heard nothing new for a second: it may call `begin`, `idle` or `end`.
+    A reader has no queue, only a place in the frames. One that is more than `MOST_BEHIND` frames
+    late goes on with the newest key frame, so that a slow page holds nothing up and costs no
+    memory. `look` is called when a reader has heard nothing new for a second: it may call `begin`,
+    `idle` or `end`.
     """
 
-    MOST_BEHIND, INTERVAL = 256, 0.05  # frames; seconds between two messages to one reader
+    # frames; seconds between two messages to one reader
+    MOST_BEHIND = 256
+    INTERVAL = 0.05
 
     def __init__(self, look: Callable[[], None], seconds: float = 60.0, max_bytes: int = 8 << 20):
-        self.look, self.seconds, self.max_bytes = look, seconds, max_bytes
+        self.look = look
+        self.seconds = seconds
+        self.max_bytes = max_bytes
         self.readers: set[asyncio.Event] = set()
         self.why = ""  # it has ended
-        self.name, self.num_recordings = f"{time.time_ns():x}", 0  # with both a page knows a recording again
+        # with both a page knows a recording again
+        self.name = f"{time.time_ns():x}"
+        self.num_recordings = 0
         self.clear()
 
     def clear(self) -> None:
         "Forget the recording."
         self.pool = b""  # what the page must know of the pool, as JSON
         self.encoder: StepEncoder | None = None
-        self.frames: deque[tuple[float, bool, bytes]] = deque()  # when, whether it is a key frame, JSON
+        # when, whether it is a key frame, JSON
+        self.frames: deque[tuple[float, bool, bytes]] = deque()
         self.first = self.num_bytes = 0  # number of `frames[0]`; bytes of all
 
     def begin(self, trace: Trace, **about: Any) -> None:
         "A recording begins: what is known of an earlier one is forgotten, by the readers too."
         self.clear()
-        self.num_recordings, self.why, self.encoder = self.num_recordings + 1, "", StepEncoder(trace)
-        pool = {"num_blocks": trace.num_blocks, "block_size": trace.block_size, "block_bytes": trace.block_bytes}
-        self.pool = msgspec.json.encode(pool | about | {"recording": f"{self.name}-{self.num_recordings}"})
+        self.num_recordings = self.num_recordings + 1
+        self.why = ""
+        self.encoder = StepEncoder(trace)
+        pool = {
+            "num_blocks": trace.num_blocks,
+            "block_size": trace.block_size,
+            "block_bytes": trace.block_bytes,
+        }
+        self.pool = msgspec.json.encode(
+            pool | about | {"recording": f"{self.name}-{self.num_recordings}"}
+        )
         self._wake()
 
     def add(self, step: StepTrace) -> None:
@@ -294,8 +422,15 @@ class Feed:
         self.frames.append((frame["at"], "key" in frame, data))
         self.num_bytes += len(data)
         if self.frames[0][0] < frame["at"] - self.seconds or self.num_bytes > self.max_bytes:
-            ends = [i for i, (_, key, _) in enumerate(islice(self.frames, StepEncoder.KEY_EVERY + 1)) if key and i]
-            if ends and (self.frames[ends[0]][0] < frame["at"] - self.seconds or self.num_bytes > self.max_bytes):
+            ends = [
+                i
+                for i, (_, key, _) in enumerate(islice(self.frames, StepEncoder.KEY_EVERY + 1))
+                if key and i
+            ]
+            if ends and (
+                self.frames[ends[0]][0] < frame["at"] - self.seconds
+                or self.num_bytes > self.max_bytes
+            ):
                 for _ in range(ends[0]):  # whole groups go, so that the first is a key frame
                     self.num_bytes -= len(self.frames.popleft()[2])
                     self.first += 1
@@ -306,24 +441,36 @@ class Feed:
             news.set()
 
     def _from(self, place: int, patient: bool) -> tuple[int, list[bytes]]:
-        "The place after all frames, and those from a place on; from the last key frame, if that is far back and no time is left."
+        """The place after all frames, and those from a place on; from the last key frame, if that
+        is far back and no time is left.
+        """
         begin = max(0, place - self.first)
-        if self.frames and not patient and (place < self.first or len(self.frames) - begin > self.MOST_BEHIND):
+        if (
+            self.frames
+            and not patient
+            and (place < self.first or len(self.frames) - begin > self.MOST_BEHIND)
+        ):
             begin = max(i for i, (_, key, _) in enumerate(self.frames) if key)
-        return self.first + len(self.frames), [data for _, _, data in islice(self.frames, begin, None)]
+        return self.first + len(self.frames), [
+            data for _, _, data in islice(self.frames, begin, None)
+        ]
 
     async def read(self) -> AsyncGenerator[bytes, None]:
-        """What one page reads: `pool` events, each followed by the recording so far; lists of frames; at last `end`.
+        """What one page reads: `pool` events, each followed by the recording so far; lists of
+        frames; at last `end`.
 
         Comments in between show the server whether the page is still there.
         """
-        news, recording, place = asyncio.Event(), 0, 0
+        news = asyncio.Event()
+        recording = 0
+        place = 0
         self.readers.add(news)
         try:
             while True:
                 news.clear()
                 begins = bool(self.pool) and recording != self.num_recordings
-                message, recording = b"retry: 1000\n\n" + sse(self.pool, "pool") if begins else b"", self.num_recordings
+                message = b"retry: 1000\n\n" + sse(self.pool, "pool") if begins else b""
+                recording = self.num_recordings
                 place, came = self._from(self.first if begins else place, begins)
                 message += sse(b"[%s]" % b",".join(came)) if came else b""
                 if not message:
@@ -334,7 +481,9 @@ class Feed:
                     return
                 await asyncio.sleep(self.INTERVAL)
                 alarm = asyncio.get_running_loop().call_later(1.0, news.set)
-                try:  # `asyncio.wait_for` would miss that the page has left, if news came at that moment (before Python 3.12)
+                # `asyncio.wait_for` would miss that the page has left, if news came at that moment
+                # (before Python 3.12)
+                try:
                     await news.wait()
                 finally:
                     alarm.cancel()
@@ -343,17 +492,22 @@ class Feed:
 
 # %% ../../nbs/71_watch.ipynb #06ded33a
 class Watcher:
-    """Shows an `AsyncLLM` to those pages that are open: one of its stat loggers, which records only while there is one.
+    """Shows an `AsyncLLM` to those pages that are open: one of its stat loggers, which records only
+    while there is one.
 
-    `events` is what one page reads. When the last page leaves, the recording goes on for `linger` seconds, so that a page
-    that is loaded again still has the last minute.
+    `events` is what one page reads. When the last page leaves, the recording goes on for `linger`
+    seconds, so that a page that is loaded again still has the last minute.
     """
 
     def __init__(self, engine: AsyncLLM, seconds: float = 60.0, linger: float = 2.0):
-        self.engine, self.linger, self.feed = engine, linger, Feed(self._look, seconds)
-        self.num_pages, self.is_recording = 0, False
+        self.engine = engine
+        self.linger = linger
+        self.feed = Feed(self._look, seconds)
+        self.num_pages = 0
+        self.is_recording = False
         self.early: list[StepTrace] | None = None  # steps that come before `start_trace` returns
-        self.lock, self.tasks = asyncio.Lock(), set[asyncio.Task]()
+        self.lock = asyncio.Lock()
+        self.tasks = set[asyncio.Task]()
         engine.stat_loggers.append(self)
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -385,12 +539,16 @@ class Watcher:
             self._follow()
 
     def close(self) -> None:
-        "Pages are told that the server stops, and leave. A server that waits for its connections calls this first."
+        """Pages are told that the server stops, and leave. A server that waits for its connections
+        calls this first.
+        """
         self.feed.end("the server stops")
 
     def _look(self) -> None:
         if not self.engine.is_running:
-            self.feed.end(str(self.engine.dead_error) if self.engine.errored else "the engine is closed")
+            self.feed.end(
+                str(self.engine.dead_error) if self.engine.errored else "the engine is closed"
+            )
         elif not self.engine.collectors:
             self.feed.idle()
 
@@ -405,10 +563,14 @@ class Watcher:
         async with self.lock:
             try:
                 if self.num_pages and not self.is_recording:
-                    self.early, self.is_recording = [], True
+                    self.early = []
+                    self.is_recording = True
                     config = self.engine.config
-                    budget, model = config.scheduler_config.max_num_batched_tokens, str(config.model_config.model)
-                    self.feed.begin(await self.engine.start_trace(), model=model, max_num_batched_tokens=budget)
+                    budget = config.scheduler_config.max_num_batched_tokens
+                    model = str(config.model_config.model)
+                    self.feed.begin(
+                        await self.engine.start_trace(), model=model, max_num_batched_tokens=budget
+                    )
                     for step in self.early:
                         self.feed.add(step)
                     self.early = None
@@ -423,18 +585,27 @@ class Watcher:
                 self.feed.end(str(error))
 
 # %% ../../nbs/71_watch.ipynb #34ced365
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src "
+    "'self'; img-src data:"
+)
 POLICY += "; base-uri 'none'; form-action 'none'"
 
 # %% ../../nbs/71_watch.ipynb #24738b22
 def watch_page() -> str:
-    "The page: one file of HTML with its style and its script, in the colours of the book's figures."
+    """The page: one file of HTML with its style and its script, in the colours of the book's
+    figures.
+    """
     text = files("teachvllm.entrypoints").joinpath("watch.html").read_text(encoding="utf-8")
-    return text.replace("/*BOOK*/null", json.dumps({"palette": PALETTE, "hatches": HATCHES, "phases": PHASES}))
+    return text.replace(
+        "/*BOOK*/null", json.dumps({"palette": PALETTE, "hatches": HATCHES, "phases": PHASES})
+    )
 
 # %% ../../nbs/71_watch.ipynb #3fb2aa2a
 def is_loopback(host: str | None) -> bool:
-    "Whether this is an address of this machine's loopback, or `localhost`. No other name is: who owns it says what it means."
+    """Whether this is an address of this machine's loopback, or `localhost`. No other name is: who
+    owns it says what it means.
+    """
     try:
         address = ip_address(host or "")
     except ValueError:
@@ -442,23 +613,37 @@ def is_loopback(host: str | None) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 # %% ../../nbs/71_watch.ipynb #14e15b2d
-def make_router(events: Callable[[], AsyncGenerator[bytes, None]], loopback_only: bool = True) -> Any:
-    "A FastAPI router with `GET /watch`, the page, and `GET /watch/events`, the stream that it reads."
+def make_router(
+    events: Callable[[], AsyncGenerator[bytes, None]], loopback_only: bool = True
+) -> Any:
+    """A FastAPI router with `GET /watch`, the page, and `GET /watch/events`, the stream that it
+    reads.
+    """
     from fastapi import APIRouter, Depends, HTTPException, Request
     from fastapi.responses import HTMLResponse, StreamingResponse
 
     def guard(request: Request) -> None:
         hosts = {request.url.hostname, request.client.host if request.client else "localhost"}
         ok = not loopback_only or all(map(is_loopback, hosts))
-        relayed = set(request.headers) & {"x-forwarded-for", "x-real-ip", "forwarded"}  # by a proxy on this machine
-        if not ok or (loopback_only and relayed):  # also a page elsewhere whose name was made to mean this machine
-            raise HTTPException(403, "/watch is for this machine only: open http://127.0.0.1:<port>/watch on it, or by ssh -L")
+        # by a proxy on this machine
+        relayed = set(request.headers) & {"x-forwarded-for", "x-real-ip", "forwarded"}
+        # also a page elsewhere whose name was made to mean this machine
+        if not ok or (loopback_only and relayed):
+            raise HTTPException(
+                403,
+                (
+                    "/watch is for this machine only: open http://127.0.0.1:<port>/watch on "
+                    "it, or by ssh -L"
+                ),
+            )
 
     router = APIRouter(prefix="/watch", dependencies=[Depends(guard)], include_in_schema=False)
 
     @router.get("")
     async def page() -> HTMLResponse:
-        return HTMLResponse(watch_page(), headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-store"})
+        return HTMLResponse(
+            watch_page(), headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-store"}
+        )
 
     @router.get("/events")
     async def stream() -> StreamingResponse:
@@ -471,22 +656,27 @@ def make_router(events: Callable[[], AsyncGenerator[bytes, None]], loopback_only
 def make_watch_router(engine: AsyncLLM, loopback_only: bool = True) -> Any:
     """The router that a server includes to be watched: `GET /watch` and `GET /watch/events`.
 
-    Requests and answers are not shown, only their ids and sizes; still, it answers this machine only, unless told otherwise.
+    Requests and answers are not shown, only their ids and sizes; still, it answers this machine
+    only, unless told otherwise.
     """
     watchers = [logger for logger in engine.stat_loggers if isinstance(logger, Watcher)]
     return make_router((watchers[0] if watchers else Watcher(engine)).events, loopback_only)
 
 # %% ../../nbs/71_watch.ipynb #00688eec
 class LiveSteps(list):
-    """The steps of a trace that is watched while it grows: each is told to `tell`, and those of the last `seconds` are kept.
+    """The steps of a trace that is watched while it grows: each is told to `tell`, and those of the
+    last `seconds` are kept.
 
     What the trace knows of a request is kept as long, so that it does not grow without end.
     """
 
     def __init__(self, trace: Trace, tell: Callable[[StepTrace], None], seconds: float):
         super().__init__()
-        self.trace, self.tell, self.seconds = trace, tell, seconds
-        self.seen: dict[str, float] = {}  # name -> start of the last step that has it; the latest at the end
+        self.trace = trace
+        self.tell = tell
+        self.seconds = seconds
+        # name -> start of the last step that has it; the latest at the end
+        self.seen: dict[str, float] = {}
 
     def append(self, step: StepTrace) -> None:
         "Keep one more step, and forget what is too old."
@@ -494,7 +684,14 @@ class LiveSteps(list):
         oldest = step.start - self.seconds
         while self[0].start < oldest:
             del self[0]
-        queues = (step.waiting, step.running, step.swapped, step.finished, step.block_tables, step.num_prompt_tokens)
+        queues = (
+            step.waiting,
+            step.running,
+            step.swapped,
+            step.finished,
+            step.block_tables,
+            step.num_prompt_tokens,
+        )
         for name in chain(*queues):
             for known in (name, request_of(self.trace, name)):
                 self.seen.pop(known, None)
@@ -507,11 +704,13 @@ class LiveSteps(list):
 
 # %% ../../nbs/71_watch.ipynb #43c151d4
 class WatchedLLM:
-    """The page for an `LLM` in this process, served by a thread on a free port of the loopback while it is recorded.
+    """The page for an `LLM` in this process, served by a thread on a free port of the loopback
+    while it is recorded.
 
-    Jupyter shows it in a frame; `url` opens it anywhere on this machine. `trace` has the steps of the last minute, and
-    `player()` replays them where no page can be reached, as on Colab. A context manager: `close` ends thread and recording.
-    A recording by `LLM.record` takes this one's place; it goes on afterwards, when the page looks.
+    Jupyter shows it in a frame; `url` opens it anywhere on this machine. `trace` has the steps of
+    the last minute, and `player()` replays them where no page can be reached, as on Colab. A
+    context manager: `close` ends thread and recording. A recording by `LLM.record` takes this one's
+    place; it goes on afterwards, when the page looks.
     """
 
     def __init__(self, engine: LLMEngine, port: int = 0, seconds: float = 60.0):
@@ -520,17 +719,26 @@ class WatchedLLM:
 
         if engine.closed:
             raise EngineClosedError
-        self.engine, self.seconds, self.trace = engine, seconds, Trace(0, 1, 0)
-        self.feed, self.app = Feed(self._look, seconds), FastAPI(openapi_url=None)
+        self.engine = engine
+        self.seconds = seconds
+        self.trace = Trace(0, 1, 0)
+        self.feed = Feed(self._look, seconds)
+        self.app = FastAPI(openapi_url=None)
         self.app.include_router(make_router(self.feed.read))
         self.sock = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}/watch"
-        how = uvicorn.Config(self.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-        self.server, self.loop, self.thread = uvicorn.Server(how), asyncio.new_event_loop(), threading.Thread(
-            target=self._serve, name="teachvllm-watch", daemon=True)  # fmt: skip
+        how = uvicorn.Config(
+            self.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1
+        )
+        self.server = uvicorn.Server(how)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._serve, name="teachvllm-watch", daemon=True)
         self.thread.start()
         while not self.server.started:
-            require(self.thread.is_alive(), f"the page's server did not start at {self.url}: try another port, or port=0")
+            require(
+                self.thread.is_alive(),
+                f"the page's server did not start at {self.url}: try another port, or port=0",
+            )
             time.sleep(0.005)
         self._record()
 
@@ -541,9 +749,12 @@ class WatchedLLM:
 
     def _record(self) -> None:
         self.trace = self.engine.start_trace()
-        self.trace.steps = LiveSteps(self.trace, lambda step: self._call(self.feed.add, step), self.seconds)
+        self.trace.steps = LiveSteps(
+            self.trace, lambda step: self._call(self.feed.add, step), self.seconds
+        )
         config = self.engine.config
-        budget, model = config.scheduler_config.max_num_batched_tokens, str(config.model_config.model)
+        budget = config.scheduler_config.max_num_batched_tokens
+        model = str(config.model_config.model)
         self._call(lambda: self.feed.begin(self.trace, model=model, max_num_batched_tokens=budget))
 
     def _call(self, function: Callable, *args: Any) -> None:
@@ -554,7 +765,8 @@ class WatchedLLM:
         if self.engine.closed:
             self.feed.end("the engine is closed")
         elif self.engine.trace is None:
-            with self.engine._lock:  # so that no `LLM.record` can come between the question and the start
+            # so that no `LLM.record` can come between the question and the start
+            with self.engine._lock:
                 if self.engine.trace is None and not self.engine.closed:
                     self._record()
         elif not self.engine.has_unfinished_requests():
@@ -583,16 +795,26 @@ class WatchedLLM:
 
     def _repr_html_(self) -> str:
         if "google.colab" in sys.modules:
-            later = "<p>On Colab no page of the engine's machine can be reached: show player() when the requests are done.</p>"
+            later = (
+                "<p>On Colab no page of the engine's machine can be reached: show player() "
+                "when the requests are done.</p>"
+            )
             return self.player()._repr_html_() if self.trace.steps else later
         style = "width:100%;height:760px;border:1px solid #ccc;border-radius:8px"
         link = f'<a href="{self.url}" target="_blank">{self.url}</a>'
-        where = "a page of the machine that the notebook runs on. If nothing is shown, the browser is on another: use player()."
-        return f'<iframe title="The engine at work" src="{self.url}" style="{style}"></iframe><p>{link}, {where}</p>'
+        where = (
+            "a page of the machine that the notebook runs on. If nothing is shown, the browser "
+            "is on another: use player()."
+        )
+        return (
+            f'<iframe title="The engine at work" src="{self.url}" '
+            f'style="{style}"></iframe><p>{link}, {where}</p>'
+        )
 
 # %% ../../nbs/71_watch.ipynb #100eb7fa
 def watch(llm: Any, port: int = 0) -> WatchedLLM:
-    """Watch an `LLM` from the next step on: `with watch(llm) as page:`, or show `page` in one cell and `generate` in the next.
+    """Watch an `LLM` from the next step on: `with watch(llm) as page:`, or show `page` in one cell
+    and `generate` in the next.
 
     `port=0` takes a free one; `OSError` if the port is in use.
     """

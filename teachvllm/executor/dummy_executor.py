@@ -30,27 +30,42 @@ from ..worker.memory_profiling import GiB, MemoryProfile
 from ..worker.worker import WorkerWrapperBase
 
 # %% ../../nbs/51_simulator.ipynb #ecbe0957
-def step_work(scheduled: Iterable[tuple[int, int]], num_copied: int = 0, num_swapped: int = 0) -> np.ndarray:
+def step_work(
+    scheduled: Iterable[tuple[int, int]], num_copied: int = 0, num_swapped: int = 0
+) -> np.ndarray:
     """What a step has to do, [7] float64, in the order of `CostModel`'s fields.
 
-    `scheduled` has for each sequence how many tokens are computed now, and how many the cache holds afterwards.
+    `scheduled` has for each sequence how many tokens are computed now, and how many the cache holds
+    afterwards.
     """
     tokens, ends = np.array(list(scheduled), np.float64).reshape(-1, 2).T
-    pairs = tokens * ends - tokens * (tokens - 1) / 2  # the first of m tokens sees end - m + 1 tokens, the last sees end
-    sums = (len(tokens) > 0, tokens.sum(), len(tokens), ends.sum(), pairs.sum(), num_copied, num_swapped)
+    # the first of m tokens sees end - m + 1 tokens, the last sees end
+    pairs = tokens * ends - tokens * (tokens - 1) / 2
+    sums = (
+        len(tokens) > 0,
+        tokens.sum(),
+        len(tokens),
+        ends.sum(),
+        pairs.sum(),
+        num_copied,
+        num_swapped,
+    )
     return np.array(sums, np.float64)
 
 
 def traced_work(step: StepTrace) -> np.ndarray:
     "`step_work` of a recorded step."
-    scheduled = [(n, step.num_computed_tokens[name]) for name, n in step.num_scheduled_tokens.items()]
+    scheduled = [
+        (n, step.num_computed_tokens[name]) for name, n in step.num_scheduled_tokens.items()
+    ]
     num_swapped = len(step.swapped_out_blocks) + len(step.swapped_in_blocks)
     return step_work(scheduled, len(step.copied_blocks), num_swapped)
 
 # %% ../../nbs/51_simulator.ipynb #594f3e73
 def block_bytes(vllm_config: VllmConfig) -> int:
     "Bytes of a KV block of the model, over all layers."
-    model, size = vllm_config.model_config, vllm_config.cache_config.block_size
+    model = vllm_config.model_config
+    size = vllm_config.cache_config.block_size
     dtype = vllm_config.cache_config.torch_dtype(model.dtype)
     spec = KVCacheSpec(model.num_kv_heads, model.head_size, dtype)
     return model.num_layers * spec.page_bytes(size)
@@ -58,7 +73,9 @@ def block_bytes(vllm_config: VllmConfig) -> int:
 # %% ../../nbs/51_simulator.ipynb #6d95ae8a
 @dataclass(frozen=True)
 class CostModel(ShowAsTable):
-    "Seconds of a step: a sum of prices. The defaults are round numbers of the order of a 13B model on a data-centre GPU."
+    """Seconds of a step: a sum of prices. The defaults are round numbers of the order of a 13B
+    model on a data-centre GPU.
+    """
 
     fixed: float = 20e-3  # for any step that computes something: reading the weights
     per_token: float = 0.2e-3  # multiplying it with the weights
@@ -81,8 +98,11 @@ class CostModel(ShowAsTable):
         bandwidth: float = 1.5e12,  # bytes a second from the GPU's memory
         bus: float = 25e9,  # bytes a second between GPU and host
     ) -> "CostModel":
-        "What `config`'s model would cost on hardware of these speeds, if nothing else took time. The defaults: an A100."
-        model, cache = config.model_config, config.cache_config
+        """What `config`'s model would cost on hardware of these speeds, if nothing else took time.
+        The defaults: an A100.
+        """
+        model = config.model_config
+        cache = config.cache_config
         num_bytes = block_bytes(config)
         query_size = model.num_layers * model.num_attention_heads * model.head_size
         return cls(
@@ -96,16 +116,19 @@ class CostModel(ShowAsTable):
 
     @classmethod
     def fit(cls, steps: Iterable[StepTrace]) -> "CostModel":
-        """The prices that explain recorded `execute_seconds` best: least squares of the relative error, no price negative.
+        """The prices that explain recorded `execute_seconds` best: least squares of the relative
+        error, no price negative.
 
         A price is 0 where the recording says nothing of it, or where leaving it out explains more.
         """
         steps = [step for step in steps if step.num_scheduled_tokens]
         require(len(steps) > 0, "no recorded step has computed anything: there is nothing to fit")
         work = np.array([traced_work(step) for step in steps])
-        work /= np.array([step.execute_seconds for step in steps])[:, None]  # so that each step counts alike
+        # so that each step counts alike
+        work /= np.array([step.execute_seconds for step in steps])[:, None]
         scale = work.max(0)
-        prices, kept = np.zeros(len(scale)), np.flatnonzero(scale)
+        prices = np.zeros(len(scale))
+        kept = np.flatnonzero(scale)
         while len(kept):
             found = np.linalg.lstsq(work[:, kept] / scale[kept], np.ones(len(work)), rcond=None)[0]
             if found.min() >= 0:
@@ -133,18 +156,25 @@ MAX_TOP = 4096  # candidates of a row, at most
 def invented_logprobs(
     seeds: np.ndarray, positions: np.ndarray, chosen: np.ndarray, num_top: int, vocab_size: int
 ) -> list[tuple[float, list[tuple[int, float]]]]:
-    """For each row the log-probability of its token `chosen`, and `num_top` tokens with theirs, falling, `chosen` first.
+    """For each row the log-probability of its token `chosen`, and `num_top` tokens with theirs,
+    falling, `chosen` first.
 
-    They depend on a row's seed uint64 and position only. `seeds`, `positions`, `chosen`: [num_rows].
+    They depend on a row's seed uint64 and position only. `seeds`, `positions`, `chosen`:
+    [num_rows].
     """
     num_top = min(num_top, vocab_size, MAX_TOP)
     index = np.arange(max(1, num_top))
-    share = 0.5 + (MAX_SHARE - 0.5) * uniform_noise(seeds[:, None], positions[:, None] * MAX_TOP + index)
-    before = np.cumprod(np.hstack((np.ones((len(seeds), 1)), 1 - share[:, :-1])), 1)  # what is left for this token
+    share = 0.5 + (MAX_SHARE - 0.5) * uniform_noise(
+        seeds[:, None], positions[:, None] * MAX_TOP + index
+    )
+    # what is left for this token
+    before = np.cumprod(np.hstack((np.ones((len(seeds), 1)), 1 - share[:, :-1])), 1)
     logprobs = np.log(before * share)
     ids = (chosen[:, None] + index[:num_top]) % vocab_size
     rows = zip(logprobs[:, 0].tolist(), ids.tolist(), logprobs[:, :num_top].tolist(), strict=True)
-    return [(own, list(zip(top_ids, top_logprobs, strict=True))) for own, top_ids, top_logprobs in rows]
+    return [
+        (own, list(zip(top_ids, top_logprobs, strict=True))) for own, top_ids, top_logprobs in rows
+    ]
 
 # %% ../../nbs/51_simulator.ipynb #77e01572
 class DummyWorker:
@@ -170,17 +200,24 @@ class DummyWorker:
         return {f"layers.{i}": spec for i in range(model.num_layers)}
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        "As many as the configuration says; `swap_space` (4 GiB if it says nothing) becomes blocks of the model's size."
+        """As many as the configuration says; `swap_space` (4 GiB if it says nothing) becomes blocks
+        of the model's size.
+        """
         cache = self.config.cache_config
         require(
             cache.num_gpu_blocks_override is not None,
-            "num_gpu_blocks_override=None: a DummyExecutor has no memory to measure, so say how many KV blocks there are",
+            (
+                "num_gpu_blocks_override=None: a DummyExecutor has no memory to measure, so "
+                "say how many KV blocks there are"
+            ),
         )
         swap_space = 4 if cache.swap_space is None else cache.swap_space
         return cache.num_gpu_blocks_override or 0, int(swap_space * GiB) // block_bytes(self.config)
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        "Nothing is allocated. `memory_profile` says that all memory is cache: recordings ask for it."
+        """Nothing is allocated. `memory_profile` says that all memory is cache: recordings ask for
+        it.
+        """
         num_bytes = num_gpu_blocks * block_bytes(self.config)
         self.memory_profile = MemoryProfile(total=num_bytes, budget=num_bytes, weights=0)
 
@@ -193,9 +230,13 @@ class DummyWorker:
         self.in_flight: deque[tuple[ModelRunnerOutput, np.ndarray]] = deque()
 
     def submit(self, out: SchedulerOutput) -> None:
-        "Count a step's tokens, and make up a token for every sequence whose tokens are all computed."
+        """Count a step's tokens, and make up a token for every sequence whose tokens are all
+        computed.
+        """
         self._update(out)
-        scheduled = ((n, self.seqs[i].num_computed_tokens) for i, n in out.num_scheduled_tokens.items())
+        scheduled = (
+            (n, self.seqs[i].num_computed_tokens) for i, n in out.num_scheduled_tokens.items()
+        )
         num_swapped = len(out.blocks_to_swap_out) + len(out.blocks_to_swap_in)
         work = step_work(scheduled, len(out.blocks_to_copy), num_swapped)
         self.in_flight.append((self._sample(out.num_scheduled_tokens), work))
@@ -217,35 +258,53 @@ class DummyWorker:
             self.seqs.pop(seq_id, None)
         for new in out.new_seqs:
             lengths = len(new.token_ids), new.num_computed_tokens
-            self.seqs[new.seq_id] = DummySequence(*lengths, new.seed, new.num_samples, new.num_logprobs)
+            self.seqs[new.seq_id] = DummySequence(
+                *lengths, new.seed, new.num_samples, new.num_logprobs
+            )
         for seq_id, num_tokens in out.num_scheduled_tokens.items():
             self.seqs[seq_id].num_computed_tokens += num_tokens
 
     def _sample(self, seq_ids: Iterable[int]) -> ModelRunnerOutput:
         "A token is a hash of its sequence's seed and length."
         known = ((seq_id, self.seqs[seq_id]) for seq_id in seq_ids)
-        done = [(i, seq, j) for i, seq in known if seq.num_computed_tokens == seq.num_tokens for j in range(seq.num_samples)]
+        done = [
+            (i, seq, j)
+            for i, seq in known
+            if seq.num_computed_tokens == seq.num_tokens
+            for j in range(seq.num_samples)
+        ]
         seeds = np.array([sequence_seed(seq.seed, j) for _, seq, j in done], np.uint64)
         positions = np.array([seq.num_tokens for _, seq, _ in done], np.int64)
         token_ids = (uniform_noise(seeds, positions) * self.vocab_size).astype(np.int64)
-        wanted = {row: seq.num_logprobs for row, (_, seq, _) in enumerate(done) if seq.num_logprobs is not None}
+        wanted = {
+            row: seq.num_logprobs
+            for row, (_, seq, _) in enumerate(done)
+            if seq.num_logprobs is not None
+        }
         logprobs = {}
         if wanted:
             rows = np.array(list(wanted))
-            invented = invented_logprobs(seeds[rows], positions[rows], token_ids[rows], max(wanted.values()), self.vocab_size)
+            invented = invented_logprobs(
+                seeds[rows], positions[rows], token_ids[rows], max(wanted.values()), self.vocab_size
+            )
             logprobs = dict(zip(wanted, invented, strict=True))
         for _, seq, j in done:
             if j == 0:  # the others become the forks' own
-                seq.num_tokens, seq.num_samples = seq.num_tokens + 1, 1
-        return ModelRunnerOutput([i for i, _, _ in done], token_ids.tolist(), logprobs, ranks=dict.fromkeys(logprobs, 1))
+                seq.num_tokens = seq.num_tokens + 1
+                seq.num_samples = 1
+        return ModelRunnerOutput(
+            [i for i, _, _ in done], token_ids.tolist(), logprobs, ranks=dict.fromkeys(logprobs, 1)
+        )
 
 # %% ../../nbs/51_simulator.ipynb #76db812e
 class DummyExecutor(ExecutorBase):
-    """Runs the engine without a model: `distributed_executor_backend=DummyExecutor`, with `num_gpu_blocks_override`.
+    """Runs the engine without a model: `distributed_executor_backend=DummyExecutor`, with
+    `num_gpu_blocks_override`.
 
-    `load_format="dummy"` and `skip_tokenizer_init=True` spare it the files of the model, of which it needs only
-    `config.json`. `seconds` is a virtual clock: each step adds what `cost_model` says. Answers end at `max_tokens` if the
-    request says `ignore_eos`, else also where a made-up token happens to be a stop token.
+    `load_format="dummy"` and `skip_tokenizer_init=True` spare it the files of the model, of which
+    it needs only `config.json`. `seconds` is a virtual clock: each step adds what `cost_model`
+    says. Answers end at `max_tokens` if the request says `ignore_eos`, else also where a made-up
+    token happens to be a stop token.
     """
 
     cost_model = CostModel()
@@ -256,7 +315,11 @@ class DummyExecutor(ExecutorBase):
         self.driver_worker.worker = self.worker = DummyWorker(self.config)
 
     def collective_rpc(
-        self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
+        self,
+        method: str | Callable,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> list[Any]:
         "`timeout` is not watched: the call runs in the caller's own thread."
         return [self.driver_worker.execute_method(method, *args, **(kwargs or {}))]
@@ -290,16 +353,26 @@ def make_requests(
     max_len: int = 2048,  # prompt and output together
     n: int = 1,
     beam_width: int = 0,  # 0: sampling
-    num_prefixes: int = 0,  # each prompt begins with one of so many prefixes, the k-th of them 1/k as often as the first
+    # each prompt begins with one of so many prefixes, the k-th of them 1/k as often as the first
+    num_prefixes: int = 0,
     prefix_len: int = 0,  # tokens that a prefix adds
     vocab_size: int = 1000,
     seed: int = 0,
 ) -> list[SimRequest]:
-    "Synthetic requests: log-normal lengths, Poisson arrivals, random tokens. The same seed gives the same lengths."
-    require(2 * prefix_len < max_len, f"prefix_len={prefix_len} must be less than half of max_len={max_len}")
+    """Synthetic requests: log-normal lengths, Poisson arrivals, random tokens. The same seed gives
+    the same lengths.
+    """
+    require(
+        2 * prefix_len < max_len,
+        f"prefix_len={prefix_len} must be less than half of max_len={max_len}",
+    )
     rng = np.random.default_rng(seed)
     means = np.array([mean_prompt, mean_output])
-    lengths = np.exp(rng.normal(np.log(means) - sigma**2 / 2, sigma, (num_requests, 2))).astype(int).clip(1)
+    lengths = (
+        np.exp(rng.normal(np.log(means) - sigma**2 / 2, sigma, (num_requests, 2)))
+        .astype(int)
+        .clip(1)
+    )
     lengths[:, 0] = lengths[:, 0].clip(max=max_len // 2 - prefix_len)
     lengths[:, 1] = np.minimum(lengths[:, 1], max_len - prefix_len - lengths[:, 0])
     arrivals = np.cumsum(rng.exponential(1, num_requests)) / rate
@@ -310,7 +383,9 @@ def make_requests(
         tokens = rng.integers(0, vocab_size, num_prompt).tolist()
         if num_prefixes:
             tokens = prefixes[rng.choice(num_prefixes, p=odds / odds.sum())].tolist() + tokens
-        params: SamplingParams | BeamSearchParams = SamplingParams(max_tokens=num_output, ignore_eos=True, n=n)
+        params: SamplingParams | BeamSearchParams = SamplingParams(
+            max_tokens=num_output, ignore_eos=True, n=n
+        )
         if beam_width:
             params = BeamSearchParams(beam_width=beam_width, max_tokens=num_output, ignore_eos=True)
         requests.append(SimRequest(arrival, tokens, params))
@@ -338,8 +413,9 @@ class SimResult(ShowAsTable):
 
 @dataclass
 class Simulation:
-    """What `simulate` saw: the requests in the order given, and one entry a step in each column of `steps`: `seconds` when
-    the step ended, its `work` (see `step_work`), and `pool_state` after it."""
+    """What `simulate` saw: the requests in the order given, and one entry a step in each column of
+    `steps`: `seconds` when the step ended, its `work` (see `step_work`), and `pool_state` after it.
+    """
 
     num_blocks: int
     block_size: int
@@ -347,11 +423,17 @@ class Simulation:
     steps: dict[str, np.ndarray]
 
     def mean(self, column: str, busy: bool = False) -> float:
-        "Of a column, over the virtual time; `busy`: only while requests wait to be admitted, if any ever do."
+        """Of a column, over the virtual time; `busy`: only while requests wait to be admitted, if
+        any ever do.
+        """
         ends = self.steps["seconds"]
         weights = np.diff(ends, prepend=0.0)
         waits = self.steps["waiting"] > 0
-        return float(np.average(self.steps[column], weights=weights * waits if busy and waits.any() else weights))
+        return float(
+            np.average(
+                self.steps[column], weights=weights * waits if busy and waits.any() else weights
+            )
+        )
 
     def waste(self) -> np.ndarray:
         "After each step, the fraction of the slots in use that hold no token."
@@ -360,7 +442,8 @@ class Simulation:
 
     def summary(self) -> dict[str, float]:
         "The figures to compare two runs by."
-        seconds, tokens = float(self.steps["seconds"][-1]), sum(r.num_output_tokens for r in self.results)
+        seconds = float(self.steps["seconds"][-1])
+        tokens = sum(r.num_output_tokens for r in self.results)
         return {
             "seconds": seconds,
             "output tokens a second": tokens / seconds,
@@ -372,9 +455,11 @@ class Simulation:
 
 # %% ../../nbs/51_simulator.ipynb #b49e2a0a
 def pool_state(scheduler: Scheduler) -> dict[str, float]:
-    """The pool as it is now: blocks in use, entries of block tables (a shared block counts for each), slots that hold a
-    token; and requests by state."""
-    manager, size = scheduler.block_manager, scheduler.block_manager.block_size
+    """The pool as it is now: blocks in use, entries of block tables (a shared block counts for
+    each), slots that hold a token; and requests by state.
+    """
+    manager = scheduler.block_manager
+    size = scheduler.block_manager.block_size
     ends: dict[int, int] = {}  # block that is not full -> slots that hold a token
     num_entries = 0
     for seq_id, table in manager.block_tables.items():
@@ -388,49 +473,76 @@ def pool_state(scheduler: Scheduler) -> dict[str, float]:
     return {"used_blocks": used, "logical_blocks": num_entries, "filled_slots": filled, **queues}
 
 
-def make_result(request: SimRequest, output: RequestOutput, first_token: float, now: float) -> SimResult:
+def make_result(
+    request: SimRequest, output: RequestOutput, first_token: float, now: float
+) -> SimResult:
     "The result of a request that just ended."
     lengths = [len(o.token_ids) for o in output.outputs]
     times = request.arrival, first_token - request.arrival, now - request.arrival
     num_preemptions = output.metrics.num_preemptions if output.metrics else 0
     num_cached = output.num_cached_tokens or 0
-    return SimResult(*times, len(request.prompt_token_ids), sum(lengths), num_cached, num_preemptions, len(lengths))
+    return SimResult(
+        *times,
+        len(request.prompt_token_ids),
+        sum(lengths),
+        num_cached,
+        num_preemptions,
+        len(lengths),
+    )
 
 # %% ../../nbs/51_simulator.ipynb #9443423a
 def simulate(engine: Any, requests: Iterable[SimRequest]) -> Simulation:
-    """Run `requests` through an `LLMEngine` over a `DummyExecutor`, by its virtual clock, which begins at 0 here.
+    """Run `requests` through an `LLMEngine` over a `DummyExecutor`, by its virtual clock, which
+    begins at 0 here.
 
-    `ValueError` if the engine has another executor or other requests, or if a request can never run.
+    `ValueError` if the engine has another executor or other requests, or if a request can never
+    run.
     """
-    core, requests = engine.engine_core.engine_core, list(requests)
-    executor, scheduler = core.executor, core.scheduler
-    require(isinstance(executor, DummyExecutor), f"simulate needs an engine over a DummyExecutor, not {type(executor).__name__}")
-    require(not engine.has_unfinished_requests(), "the engine has other requests: finish or abort them first")
+    core = engine.engine_core.engine_core
+    requests = list(requests)
+    executor = core.executor
+    scheduler = core.scheduler
+    require(
+        isinstance(executor, DummyExecutor),
+        f"simulate needs an engine over a DummyExecutor, not {type(executor).__name__}",
+    )
+    require(
+        not engine.has_unfinished_requests(),
+        "the engine has other requests: finish or abort them first",
+    )
     arriving = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival))
     first_token: dict[str, float] = {}
     results: dict[int, SimResult] = {}
-    states, executor.seconds = [], 0.0
+    states = []
+    executor.seconds = 0.0
     while arriving or engine.has_unfinished_requests():
         if not engine.has_unfinished_requests():
             executor.seconds = max(executor.seconds, requests[arriving[0]].arrival)
         while arriving and requests[arriving[0]].arrival <= executor.seconds:
             i = arriving.popleft()
-            params, prompt = requests[i].params, {"prompt_token_ids": requests[i].prompt_token_ids}
-            if isinstance(params, SamplingParams):  # outputs of every step would cost time, and are not read
+            params = requests[i].params
+            prompt = {"prompt_token_ids": requests[i].prompt_token_ids}
+            # outputs of every step would cost time, and are not read
+            if isinstance(params, SamplingParams):
                 params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
             try:
                 engine.add_request(str(i), prompt, params, priority=requests[i].priority)
             except ValueError:
                 engine.abort_request(map(str, range(len(requests))))
                 raise
-        outputs, now = engine.step(), executor.seconds
+        outputs = engine.step()
+        now = executor.seconds
         for group in scheduler.running:
             if group.unfinished[0].get_len() > group.unfinished[0].num_prompt_tokens:
                 first_token.setdefault(group.request_id, now)
         for output in outputs:
             i = int(output.request_id)
-            results[i] = make_result(requests[i], output, first_token.pop(output.request_id, now), now)
+            results[i] = make_result(
+                requests[i], output, first_token.pop(output.request_id, now), now
+            )
         states.append({"seconds": now, "work": executor.worker.work, **pool_state(scheduler)})
-    columns = {name: np.array([state[name] for state in states]) for name in (states[0] if states else {})}
+    columns = {
+        name: np.array([state[name] for state in states]) for name in (states[0] if states else {})
+    }
     sizes = scheduler.block_manager.num_gpu_blocks, scheduler.block_manager.block_size
     return Simulation(*sizes, [results[i] for i in range(len(requests))], columns)

@@ -25,7 +25,9 @@ from ..worker.worker import WorkerWrapperBase
 
 # %% ../../nbs/50_executor.ipynb #34f40c9a
 class EngineDeadError(RuntimeError):
-    "The workers are gone, or failed and could not be reset: the engine answers nothing more. Close it and make a new one."
+    """The workers are gone, or failed and could not be reset: the engine answers nothing more.
+    Close it and make a new one.
+    """
 
 
 class EngineClosedError(ValueError):
@@ -36,7 +38,8 @@ class EngineClosedError(ValueError):
 
 # %% ../../nbs/50_executor.ipynb #16567002
 class HoldInterrupts:
-    """Inside this block Ctrl-C has to wait: `KeyboardInterrupt` is raised at its end, or in a block of `let_interrupts_in`.
+    """Inside this block Ctrl-C has to wait: `KeyboardInterrupt` is raised at its end, or in a block
+    of `let_interrupts_in`.
 
     In other threads than the main one, where Ctrl-C never comes, it does nothing.
     """
@@ -61,7 +64,8 @@ class HoldInterrupts:
 
     def pass_on(self) -> None:
         "What came goes to the handler that was there before."
-        came, self.came = self.came, False
+        came = self.came
+        self.came = False
         if came:
             self.before(signal.SIGINT, None)  # type: ignore[operator, misc]
 
@@ -70,7 +74,10 @@ class HoldInterrupts:
 def let_interrupts_in() -> Iterator[None]:
     "Inside this block Ctrl-C comes at once, though a `HoldInterrupts` around it holds it."
     held = signal.getsignal(signal.SIGINT)
-    if not isinstance(held, HoldInterrupts) or threading.current_thread() is not threading.main_thread():
+    if (
+        not isinstance(held, HoldInterrupts)
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     held.is_open = True
@@ -82,15 +89,19 @@ def let_interrupts_in() -> Iterator[None]:
 
 # %% ../../nbs/50_executor.ipynb #b5384443
 class ExecutorBase(ABC):
-    """Starts the workers, asks all of them, and sends each step's orders. vLLM: `executor/executor_base.py`.
+    """Starts the workers, asks all of them, and sends each step's orders. vLLM:
+    `executor/executor_base.py`.
 
-    A subclass says where workers live (`_init_executor`, `collective_rpc`, `shutdown`); the order of the calls is the
-    same for all.
+    A subclass says where workers live (`_init_executor`, `collective_rpc`, `shutdown`); the order
+    of the calls is the same for all.
     """
 
     def __init__(self, vllm_config: VllmConfig):
-        self.config, self.lock = vllm_config, RLock()  # for workers that take one call at a time, from any thread
-        self.in_flight: deque[Callable[[], ModelRunnerOutput]] = deque()  # for each step sent, what gets its result
+        # for workers that take one call at a time, from any thread
+        self.config = vllm_config
+        self.lock = RLock()
+        # for each step sent, what gets its result
+        self.in_flight: deque[Callable[[], ModelRunnerOutput]] = deque()
         self._init_executor()
         for method in ("init_device", "load_model"):
             self.collective_rpc(method)
@@ -101,11 +112,17 @@ class ExecutorBase(ABC):
 
     @abstractmethod
     def collective_rpc(
-        self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
+        self,
+        method: str | Callable,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> list[Any]:
-        """Call `method` on every worker: a name, or a function that takes the worker first. One result each, by rank.
+        """Call `method` on every worker: a name, or a function that takes the worker first. One
+        result each, by rank.
 
-        `timeout` is in seconds; an executor whose workers live elsewhere raises `TimeoutError` past it.
+        `timeout` is in seconds; an executor whose workers live elsewhere raises `TimeoutError` past
+        it.
         """
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -119,21 +136,25 @@ class ExecutorBase(ABC):
         self.collective_rpc("compile_or_warm_up_model")
 
     def submit(self, out: SchedulerOutput) -> None:
-        """Send one step's orders. Steps are carried out in the order in which they are sent; `collect` gets their
-        results, and raises what a step raised.
+        """Send one step's orders. Steps are carried out in the order in which they are sent;
+        `collect` gets their results, and raises what a step raised.
 
-        The call returns when the workers' does: on a GPU that is when the step's kernels are queued, not when they ran.
+        The call returns when the workers' does: on a GPU that is when the step's kernels are
+        queued, not when they ran.
         """
         try:
             self.collective_rpc("submit", args=(out,))
-            self.in_flight.append(lambda: self.collective_rpc("collect")[0])  # all workers sample the same tokens
+            # all workers sample the same tokens
+            self.in_flight.append(lambda: self.collective_rpc("collect")[0])
         except Exception as error:
             failed: Future[ModelRunnerOutput] = Future()
             failed.set_exception(error)
             self.in_flight.append(failed.result)
 
     def collect(self) -> ModelRunnerOutput:
-        "Wait for the oldest step that was sent and not collected: its result. After Ctrl-C it is still in flight."
+        """Wait for the oldest step that was sent and not collected: its result. After Ctrl-C it is
+        still in flight.
+        """
         try:
             result = self.in_flight[0]()
         except Exception:
@@ -166,23 +187,31 @@ class ExecutorBase(ABC):
 class UniProcExecutor(ExecutorBase):
     """One worker, in this process: a call is a plain call. vLLM: `executor/uniproc_executor.py`.
 
-    A GPU works while Python goes on; a CPU does not. There, with `async_scheduling`, the worker has its own thread.
+    A GPU works while Python goes on; a CPU does not. There, with `async_scheduling`, the worker has
+    its own thread.
     """
 
     thread: ThreadPoolExecutor | None = None
     where: dict[str, Any] = {}  # the worker's rank and the like, if it is not alone
 
     def _init_executor(self) -> None:
-        ahead, device = self.config.scheduler_config.async_scheduling, self.config.device_config.device
+        ahead = self.config.scheduler_config.async_scheduling
+        device = self.config.device_config.device
         if ahead and device == "cpu":
             self.thread = ThreadPoolExecutor(1, "teachvllm-worker")
         self.driver_worker: WorkerWrapperBase | None = WorkerWrapperBase(rpc_rank=0)
         self.collective_rpc("init_worker", args=(self.config,), kwargs=self.where)
 
     def collective_rpc(
-        self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
+        self,
+        method: str | Callable,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> list[Any]:
-        "`timeout` is not watched: the call runs in the caller's own thread (but torch's profiler in that of the steps)."
+        """`timeout` is not watched: the call runs in the caller's own thread (but torch's profiler
+        in that of the steps).
+        """
         if self.thread and method in ("start_profile", "stop_profile") and self.driver_worker:
             return [self.thread.submit(self.driver_worker.execute_method, method).result()]
         with self.lock:
@@ -198,7 +227,9 @@ class UniProcExecutor(ExecutorBase):
             super().submit(out)
         else:
             with HoldInterrupts():  # what is submitted is in flight
-                step = self.thread.submit(lambda: self.collective_rpc("execute_model", args=(out,))[0])
+                step = self.thread.submit(
+                    lambda: self.collective_rpc("execute_model", args=(out,))[0]
+                )
                 self.in_flight.append(step.result)
 
     def shutdown(self) -> None:
@@ -221,14 +252,21 @@ EXECUTORS: dict[str, str | type] = {
 
 
 def get_executor_class(vllm_config: VllmConfig) -> type[ExecutorBase]:
-    """The executor that `distributed_executor_backend` names: one of `EXECUTORS`, a qualified name, or a class.
+    """The executor that `distributed_executor_backend` names: one of `EXECUTORS`, a qualified name,
+    or a class.
 
     None is `uni` for one worker, `mp` for several.
     """
     parallel = vllm_config.parallel_config
     backend = parallel.distributed_executor_backend or ("uni" if parallel.world_size == 1 else "mp")
     cls = resolve_class(EXECUTORS.get(backend, backend) if isinstance(backend, str) else backend)
-    require(issubclass(cls, ExecutorBase), f"distributed_executor_backend={backend!r} is not an ExecutorBase")
+    require(
+        issubclass(cls, ExecutorBase),
+        f"distributed_executor_backend={backend!r} is not an ExecutorBase",
+    )
     one = parallel.world_size == 1 or cls is not UniProcExecutor
-    require(one, f'distributed_executor_backend="uni" has one worker, not {parallel.world_size}: use "mp"')
+    require(
+        one,
+        f'distributed_executor_backend="uni" has one worker, not {parallel.world_size}: use "mp"',
+    )
     return cls

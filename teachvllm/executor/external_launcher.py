@@ -21,62 +21,102 @@ from ..model_executor.sampler import ModelRunnerOutput
 
 # %% ../../nbs/50c_external_launcher.ipynb #dad057cf
 class ExecutorWithExternalLauncher(UniProcExecutor):
-    """One of several engines that decide the same, each with one worker of the group, in a process that torchrun started.
+    """One of several engines that decide the same, each with one worker of the group, in a process
+    that torchrun started.
 
-    `ValueError` if torchrun did not, or if it started another number of processes. vLLM: `executor/uniproc_executor.py`.
+    `ValueError` if torchrun did not, or if it started another number of processes. vLLM:
+    `executor/uniproc_executor.py`.
     """
 
     def _init_executor(self) -> None:
         size = self.config.parallel_config.world_size
-        missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [
+            name
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            if name not in os.environ
+        ]
         require(
             not missing,
-            f'distributed_executor_backend="external_launcher" runs in processes that a launcher has started, and '
+            'distributed_executor_backend="external_launcher" runs in processes that a '
+            "launcher has started, and "
             f"{', '.join(missing)} must be set: run `torchrun --nproc-per-node={size} script.py`",
         )
-        rank, local_rank, launched = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        rank, local_rank, launched = (
+            int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        )
         require(
             launched == size,
-            f"tensor_parallel_size * pipeline_parallel_size is {size}, but {launched} processes were launched: they must be "
+            f"tensor_parallel_size * pipeline_parallel_size is {size}, but {launched} "
+            "processes were launched: they must be "
             f"equal, as with torchrun --nproc-per-node={size}",
         )
-        self.where = {"rank": rank, "local_rank": local_rank, "distributed_init_method": "env://", "is_driver_worker": True}
+        self.where = {
+            "rank": rank,
+            "local_rank": local_rank,
+            "distributed_init_method": "env://",
+            "is_driver_worker": True,
+        }
         super()._init_executor()
 
     @property
     def world(self) -> Any:
-        "The group of all ranks; None if this one is alone. Its collectives are the executors', a step has others."
+        """The group of all ranks; None if this one is alone. Its collectives are the executors', a
+        step has others.
+        """
         return self.driver_worker and self.driver_worker.worker.parallel.world
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         "Every rank's numbers; each rank calls this."
         world = self.world
-        return world.all_gather(torch.tensor([numbers], device=world.device), dim=0).tolist() if world else [numbers]
+        return (
+            world.all_gather(torch.tensor([numbers], device=world.device), dim=0).tolist()
+            if world
+            else [numbers]
+        )
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        "As every executor. The other workers belong to other processes' executors, so the minimum takes a collective."
+        """As every executor. The other workers belong to other processes' executors, so the minimum
+        takes a collective.
+        """
         gpu_blocks, cpu_blocks = zip(*self._gather(list(super().determine_num_available_blocks())))
         return min(gpu_blocks), min(cpu_blocks)
 
     def submit(self, out: SchedulerOutput) -> None:
         "As every executor; `ValueError` if the ranks were given different prompts or parameters."
         if out.new_seqs:
-            plain = [replace(seq, sampling_params=replace(seq.sampling_params, logits_processors=None)) for seq in out.new_seqs]
-            digests = self._gather([zlib.crc32(repr(plain).encode())])  # a function's address is no process's but its own
+            plain = [
+                replace(seq, sampling_params=replace(seq.sampling_params, logits_processors=None))
+                for seq in out.new_seqs
+            ]
+            # a function's address is no process's but its own
+            digests = self._gather([zlib.crc32(repr(plain).encode())])
             same = all(digest == digests[0] for digest in digests)
-            require(same, "the ranks were given different prompts or parameters: give all of them the same, in one order")
+            require(
+                same,
+                (
+                    "the ranks were given different prompts or parameters: give all of them "
+                    "the same, in one order"
+                ),
+            )
         super().submit(out)
 
     def reset(self) -> None:
-        "Alone, as every executor. With others it ends: they may be in the midst of a step, and cannot be told."
+        """Alone, as every executor. With others it ends: they may be in the midst of a step, and
+        cannot be told.
+        """
         if self.world:
-            raise EngineDeadError("a step failed on this rank, and the other ranks cannot be told: end them all")
+            raise EngineDeadError(
+                "a step failed on this rank, and the other ranks cannot be told: end them all"
+            )
         super().reset()
 
     def collect(self) -> ModelRunnerOutput:
         "As every executor. In a pipeline the last stage has sampled, and tells the others."
-        out, parallel = super().collect(), self.config.parallel_config
+        out = super().collect()
+        parallel = self.config.parallel_config
         if parallel.pipeline_parallel_size == 1:
             return out
-        told = self.world.broadcast_object(msgspec.to_builtins(out), src=parallel.world_size - parallel.tensor_parallel_size)
+        told = self.world.broadcast_object(
+            msgspec.to_builtins(out), src=parallel.world_size - parallel.tensor_parallel_size
+        )
         return msgspec.convert(told, ModelRunnerOutput)

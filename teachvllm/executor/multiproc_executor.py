@@ -35,7 +35,13 @@ import torch
 from ..config import VllmConfig, require
 from ..core.scheduler import SchedulerOutput
 from ..distributed.parallel_state import host_store
-from .executor_base import EngineClosedError, EngineDeadError, ExecutorBase, HoldInterrupts, let_interrupts_in
+from teachvllm.executor.executor_base import (
+    EngineClosedError,
+    EngineDeadError,
+    ExecutorBase,
+    HoldInterrupts,
+    let_interrupts_in,
+)
 from ..model_executor.sampler import ModelRunnerOutput
 from ..worker.worker import WorkerWrapperBase
 
@@ -45,7 +51,9 @@ PACKAGE_ROOT = str(Path(sys.modules["teachvllm"].__path__[0]).parent)
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #a470f6f3
 def to_bytes(obj: Any) -> bytes:
-    "`obj` pickled, for our own processes only. Lambdas, and what a notebook or script defines, travel by value (cloudpickle)."
+    """`obj` pickled, for our own processes only. Lambdas, and what a notebook or script defines,
+    travel by value (cloudpickle).
+    """
     with suppress(Exception):
         data = pickle.dumps(obj, 5)
         if b"__main__" not in data:  # another process has another __main__
@@ -55,8 +63,11 @@ def to_bytes(obj: Any) -> bytes:
     return cloudpickle.dumps(obj, 5)
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #6132a2dc
-HEADER = struct.Struct("<QQq")  # the length of what follows, the call's number, and: who answers, or the kind of answer
-EVERY, NONE = -1, -2  # who answers, if it is not one rank
+# the length of what follows, the call's number, and: who answers, or the kind of answer
+HEADER = struct.Struct("<QQq")
+# who answers, if it is not one rank
+EVERY = -1
+NONE = -2
 DONE, FAILED, STEP_FAILED = range(3)  # kinds of answers
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #a9ee3586
@@ -70,7 +81,9 @@ def describe_error(error: Exception) -> bytes:
 
 
 def rebuild_error(who: str, data: bytes) -> Exception:
-    "The exception that `describe_error` described: of its own type if possible, with the process's traceback as its cause."
+    """The exception that `describe_error` described: of its own type if possible, with the
+    process's traceback as its cause.
+    """
     line, text, pickled = pickle.loads(data)
     error: Any = None
     with suppress(Exception):
@@ -87,11 +100,16 @@ def leave_with(parent: int) -> None:
     os._exit(1)
 
 
-def carry_out(wrapper: WorkerWrapperBase, rank: int, order: bytes, who: int) -> tuple[int, bytes | None]:
-    "Do what an order says: the kind of the answer, and its bytes; None if this rank is not to answer."
+def carry_out(
+    wrapper: WorkerWrapperBase, rank: int, order: bytes, who: int
+) -> tuple[int, bytes | None]:
+    """Do what an order says: the kind of the answer, and its bytes; None if this rank is not to
+    answer.
+    """
     try:
         method, args, kwargs = pickle.loads(order)
-        kwargs = kwargs[rank] if isinstance(kwargs, list) else kwargs  # a list has one for each rank
+        # a list has one for each rank
+        kwargs = kwargs[rank] if isinstance(kwargs, list) else kwargs
         result = wrapper.execute_method(method, *args, **kwargs)
         return DONE, to_bytes(result) if who in (EVERY, rank) else None
     except Exception as error:
@@ -101,14 +119,17 @@ def carry_out(wrapper: WorkerWrapperBase, rank: int, order: bytes, who: int) -> 
 def begin_process(who: str, parent: int, log_level: int) -> None:
     """The first lines of a process of ours. It ends with its parent, and its log says who it is.
 
-    Ctrl-C and SIGTERM, which a terminal and a service manager send to all processes at once, are for the engine to act on.
+    Ctrl-C and SIGTERM, which a terminal and a service manager send to all processes at once, are
+    for the engine to act on.
     """
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since the process was born
+    # blocked since the process was born
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
     out: Any = sys.stdout
-    out.reconfigure(line_buffering=True, write_through=False)  # whole lines, also with PYTHONUNBUFFERED
+    # whole lines, also with PYTHONUNBUFFERED
+    out.reconfigure(line_buffering=True, write_through=False)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s {who}: %(message)s"))
     logger.addHandler(handler)
@@ -116,14 +137,17 @@ def begin_process(who: str, parent: int, log_level: int) -> None:
 
 
 def end_process() -> NoReturn:
-    "The last lines. Python would first free every object by itself, which takes long; so the system frees all."
+    """The last lines. Python would first free every object by itself, which takes long; so the
+    system frees all.
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(0)
 
 
 def worker_main(fd: int, rank: int, parent: int, log_level: int) -> NoReturn:
-    """The life of a worker's process: it carries out the orders that come through the socket `fd`, until that is closed.
+    """The life of a worker's process: it carries out the orders that come through the socket `fd`,
+    until that is closed.
 
     vLLM V1: `WorkerProc.worker_main` in `v1/executor/multiproc_executor.py`.
     """
@@ -143,10 +167,15 @@ def worker_main(fd: int, rank: int, parent: int, log_level: int) -> NoReturn:
 def start_process(
     module: str, function: str, args: tuple, label: list[str], fds: list[int], env: dict[str, str]
 ) -> subprocess.Popen:
-    "A new Python that finds the modules that we find, keeps our files `fds` open and calls a function; `label` is for `ps`."
+    """A new Python that finds the modules that we find, keeps our files `fds` open and calls a
+    function; `label` is for `ps`.
+    """
     path = [*map(str, sys.path), PACKAGE_ROOT]
-    code = f"import sys; sys.path[:] = {path!r}; from {module} import {function}; {function}{args!r}"
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits what is blocked
+    code = (
+        f"import sys; sys.path[:] = {path!r}; from {module} import {function}; {function}{args!r}"
+    )
+    # a new process inherits what is blocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         command = [sys.executable, "-c", code, *label]
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=fds)
@@ -158,9 +187,14 @@ def describe_exit(process: subprocess.Popen) -> str:
     "How a process ended: its signal or exit code."
     with suppress(subprocess.TimeoutExpired):
         process.wait(2)
-    code, how = process.returncode, "closed its connection"
+    code = process.returncode
+    how = "closed its connection"
     if code is not None:
-        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        how = (
+            f"exited with code {code}"
+            if code >= 0
+            else f"was killed by {signal.Signals(-code).name}"
+        )
     return f"(process {process.pid}) {how}"
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #aba4d54b
@@ -171,15 +205,20 @@ class WorkerProcess:
     """
 
     def __init__(self, rank: int, env: dict[str, str]):
-        self.rank, self.is_closed, self.last_error = rank, False, b""
+        self.rank = rank
+        self.is_closed = False
+        self.last_error = b""
         self.unsent: deque[memoryview] = deque()  # what is left to write of the orders
         self.arrived = bytearray()  # an answer of which the rest has not come yet
         self.sock, theirs = socket.socketpair()
         self.sock.setblocking(False)
         with theirs:
-            fd, label = theirs.fileno(), ["teachvllm-worker", f"rank={rank}"]
+            fd = theirs.fileno()
+            label = ["teachvllm-worker", f"rank={rank}"]
             args = fd, rank, os.getpid(), logger.getEffectiveLevel()
-            self.process = start_process("teachvllm.executor.multiproc_executor", "worker_main", args, label, [fd], env)
+            self.process = start_process(
+                "teachvllm.executor.multiproc_executor", "worker_main", args, label, [fd], env
+            )
 
     def write(self, order: bytes = b"") -> bool:
         "Write what the socket takes of the orders, one more if given; whether that was all."
@@ -200,7 +239,9 @@ class WorkerProcess:
         return True
 
     def read(self) -> list[tuple[int, int, bytes]]:
-        "The whole messages that have arrived: number of the call, kind, data. Sets `is_closed` after the last of a dead worker."
+        """The whole messages that have arrived: number of the call, kind, data. Sets `is_closed`
+        after the last of a dead worker.
+        """
         try:
             data = os.read(self.sock.fileno(), 65536)
             self.is_closed = not data
@@ -221,7 +262,9 @@ class WorkerProcess:
 
     def describe_end(self) -> str:
         "Why the process is no more: its signal or exit code, and the last error that it sent."
-        said = f"; its last error was\n{pickle.loads(self.last_error)[1]}" if self.last_error else ""
+        said = (
+            f"; its last error was\n{pickle.loads(self.last_error)[1]}" if self.last_error else ""
+        )
         return f"worker rank={self.rank} {describe_exit(self.process)}{said}"
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #5216765b
@@ -261,7 +304,8 @@ class Call:
 class WorkerGroup:
     """Worker processes that get the same orders, and carry them out one after the other.
 
-    A worker that dies is the end of all: from then on each call raises `EngineDeadError`, which says why.
+    A worker that dies is the end of all: from then on each call raises `EngineDeadError`, which
+    says why.
     """
 
     grace = 0.1  # seconds to look for a dead worker before an error of another one is raised
@@ -269,14 +313,19 @@ class WorkerGroup:
     def __init__(self) -> None:
         self.workers: list[WorkerProcess] = []
         self.kept: list[Any] = []  # what lives as long as the processes
-        self.stop = weakref.finalize(self, stop_workers, os.getpid(), self.workers, self.kept)  # also when Python ends
-        self.poller, self.dead = select.poll(), ""
+        # also when Python ends
+        self.stop = weakref.finalize(self, stop_workers, os.getpid(), self.workers, self.kept)
+        self.poller = select.poll()
+        self.dead = ""
         self.by_fd: dict[int, WorkerProcess] = {}
         self.num_calls = 0
         self.calls: dict[int, Call] = {}  # by number: those that wait for answers
-        self.dropped: set[int] = set()  # steps since the last reset for which nothing waits any more
-        self.failure: tuple[float, str] | None = None  # of a step, the first since the last reset: when, what
-        self.late: tuple[int, bytes] | None = None  # an error in a step that was answered already: rank, error
+        # steps since the last reset for which nothing waits any more
+        self.dropped: set[int] = set()
+        # of a step, the first since the last reset: when, what
+        self.failure: tuple[float, str] | None = None
+        # an error in a step that was answered already: rank, error
+        self.late: tuple[int, bytes] | None = None
 
     def start(self, env: dict[str, str]) -> None:
         "Start one more worker, with these environment variables."
@@ -286,7 +335,9 @@ class WorkerGroup:
         self.poller.register(worker.sock, select.POLLIN)
 
     def send(self, method: str | Callable, args: tuple, kwargs: Any, who: int = EVERY) -> Call:
-        "Send an order. A list of `kwargs` has one for each rank. `who` is the rank that answers, or EVERY, or NONE."
+        """Send an order. A list of `kwargs` has one for each rank. `who` is the rank that answers,
+        or EVERY, or NONE.
+        """
         self.check()
         data = to_bytes((method, args, kwargs))
         ranks = [worker.rank for worker in self.workers if who in (EVERY, worker.rank)]
@@ -299,10 +350,14 @@ class WorkerGroup:
                 worker.write(HEADER.pack(len(data), call.number, who) + data)
         return call
 
-    def wait(self, call: Call, timeout: float | None, after_failure: float | None = None) -> list[Any]:
-        """The answers to a call, by rank. Raises the first error; `TimeoutError` after `timeout` seconds.
+    def wait(
+        self, call: Call, timeout: float | None, after_failure: float | None = None
+    ) -> list[Any]:
+        """The answers to a call, by rank. Raises the first error; `TimeoutError` after `timeout`
+        seconds.
 
-        With `after_failure`, errors of earlier steps do not count, but after one only so many seconds are left.
+        With `after_failure`, errors of earlier steps do not count, but after one only so many
+        seconds are left.
         """
         begin = time.monotonic()
         while True:
@@ -314,13 +369,16 @@ class WorkerGroup:
             if len(call.answers) == len(call.ranks):
                 self.calls.pop(call.number, None)
                 return [pickle.loads(call.answers[rank]) for rank in call.ranks]
-            now, end = time.monotonic(), float("inf") if timeout is None else begin + timeout
+            now = time.monotonic()
+            end = float("inf") if timeout is None else begin + timeout
             if after_failure is not None and self.failure:
                 end = min(end, max(begin, self.failure[0]) + after_failure)
             self._listen(min(max(0.0, end - now), 1.0))
             if now >= end and not call.error and len(call.answers) < len(call.ranks):
                 missing = ", ".join(str(rank) for rank in call.ranks if rank not in call.answers)
-                raise TimeoutError(f"{call.name}: no answer from worker rank={missing} after {end - begin:.3g} s")
+                raise TimeoutError(
+                    f"{call.name}: no answer from worker rank={missing} after {end - begin:.3g} s"
+                )
 
     def drop(self) -> None:
         "Wait no longer for any call; answers that come are dropped."
@@ -351,7 +409,9 @@ class WorkerGroup:
         "Write and read what can be, and wait for that at most `seconds`."
         with HoldInterrupts():
             for worker in self.workers:
-                self.poller.modify(worker.sock, select.POLLIN if worker.write() else select.POLLIN | select.POLLOUT)
+                self.poller.modify(
+                    worker.sock, select.POLLIN if worker.write() else select.POLLIN | select.POLLOUT
+                )
             with let_interrupts_in():
                 ready = self.poller.poll(1000 * seconds)
             for fd, _ in ready:
@@ -385,16 +445,20 @@ class WorkerGroup:
 class MultiprocExecutor(ExecutorBase):
     """A process for each worker, on this machine. vLLM V1: `v1/executor/multiproc_executor.py`.
 
-    Every worker gets every order, one of them answers a step. A worker that dies, or that fails and cannot be reset, is the
-    end of all: from then on each call raises `EngineDeadError`, which says why.
+    Every worker gets every order, one of them answers a step. A worker that dies, or that fails and
+    cannot be reset, is the end of all: from then on each call raises `EngineDeadError`, which says
+    why.
     """
 
     start_timeout = 600.0  # seconds for each call, until the caches are there
     step_timeout = 600.0  # seconds for a step
-    reset_timeout = 10.0  # seconds for a reset after a worker failed; others may wait for that one for ever
+    # seconds for a reset after a worker failed; others may wait for that one for ever
+    reset_timeout = 10.0
 
     def __init__(self, vllm_config: VllmConfig):
-        self.group, self.closed, self.is_starting = WorkerGroup(), False, True
+        self.group = WorkerGroup()
+        self.closed = False
+        self.is_starting = True
         try:
             super().__init__(vllm_config)
         except BaseException:
@@ -402,14 +466,22 @@ class MultiprocExecutor(ExecutorBase):
             raise
 
     def _init_executor(self) -> None:
-        parallel, device = self.config.parallel_config, self.config.device_config.device
-        size, tp_size = parallel.world_size, parallel.tensor_parallel_size
+        parallel = self.config.parallel_config
+        device = self.config.device_config.device
+        size = parallel.world_size
+        tp_size = parallel.tensor_parallel_size
         self.is_ahead = self.config.scheduler_config.async_scheduling and device != "cpu"
         self.output_rank = size - tp_size  # the first of the last pipeline stage
         if device != "cpu":
-            found, asked = torch.cuda.device_count(), f"tensor_parallel_size * pipeline_parallel_size = {size}"
-            require(size <= found, f"{asked} needs {size} GPUs, this machine has {found}: lower them, or use Ray")
-        where: list[dict] = [{"rank": i, "local_rank": i, "is_driver_worker": i % tp_size == 0} for i in range(size)]
+            found = torch.cuda.device_count()
+            asked = f"tensor_parallel_size * pipeline_parallel_size = {size}"
+            require(
+                size <= found,
+                f"{asked} needs {size} GPUs, this machine has {found}: lower them, or use Ray",
+            )
+        where: list[dict] = [
+            {"rank": i, "local_rank": i, "is_driver_worker": i % tp_size == 0} for i in range(size)
+        ]
         if size > 1:
             store, url = host_store()
             self.group.kept.append(store)
@@ -420,22 +492,32 @@ class MultiprocExecutor(ExecutorBase):
             self.group.start({**os.environ, "OMP_NUM_THREADS": threads})
         self.group.wait(self._send("init_worker", (self.config,), where), self.start_timeout)
 
-    def _send(self, method: str | Callable, args: tuple = (), kwargs: Any = None, who: int = EVERY) -> Call:
+    def _send(
+        self, method: str | Callable, args: tuple = (), kwargs: Any = None, who: int = EVERY
+    ) -> Call:
         if self.closed:
             raise EngineClosedError
         return self.group.send(method, args, kwargs or {}, who)
 
     def collective_rpc(
-        self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
+        self,
+        method: str | Callable,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> list[Any]:
-        """As every executor. A function may be a lambda, or one that was defined in a notebook: it travels by value.
+        """As every executor. A function may be a lambda, or one that was defined in a notebook: it
+        travels by value.
 
-        An answer that comes after `TimeoutError` is dropped, and later calls have to wait until then.
+        An answer that comes after `TimeoutError` is dropped, and later calls have to wait until
+        then.
         """
         with self.lock:
             call = self._send(method, args, kwargs)
             try:
-                return self.group.wait(call, self.start_timeout if timeout is None and self.is_starting else timeout)
+                return self.group.wait(
+                    call, self.start_timeout if timeout is None and self.is_starting else timeout
+                )
             finally:
                 self.group.calls.pop(call.number, None)
 
@@ -445,13 +527,17 @@ class MultiprocExecutor(ExecutorBase):
         self.is_starting = False
 
     def submit(self, out: SchedulerOutput) -> None:
-        "Send one step's orders; this returns at once. One worker answers, but the error of any of them is raised."
+        """Send one step's orders; this returns at once. One worker answers, but the error of any of
+        them is raised.
+        """
         with self.lock, HoldInterrupts():
             if self.is_ahead:
                 self._send("submit", (out,), who=NONE)
                 self.in_flight.append(partial(self._fetch, []))
             else:
-                self.in_flight.append(partial(self._get, self._send("execute_model", (out,), who=self.output_rank)))
+                self.in_flight.append(
+                    partial(self._get, self._send("execute_model", (out,), who=self.output_rank))
+                )
 
     def _get(self, call: Call) -> ModelRunnerOutput:
         "A step's result. After Ctrl-C it can be asked for again."
@@ -460,11 +546,16 @@ class MultiprocExecutor(ExecutorBase):
         except Exception as error:
             self.group.calls.pop(call.number, None)
             self.group.dropped.add(call.number)
-            self.group.failure = self.group.failure or (time.monotonic(), f"{type(error).__name__}: {error}")
+            self.group.failure = self.group.failure or (
+                time.monotonic(),
+                f"{type(error).__name__}: {error}",
+            )
             raise
 
     def _fetch(self, asked: list[Call]) -> ModelRunnerOutput:
-        "The result of a step that was launched. It is asked for once, also if Ctrl-C ends the waiting."
+        """The result of a step that was launched. It is asked for once, also if Ctrl-C ends the
+        waiting.
+        """
         with HoldInterrupts():
             asked[:] = asked or [self._send("collect", who=self.output_rank)]
         return self._get(asked[0])
@@ -475,18 +566,23 @@ class MultiprocExecutor(ExecutorBase):
             return super().collect()
 
     def drain(self) -> None:
-        "Drop the steps in flight. Workers finish them, and what is sent from now on is carried out after that."
+        """Drop the steps in flight. Workers finish them, and what is sent from now on is carried
+        out after that.
+        """
         with self.lock:
             self.group.drop()
             self.in_flight.clear()
 
     def reset(self) -> None:
-        "Let every worker forget all sequences. If one cannot, they are all killed: `EngineDeadError`."
+        """Let every worker forget all sequences. If one cannot, they are all killed:
+        `EngineDeadError`.
+        """
         with self.lock:
             self.drain()
             call = self._send("reset")
             try:
-                with let_interrupts_in():  # Ctrl-C again: then there is no waiting, and no engine any more
+                # Ctrl-C again: then there is no waiting, and no engine any more
+                with let_interrupts_in():
                     self.group.wait(call, self.step_timeout, after_failure=self.reset_timeout)
                 self.group.forgive()
             except EngineDeadError:
@@ -497,7 +593,9 @@ class MultiprocExecutor(ExecutorBase):
                 self.group.calls.pop(call.number, None)
 
     def shutdown(self) -> None:
-        "End the processes, within 5 s. May be called twice; a dropped executor and the end of Python do it, too."
+        """End the processes, within 5 s. May be called twice; a dropped executor and the end of
+        Python do it, too.
+        """
         with self.lock:
             self.closed = True
             self.in_flight.clear()

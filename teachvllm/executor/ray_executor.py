@@ -22,16 +22,31 @@ import torch
 from ..config import VllmConfig, require
 from ..core.scheduler import SchedulerOutput
 from ..distributed.parallel_state import host_store
-from .executor_base import EngineClosedError, EngineDeadError, ExecutorBase, HoldInterrupts
+from teachvllm.executor.executor_base import (
+    EngineClosedError,
+    EngineDeadError,
+    ExecutorBase,
+    HoldInterrupts,
+)
 from ..model_executor.sampler import ModelRunnerOutput
 from ..worker.worker import WorkerWrapperBase
 
 # %% ../../nbs/50b_ray_executor.ipynb #29b17200
 logger = logging.getLogger("teachvllm")
 PASSED_ON = (  # of the environment, to all workers: how names begin
-    "TEACHVLLM_", "VLLM_", "HF_", "HUGGING_FACE_", "TORCH", "PYTORCH_", "TRITON_", "NCCL_", "GLOO_", "CUDA_LAUNCH_",
-    "CUDA_MODULE_", "CUDA_DEVICE_",
-)  # fmt: skip
+    "TEACHVLLM_",
+    "VLLM_",
+    "HF_",
+    "HUGGING_FACE_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "NCCL_",
+    "GLOO_",
+    "CUDA_LAUNCH_",
+    "CUDA_MODULE_",
+    "CUDA_DEVICE_",
+)
 
 # %% ../../nbs/50b_ray_executor.ipynb #0742c96f
 def import_ray() -> Any:
@@ -40,18 +55,22 @@ def import_ray() -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise ValueError('distributed_executor_backend="ray" needs Ray: pip install "teachvllm[ray]"') from error
+        raise ValueError(
+            'distributed_executor_backend="ray" needs Ray: pip install "teachvllm[ray]"'
+        ) from error
     return ray
 
 # %% ../../nbs/50b_ray_executor.ipynb #43d59738
 def start_ray(ray: Any) -> bool:
-    """Connect to the cluster that `RAY_ADDRESS` names or `ray start` began here; without one, start Ray on this machine, where
-    it listens on the loopback only. Whether there was anything to do.
+    """Connect to the cluster that `RAY_ADDRESS` names or `ray start` began here; without one, start
+    Ray on this machine, where it listens on the loopback only. Whether there was anything to do.
     """
     if ray.is_initialized():
         return False
-    constants, running = ray._private.ray_constants, ray._private.services.canonicalize_bootstrap_address(None)
-    may_listen = constants.ENABLE_RAY_CLUSTER and bool(running)  # false: the loopback is enough, as on a Mac
+    constants = ray._private.ray_constants
+    running = ray._private.services.canonicalize_bootstrap_address(None)
+    # false: the loopback is enough, as on a Mac
+    may_listen = constants.ENABLE_RAY_CLUSTER and bool(running)
     with patch.object(constants, "ENABLE_RAY_CLUSTER", may_listen):
         where = None if running else "local"
         ray.init(where, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -59,8 +78,8 @@ def start_ray(ray: Any) -> bool:
 
 # %% ../../nbs/50b_ray_executor.ipynb #d811346b
 def place_workers(ray: Any, size: int, resource: str, timeout: int) -> tuple[Any, list[int], bool]:
-    """A placement group with one GPU or CPU (`resource`) for each of `size` workers: the group, which of its bundles to use, and
-    whether it is new. `ValueError` if the cluster is too small.
+    """A placement group with one GPU or CPU (`resource`) for each of `size` workers: the group,
+    which of its bundles to use, and whether it is new. `ValueError` if the cluster is too small.
     """
     asked = f"tensor_parallel_size * pipeline_parallel_size = {size}"
     if group := ray.util.get_current_placement_group():
@@ -73,13 +92,18 @@ def place_workers(ray: Any, size: int, resource: str, timeout: int) -> tuple[Any
         if group.wait(timeout):
             return group, list(range(size)), True
         ray.util.remove_placement_group(group)
-    free, nodes = ray._private.state.available_resources_per_node(), []
+    free = ray._private.state.available_resources_per_node()
+    nodes = []
     for node in filter(itemgetter("Alive"), ray.nodes()):
-        has_free, total = (of.get(resource, 0) for of in (free.get(node["NodeID"], {}), node["Resources"]))
+        has_free, total = (
+            of.get(resource, 0) for of in (free.get(node["NodeID"], {}), node["Resources"])
+        )
         nodes.append(f"{has_free:g} of {total:g} free on {node['NodeManagerAddress']}")
     raise ValueError(
-        f"{asked} needs {size} {resource}s, and Ray has {', '.join(nodes)}: lower them, add a machine by "
-        f"`ray start --address=...`, or tell Ray that there are more by ray.init(num_{resource.lower()}s={size})"
+        f"{asked} needs {size} {resource}s, and Ray has {', '.join(nodes)}: lower them, "
+        "add a machine by "
+        "`ray start --address=...`, or tell Ray that there are more by "
+        f"ray.init(num_{resource.lower()}s={size})"
     )
 
 # %% ../../nbs/50b_ray_executor.ipynb #70106b04
@@ -95,11 +119,14 @@ class RayWorkerWrapper:
     def get_place(self) -> tuple[str, str, int, str]:
         "Where Ray has put it: the node's id and address, the process, and its GPU."
         ray = import_ray()
-        node_id, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        node_id = ray.get_runtime_context().get_node_id()
+        address = ray.util.get_node_ip_address()
         return node_id, address, os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def set_up(self, rank: int, env: dict[str, str]) -> None:
-        "Give it its rank and environment. It has used no GPU yet, so `CUDA_VISIBLE_DEVICES` still counts."
+        """Give it its rank and environment. It has used no GPU yet, so `CUDA_VISIBLE_DEVICES` still
+        counts.
+        """
         self.wrapper.rpc_rank = rank
         os.environ.update(env)
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
@@ -112,39 +139,54 @@ class RayWorkerWrapper:
 
 # %% ../../nbs/50b_ray_executor.ipynb #49bd1e86
 def stop_actors(owner: int, ray: Any, workers: list[Any], groups: list[Any], began: bool) -> None:
-    "Kill the actors, remove the placement group, and end Ray, if it was begun for them and has no other group by now."
+    """Kill the actors, remove the placement group, and end Ray, if it was begun for them and has no
+    other group by now.
+    """
     if os.getpid() == owner and ray.is_initialized():  # else this is a fork of the engine's process
         for worker in workers:
             ray.kill(worker)
         for group in groups:
             ray.util.remove_placement_group(group)
-        if began and all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values()):
+        if began and all(
+            group["state"] == "REMOVED" for group in ray.util.placement_group_table().values()
+        ):
             ray.shutdown()
 
 # %% ../../nbs/50b_ray_executor.ipynb #7a540cf8
 class RayDistributedExecutor(ExecutorBase):
-    """An actor of Ray for each worker, on the machines of a cluster. vLLM: `executor/ray_distributed_executor.py`.
+    """An actor of Ray for each worker, on the machines of a cluster. vLLM:
+    `executor/ray_distributed_executor.py`.
 
-    Ranks are counted node by node, from this process's node on. An order is pickled once and sent to all actors; each carries
-    out its orders one after the other. A worker that dies, or that fails and cannot be reset, is the end of all: from then on
-    every call raises `EngineDeadError`, which says why. `ValueError` if Ray is not installed or has too few devices.
+    Ranks are counted node by node, from this process's node on. An order is pickled once and sent
+    to all actors; each carries out its orders one after the other. A worker that dies, or that
+    fails and cannot be reset, is the end of all: from then on every call raises `EngineDeadError`,
+    which says why. `ValueError` if Ray is not installed or has too few devices.
     """
 
     place_timeout = 30  # whole seconds to wait for devices that are in use
     start_timeout = 600.0  # seconds for each call, until the caches are there
     step_timeout = 600.0  # seconds for a step
-    reset_timeout = 10.0  # seconds for a reset after a step failed in one worker: the others may wait for that one for ever
-    grace = 1.0  # an error may be the echo of another worker's death, which is waited for so many seconds
+    # seconds for a reset after a step failed in one worker: the others may wait for that one for
+    # ever
+    reset_timeout = 10.0
+    # an error may be the echo of another worker's death, which is waited for so many seconds
+    grace = 1.0
 
     def __init__(self, vllm_config: VllmConfig):
         self.ray: Any = import_ray()
         self.workers: list[Any] = []  # actors, by rank
-        self.places: list[tuple[str, str, int, str]] = []  # where they are, by rank: see `RayWorkerWrapper.get_place`
+        # where they are, by rank: see `RayWorkerWrapper.get_place`
+        self.places: list[tuple[str, str, int, str]] = []
         self.groups: list[Any] = []  # the placement group, if it is ours
         self.store: Any = None  # where the workers find each other
-        self.dead, self.failure, self.closed, self.is_starting = "", "", False, True
+        self.dead = ""
+        self.failure = ""
+        self.closed = False
+        self.is_starting = True
         began = start_ray(self.ray)
-        self._stop = weakref.finalize(self, stop_actors, os.getpid(), self.ray, self.workers, self.groups, began)
+        self._stop = weakref.finalize(
+            self, stop_actors, os.getpid(), self.ray, self.workers, self.groups, began
+        )
         try:
             super().__init__(vllm_config)
         except BaseException:
@@ -152,43 +194,71 @@ class RayDistributedExecutor(ExecutorBase):
             raise
 
     def _init_executor(self) -> None:
-        parallel, device = self.config.parallel_config, self.config.device_config.device
+        parallel = self.config.parallel_config
+        device = self.config.device_config.device
         self.is_ahead = self.config.scheduler_config.async_scheduling and device != "cpu"
-        size, tp_size = parallel.world_size, parallel.tensor_parallel_size
+        size = parallel.world_size
+        tp_size = parallel.tensor_parallel_size
         self.output_rank = size - tp_size  # the first of the last pipeline stage
         self._create_actors(size, "CPU" if device == "cpu" else "GPU")
-        here, nodes = self.ray.get_runtime_context().get_node_id(), [node_id for node_id, *_ in self.places]
+        here = self.ray.get_runtime_context().get_node_id()
+        nodes = [node_id for node_id, *_ in self.places]
         self.local_ranks = [nodes[:rank].count(nodes[rank]) for rank in range(size)]
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, torch.get_num_threads() // nodes.count(nodes[0])))
+        threads = os.environ.get("OMP_NUM_THREADS") or str(
+            max(1, torch.get_num_threads() // nodes.count(nodes[0]))
+        )
         env = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
         extra = {}
         if size > 1:
             is_near = set(nodes) == {here}
-            self.store, url = host_store("127.0.0.1" if is_near else self.ray.util.get_node_ip_address())
+            self.store, url = host_store(
+                "127.0.0.1" if is_near else self.ray.util.get_node_ip_address()
+            )
             extra = {"distributed_init_method": url}
-        refs, orders = [], []
+        refs = []
+        orders = []
         for rank, worker in enumerate(self.workers):
-            gpus = ",".join(gpu for node_id, _, _, gpu in self.places if node_id == nodes[rank])  # the local rank counts these
+            # the local rank counts these
+            gpus = ",".join(gpu for node_id, _, _, gpu in self.places if node_id == nodes[rank])
             visible = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-            where = {"rank": rank, "local_rank": self.local_ranks[rank], "is_driver_worker": rank % tp_size == 0, **extra}
+            where = {
+                "rank": rank,
+                "local_rank": self.local_ranks[rank],
+                "is_driver_worker": rank % tp_size == 0,
+                **extra,
+            }
             refs.append(worker.set_up.remote(rank, {**env, **visible, "OMP_NUM_THREADS": threads}))
             orders.append(self._pickle("init_worker", (self.config,), where))
-        refs += [worker.carry_out.remote(order, False) for worker, order in zip(self.workers, orders)]
+        refs += [
+            worker.carry_out.remote(order, False) for worker, order in zip(self.workers, orders)
+        ]
         self._get(refs, "init_worker", self.start_timeout)
 
     def _create_actors(self, size: int, resource: str) -> None:
         "Let Ray place the actors, and count them node by node."
-        ray, actor = self.ray, self.ray.remote(RayWorkerWrapper)
+        ray = self.ray
+        actor = self.ray.remote(RayWorkerWrapper)
         group, bundles, is_new = place_workers(ray, size, resource, self.place_timeout)
         self.groups += [group] * is_new
         place = partial(ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy, group)
         options = {"num_cpus": 0, "num_gpus": int(resource == "GPU")}  # a CPU is held by its bundle
-        self.workers += [actor.options(scheduling_strategy=place(i), **options).remote() for i in bundles]
-        found = self._get([worker.get_place.remote() for worker in self.workers], "get_place", self.start_timeout)
+        self.workers += [
+            actor.options(scheduling_strategy=place(i), **options).remote() for i in bundles
+        ]
+        found = self._get(
+            [worker.get_place.remote() for worker in self.workers], "get_place", self.start_timeout
+        )
         here = ray.get_runtime_context().get_node_id()
-        ranked = sorted(zip(found, bundles, self.workers), key=lambda x: (x[0][0] != here, x[0][1], x[0][0], x[1]))
-        self.workers[:], self.places = [worker for *_, worker in ranked], [place for place, *_ in ranked]
-        logger.info("workers by rank: %s", ", ".join(f"process {pid} on {address}" for _, address, pid, _ in self.places))
+        ranked = sorted(
+            zip(found, bundles, self.workers),
+            key=lambda x: (x[0][0] != here, x[0][1], x[0][0], x[1]),
+        )
+        self.workers[:] = [worker for *_, worker in ranked]
+        self.places = [place for place, *_ in ranked]
+        logger.info(
+            "workers by rank: %s",
+            ", ".join(f"process {pid} on {address}" for _, address, pid, _ in self.places),
+        )
 
     # Orders and answers
 
@@ -201,15 +271,28 @@ class RayDistributedExecutor(ExecutorBase):
     def _pickle(self, method: str | Callable, args: tuple, kwargs: dict) -> bytes:
         return self.ray.cloudpickle.dumps((method, args, kwargs))  # lambdas, too
 
-    def _send(self, method: str | Callable, args: tuple = (), kwargs: dict | None = None, rank: int | None = None) -> list[Any]:
-        "Give all workers an order; references to the answers. With a `rank` only that worker's will be more than None."
+    def _send(
+        self,
+        method: str | Callable,
+        args: tuple = (),
+        kwargs: dict | None = None,
+        rank: int | None = None,
+    ) -> list[Any]:
+        """Give all workers an order; references to the answers. With a `rank` only that worker's
+        will be more than None.
+        """
         self._check()
         order = self._pickle(method, args, kwargs or {})
         with self.lock, HoldInterrupts():  # to all or to none, and in the same order
-            return [worker.carry_out.remote(order, rank in (None, i)) for i, worker in enumerate(self.workers)]
+            return [
+                worker.carry_out.remote(order, rank in (None, i))
+                for i, worker in enumerate(self.workers)
+            ]
 
     def _get(self, refs: list[Any], what: str, timeout: float | None) -> list[Any]:
-        "Wait for answers, or for the first error, also if the others hang. `TimeoutError` after `timeout` seconds."
+        """Wait for answers, or for the first error, also if the others hang. `TimeoutError` after
+        `timeout` seconds.
+        """
         self._check()
         errors = self.ray.exceptions
         try:
@@ -217,9 +300,13 @@ class RayDistributedExecutor(ExecutorBase):
         except errors.GetTimeoutError:
             done = self.ray.wait(refs, num_returns=len(refs), timeout=0)[0]
             late = sorted({i % len(self.workers) for i, ref in enumerate(refs) if ref not in done})
-            raise TimeoutError(f"{what}: no answer from worker rank={', '.join(map(str, late))} after {timeout:.3g} s") from None
+            raise TimeoutError(
+                f"{what}: no answer from worker rank={', '.join(map(str, late))} after "
+                f"{timeout:.3g} s"
+            ) from None
         except errors.RayTaskError as error:
-            failed, text = error.cause, re.sub(r"\x1b\[\d*m", "", str(error))
+            failed = error.cause
+            text = re.sub(r"\x1b\[\d*m", "", str(error))
         except errors.RayError as error:
             self._die(self._describe_death(error))
         for ref in self.ray.wait(refs, num_returns=len(refs), timeout=self.grace)[0]:
@@ -232,9 +319,15 @@ class RayDistributedExecutor(ExecutorBase):
         raise failed from RuntimeError(text)
 
     def collective_rpc(
-        self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
+        self,
+        method: str | Callable,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> list[Any]:
-        "As every executor. An answer that comes after `TimeoutError` is dropped. A function travels by value."
+        """As every executor. An answer that comes after `TimeoutError` is dropped. A function
+        travels by value.
+        """
         what = method if isinstance(method, str) else repr(method)
         timeout = self.start_timeout if timeout is None and self.is_starting else timeout
         return self._get(self._send(method, args, kwargs), what, timeout)
@@ -247,31 +340,48 @@ class RayDistributedExecutor(ExecutorBase):
     # Steps
 
     def submit(self, out: SchedulerOutput) -> None:
-        "Send one step's orders; this returns at once. Only the output rank's result travels, but any worker's error is raised."
+        """Send one step's orders; this returns at once. Only the output rank's result travels, but
+        any worker's error is raised.
+        """
         with self.lock, HoldInterrupts():
-            if self.is_ahead:  # the workers launch a step on their GPUs, and the next one before its result is fetched
-                self.in_flight.append(partial(self._fetch, self._send("submit", (out,), rank=-1), []))
+            # the workers launch a step on their GPUs, and the next one before its result is fetched
+            if self.is_ahead:
+                self.in_flight.append(
+                    partial(self._fetch, self._send("submit", (out,), rank=-1), [])
+                )
             else:
-                self.in_flight.append(partial(self._result, self._send("execute_model", (out,), rank=self.output_rank)))
+                self.in_flight.append(
+                    partial(
+                        self._result, self._send("execute_model", (out,), rank=self.output_rank)
+                    )
+                )
 
     def _fetch(self, launched: list[Any], asked: list[Any]) -> ModelRunnerOutput:
-        "The result of a step that was launched. The workers are asked once, also if Ctrl-C ends the waiting."
+        """The result of a step that was launched. The workers are asked once, also if Ctrl-C ends
+        the waiting.
+        """
         asked[:] = asked or self._send("collect", rank=self.output_rank)
         return self._result(launched + asked)
 
     def _result(self, refs: list[Any]) -> ModelRunnerOutput:
         try:
-            return self._get(refs, "execute_model", self.step_timeout)[self.output_rank - len(self.workers)]
+            return self._get(refs, "execute_model", self.step_timeout)[
+                self.output_rank - len(self.workers)
+            ]
         except Exception as error:
             self.failure = self.failure or f"{type(error).__name__}: {error}"
             raise
 
     def drain(self) -> None:
-        "Drop the results of the steps in flight, when they come. What is sent from now on is carried out after them."
+        """Drop the results of the steps in flight, when they come. What is sent from now on is
+        carried out after them.
+        """
         self.in_flight.clear()
 
     def reset(self) -> None:
-        "Let every worker forget all sequences. If one cannot, they are all killed: `EngineDeadError`."
+        """Let every worker forget all sequences. If one cannot, they are all killed:
+        `EngineDeadError`.
+        """
         self.drain()
         refs = self._send("reset")
         try:
@@ -301,7 +411,9 @@ class RayDistributedExecutor(ExecutorBase):
         raise EngineDeadError(self.dead)
 
     def shutdown(self) -> None:
-        "Kill the workers. May be called twice; a dropped executor, and the end of Python, do it too."
+        """Kill the workers. May be called twice; a dropped executor, and the end of Python, do it
+        too.
+        """
         self.closed = True
         self.in_flight.clear()
         self._stop()

@@ -37,7 +37,11 @@ def _own_answer(kind: str = "") -> Any:
         charged: list[tuple[str, float, float]] = []
         for name, begin, end in calls:
             if kind != "stack":
-                above = [call for call in above if begin < call[2] or (kind == "touch" and begin == call[2])]
+                above = [
+                    call
+                    for call in above
+                    if begin < call[2] or (kind == "touch" and begin == call[2])
+                ]
             own[name] = end - begin + (0 if kind == "replace" else own.get(name, 0.0))
             if kind != "whole":
                 for caller in above if kind == "all" else above[-1:]:
@@ -50,15 +54,25 @@ def _own_answer(kind: str = "") -> Any:
 
 
 def _record_start(answer: Any) -> str:
-    "The calls of a real start, recorded by a profile hook, are given to the answer; what it returns must add up to the whole."
+    """The calls of a real start, recorded by a profile hook, are given to the answer; what it
+    returns must add up to the whole.
+    """
     from teachvllm.core.scheduler import Scheduler
     from teachvllm.engine.core import EngineCore
     from teachvllm.worker.model_runner import ModelRunner
     from teachvllm.worker.worker import Worker
 
     parts = (LLM, EngineArgs, EngineCore, Worker, ModelRunner, Scheduler)
-    functions = [(part, inspect.unwrap(getattr(f, "__func__", f))) for part in parts for f in vars(part).values()]
-    names = {f.__code__: f"{part.__name__}.{f.__name__}" for part, f in functions if hasattr(f, "__code__")}
+    functions = [
+        (part, inspect.unwrap(getattr(f, "__func__", f)))
+        for part in parts
+        for f in vars(part).values()
+    ]
+    names = {
+        f.__code__: f"{part.__name__}.{f.__name__}"
+        for part, f in functions
+        if hasattr(f, "__code__")
+    }
     calls: list[list[Any]] = []
     running: list[list[Any]] = []
 
@@ -81,7 +95,8 @@ def _record_start(answer: Any) -> str:
     assert abs(sum(own.values()) - total) < 1e-6, "the parts do not add up to the whole"
     longest = max(own, key=own.__getitem__)
     return (
-        f"of a recorded start with {len(calls)} calls, all times add up to the whole; {longest} took "
+        f"of a recorded start with {len(calls)} calls, all times add up to the whole; "
+        f"{longest} took "
         f"{own[longest] / total:.0%} of it itself"
     )
 
@@ -91,32 +106,42 @@ register(
         name="own_seconds",
         chapter="00a_startup",
         cases=[
-            call([("LLM", 0.0, 9.0)]), call([("LLM", 0.0, 9.0), ("load", 2.0, 5.0)]),
+            call([("LLM", 0.0, 9.0)]),
+            call([("LLM", 0.0, 9.0), ("load", 2.0, 5.0)]),
             call([("LLM", 0.0, 9.0), ("load", 1.0, 4.0), ("try", 5.0, 7.0)]),
             call([("LLM", 0.0, 9.0), ("load", 1.0, 8.0), ("read", 2.0, 4.0)]),
             call([("LLM", 0.0, 9.0), ("run", 1.0, 2.0), ("run", 3.0, 6.0)]),
             call([("LLM", 0.0, 9.0), ("load", 1.0, 4.0), ("try", 4.0, 6.0)]),
             call([("LLM", 0.0, 20.0), ("run", 1.0, 9.0), ("run", 2.0, 8.0), ("try", 10.0, 12.0)]),
-        ],  # fmt: skip
+        ],
         mistakes={
-            "That is the time of a call with all that ran inside it: the same second is counted at several levels.": (
-                _own_answer("whole")
-            ),
-            "The second call was taken to be inside the first, which had ended: compare its begin with their ends.": (
-                _own_answer("stack")
-            ),
-            "A call's time is taken from its caller only. Its caller's caller has lost the caller's time already.": (
-                _own_answer("all")
-            ),
+            (
+                "That is the time of a call with all that ran inside it: the same second is "
+                "counted at several levels."
+            ): (_own_answer("whole")),
+            (
+                "The second call was taken to be inside the first, which had ended: compare "
+                "its begin with their ends."
+            ): (_own_answer("stack")),
+            (
+                "A call's time is taken from its caller only. Its caller's caller has lost the "
+                "caller's time already."
+            ): (_own_answer("all")),
             "A name that comes twice has two times: add them up.": _own_answer("replace"),
-            "Only one of the calls inside was taken away. A call may have several, one after the other.": _own_answer("once"),
+            (
+                "Only one of the calls inside was taken away. A call may have several, one "
+                "after the other."
+            ): _own_answer("once"),
             "A call that begins exactly when another ends is not inside it.": _own_answer("touch"),
         },
-        hint="Give each call its whole time, and take that time away from the one call in which it runs.",
+        hint=(
+            "Give each call its whole time, and take that time away from the one call in which "
+            "it runs."
+        ),
         oracle=_own_answer(),
         engine=_record_start,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93ac_exercises_arguments.ipynb #331536b7
 def _gguf_case(said: str, kind: int, data: bytes) -> Case:
@@ -130,7 +155,8 @@ def _gguf_case(said: str, kind: int, data: bytes) -> Case:
 # %% ../../nbs/93ac_exercises_arguments.ipynb #e3362260
 def _gguf_answer(variant: str = "") -> Any:
     "The right answer, or a wrong one: `variant` says in what."
-    order, size = (">" if variant == "order" else "<"), ("I" if variant == "length" else "Q")
+    order = ">" if variant == "order" else "<"
+    size = "I" if variant == "length" else "Q"
 
     def take(file: Any, form: str) -> tuple:
         return struct.unpack(order + form, file.read(struct.calcsize(order + form)))
@@ -142,7 +168,8 @@ def _gguf_answer(variant: str = "") -> Any:
         if kind != 9:
             numbers = take(file, GGUF_NUMBERS[kind])
             return numbers if variant == "tuple" else numbers[0]
-        kind, length = take(file, "I")[0], take(file, size)[0]
+        kind = take(file, "I")[0]
+        length = take(file, size)[0]
         if variant == "jump":
             file.read(length)
             return length
@@ -178,7 +205,8 @@ def _read_header_with(answer: Any) -> str:
     with stand_in("teachvllm.transformers_utils:read_gguf_header", read):
         config = load_gguf_config(bundled_model())
     return (
-        f"it read {num_values} values of the default model's file, and from them the engine knows its "
+        f"it read {num_values} values of the default model's file, and from them the "
+        "engine knows its "
         f"{config.num_hidden_layers} layers"
     )
 
@@ -188,25 +216,40 @@ register(
         name="read_gguf_value",
         chapter="01a_transformers_utils",
         cases=[
-            _gguf_case("the number 30", 4, struct.pack("<I", 30)), _gguf_case("a float32", 6, struct.pack("<f", 0.5)),
+            _gguf_case("the number 30", 4, struct.pack("<I", 30)),
+            _gguf_case("a float32", 6, struct.pack("<f", 0.5)),
             _gguf_case("True", 7, b"\x01"),
-            _gguf_case("the text 'llama'", 8, _gguf_text("llama")), _gguf_case("the text 'Ġé'", 8, _gguf_text("Ġé")),
+            _gguf_case("the text 'llama'", 8, _gguf_text("llama")),
+            _gguf_case("the text 'Ġé'", 8, _gguf_text("Ġé")),
             _gguf_case("three numbers", 9, struct.pack("<IQ3i", 5, 3, 7, 8, 9)),
-            _gguf_case("two texts", 9, struct.pack("<IQ", 8, 2) + _gguf_text("the") + _gguf_text("end")),
-            _gguf_case("an array of two arrays", 9, struct.pack("<IQIQ2BIQ", 9, 2, 0, 2, 1, 2, 0, 0)),
-        ],  # fmt: skip
+            _gguf_case(
+                "two texts", 9, struct.pack("<IQ", 8, 2) + _gguf_text("the") + _gguf_text("end")
+            ),
+            _gguf_case(
+                "an array of two arrays", 9, struct.pack("<IQIQ2BIQ", 9, 2, 0, 2, 1, 2, 0, 0)
+            ),
+        ],
         mistakes={
-            "The file is little-endian: the lowest byte comes first. `struct` needs a `<` for that.": _gguf_answer("order"),
+            (
+                "The file is little-endian: the lowest byte comes first. `struct` needs a `<` "
+                "for that."
+            ): _gguf_answer("order"),
             "`struct.unpack` gives a tuple, also of one number.": _gguf_answer("tuple"),
             "The length of a text takes 8 bytes, not 4.": _gguf_answer("length"),
             "That is the text's bytes: decode them.": _gguf_answer("bytes"),
-            "Of an array only the length is wanted: a vocabulary has many thousand words.": _gguf_answer("values"),
-            "The array's elements were not read, so the next value would be read from the middle of them.": (
-                _gguf_answer("stay")
+            "Of an array only the length is wanted: a vocabulary has many thousand words.": _gguf_answer(
+                "values"
             ),
-            "The length of an array counts elements, and an element may have several bytes.": _gguf_answer("jump"),
+            (
+                "The array's elements were not read, so the next value would be read from the "
+                "middle of them."
+            ): (_gguf_answer("stay")),
+            "The length of an array counts elements, and an element may have several bytes.": _gguf_answer(
+                "jump"
+            ),
         },
-        hint="Read exactly the bytes that belong to the value: for a text 8 bytes and then as many as these say; for an "
+        hint="Read exactly the bytes that belong to the value: for a text 8 bytes and then as "
+        "many as these say; for an "
         "array a kind, a length, and the elements.",
         oracle=_gguf_answer(),
         engine=_read_header_with,
@@ -216,11 +259,17 @@ register(
 # %% ../../nbs/93ac_exercises_arguments.ipynb #aeaca8db
 @dataclasses.dataclass
 class _Knobs:
-    max_num_seqs: int = dataclasses.field(default=256, metadata={"help": "sequences running at once"})
+    max_num_seqs: int = dataclasses.field(
+        default=256, metadata={"help": "sequences running at once"}
+    )
     enforce_eager: bool = dataclasses.field(default=False, metadata={"help": "record no steps"})
     max_model_len: int | None = dataclasses.field(default=None, metadata={"help": "longest text"})
-    hf_overrides: Any = dataclasses.field(default=None, metadata={"help": "changes, as JSON", "cli": json.loads})
-    swap_space: float | None = dataclasses.field(default=4.0, metadata={"help": "GiB of host memory"})
+    hf_overrides: Any = dataclasses.field(
+        default=None, metadata={"help": "changes, as JSON", "cli": json.loads}
+    )
+    swap_space: float | None = dataclasses.field(
+        default=4.0, metadata={"help": "GiB of host memory"}
+    )
 
 
 def _options_case(line: str) -> Case:
@@ -239,11 +288,18 @@ def _options_answer(kind: str = "") -> Any:
     def answer(parser: Any, cls: Any) -> None:
         for f in dataclasses.fields(cls):
             flag = "--" + (f.name if kind == "underscores" else f.name.replace("_", "-"))
-            more: dict[str, Any] = {"help": f.metadata["help"], "default": None if kind == "default" else f.default}
+            more: dict[str, Any] = {
+                "help": f.metadata["help"],
+                "default": None if kind == "default" else f.default,
+            }
             types_of = [t for t in typing.get_args(f.type) if t is not type(None)]
             read = f.metadata.get("cli") if kind != "cli" else None
             if f.type is bool and kind != "bool":
-                parser.add_argument(flag, action="store_true" if kind == "no no" else argparse.BooleanOptionalAction, **more)
+                parser.add_argument(
+                    flag,
+                    action="store_true" if kind == "no no" else argparse.BooleanOptionalAction,
+                    **more,
+                )
             elif f.type is Any and not read:
                 parser.add_argument(flag, **more)
             else:
@@ -258,18 +314,31 @@ def _parse_with(answer: Any) -> str:
     parser = argparse.ArgumentParser()
     answer(parser, EngineArgs)
     with _tiny_model() as folder:
-        line = f"--model {folder} --load-format dummy --skip-tokenizer-init --dtype float32 --device cpu --block-size 4"
-        line += ' --num-gpu-blocks-override 28 --no-enable-prefix-caching --hf-overrides {"num_hidden_layers":1}'
+        line = (
+            f"--model {folder} --load-format dummy --skip-tokenizer-init --dtype float32 "
+            "--device cpu --block-size 4"
+        )
+        line += (
+            " --num-gpu-blocks-override 28 --no-enable-prefix-caching --hf-overrides "
+            '{"num_hidden_layers":1}'
+        )
         parsed = parser.parse_args(line.split())
         args = EngineArgs.from_cli_args(parsed)
         with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}) as llm:
-            [output] = llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+            [output] = llm.generate(
+                [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False
+            )
             tokens = output.outputs[0].token_ids
             config = llm.llm_engine.config
-    assert (config.model_config.num_layers, config.cache_config.enable_prefix_caching, len(tokens)) == (1, False, 4)
+    assert (
+        config.model_config.num_layers,
+        config.cache_config.enable_prefix_caching,
+        len(tokens),
+    ) == (1, False, 4)
     num_options = sum(len(action.option_strings) for action in parser._actions)
     return (
-        f"your parser has {num_options} options for all fields of EngineArgs, and an engine started from a command line "
+        f"your parser has {num_options} options for all fields of EngineArgs, and an "
+        "engine started from a command line "
         f"wrote {len(tokens)} tokens"
     )
 
@@ -279,25 +348,40 @@ register(
         name="add_options",
         chapter="01b_arg_utils",
         cases=[
-            _options_case(""), _options_case("--max-num-seqs 8"), _options_case("--enforce-eager"),
+            _options_case(""),
+            _options_case("--max-num-seqs 8"),
+            _options_case("--enforce-eager"),
             _options_case("--no-enforce-eager --max-num-seqs 8"),
-            _options_case("--max-model-len 512"), _options_case('--hf-overrides {"a":1}'), _options_case("--swap-space 0.5"),
-        ],  # fmt: skip
+            _options_case("--max-model-len 512"),
+            _options_case('--hf-overrides {"a":1}'),
+            _options_case("--swap-space 0.5"),
+        ],
         mistakes={
-            "`int | None` is no function that reads a text: take the type in it that is not None.": _options_answer("union"),
-            "The default of an option is the field's; here it is None where nothing is given.": _options_answer("default"),
-            "Options of a command line are written with hyphens: a field's underscores become such.": (
-                _options_answer("underscores")
-            ),
-            "`bool` reads nothing: `bool('False')` is True. There is an action that makes a pair of options.": (
-                _options_answer("bool")
-            ),
-            "A True by default can never be switched off: a bool needs two options, one that begins with `--no-`.": (
-                _options_answer("no no")
-            ),
-            "The field's metadata has `cli`, a function that reads its text; it was not used.": _options_answer("cli"),
+            (
+                "`int | None` is no function that reads a text: take the type in it that is "
+                "not None."
+            ): _options_answer("union"),
+            (
+                "The default of an option is the field's; here it is None where nothing is given."
+            ): _options_answer("default"),
+            (
+                "Options of a command line are written with hyphens: a field's underscores "
+                "become such."
+            ): (_options_answer("underscores")),
+            (
+                "`bool` reads nothing: `bool('False')` is True. There is an action that makes "
+                "a pair of options."
+            ): (_options_answer("bool")),
+            (
+                "A True by default can never be switched off: a bool needs two options, one "
+                "that begins with `--no-`."
+            ): (_options_answer("no no")),
+            (
+                "The field's metadata has `cli`, a function that reads its text; it was not used."
+            ): _options_answer("cli"),
         },
-        hint="For each field: a flag with hyphens, the default, the help. Then by its type: bool, a type or None, or what "
+        hint="For each field: a flag with hyphens, the default, the help. Then by its type: "
+        "bool, a type or None, or what "
         "`cli` says.",
         oracle=_options_answer(),
         engine=_parse_with,
@@ -307,18 +391,29 @@ register(
 # %% ../../nbs/93ac_exercises_arguments.ipynb #ca289afd
 def _output_case(said: str, num_tokens: int, *times: Any) -> Case:
     def run(answer: Any) -> Any:
-        part = CompletionOutput(0, "", list(range(num_tokens)), finish_reason="length" if times[-1] else None)
+        part = CompletionOutput(
+            0, "", list(range(num_tokens)), finish_reason="length" if times[-1] else None
+        )
         metrics = RequestMetrics(*times)
-        return tuple(answer(RequestOutput("0", None, [5, 6], [part], times[-1] is not None, metrics=metrics)))
+        return tuple(
+            answer(RequestOutput("0", None, [5, 6], [part], times[-1] is not None, metrics=metrics))
+        )
 
-    return Case(f"NAME(output), {said}: {num_tokens} tokens; arrived, scheduled, first token, finished: {list(times)}", run)
+    return Case(
+        (
+            f"NAME(output), {said}: {num_tokens} tokens; arrived, scheduled, first token, "
+            f"finished: {list(times)}"
+        ),
+        run,
+    )
 
 # %% ../../nbs/93ac_exercises_arguments.ipynb #d831b6e0
 def _latency_answer(kind: str = "") -> Any:
     "The right answer, or a wrong one: `kind` says in what."
 
     def answer(output: Any) -> tuple[float | None, float | None]:
-        m, n = output.metrics, len(output.outputs[0].token_ids)
+        m = output.metrics
+        n = len(output.outputs[0].token_ids)
         begin = m.first_scheduled_time if kind == "scheduled" else m.arrival_time
         if m.first_token_time is None and kind != "begun":
             return None, None
@@ -336,13 +431,18 @@ def _latency_answer(kind: str = "") -> Any:
 def _measure_with(answer: Any) -> str:
     "Real requests are measured, of which two run at once."
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (12, 1, 6, 9)]
-    with _tiny_model() as folder, LLM(folder, **_OPTIONS, num_gpu_blocks_override=64, max_num_seqs=2) as llm:
+    with (
+        _tiny_model() as folder,
+        LLM(folder, **_OPTIONS, num_gpu_blocks_override=64, max_num_seqs=2) as llm,
+    ):
         outputs = llm.generate([[i] * 8 for i in (1, 2, 3, 4)], params, use_tqdm=False)
     found = [answer(output) for output in outputs]
     wrong = difference(found, [_latency_answer()(output) for output in outputs], tolerance=1e-6)
     assert not wrong, f"other seconds than ours, by request and by time: {wrong}"
     times = ", ".join(f"{1000 * first:.1f}" for first, _ in found)
-    return f"of four real requests, of which two ran at once, the first tokens came after {times} ms"
+    return (
+        f"of four real requests, of which two ran at once, the first tokens came after {times} ms"
+    )
 
 # %% ../../nbs/93ac_exercises_arguments.ipynb #53a25b54
 register(
@@ -352,18 +452,30 @@ register(
         cases=[
             _output_case("it ran at once", 5, 10.0, 10.0, 11.0, 15.0),
             _output_case("it waited first", 11, 10.0, 12.0, 13.0, 18.0),
-            _output_case("one token", 1, 10.0, 10.5, 11.0, 11.0), _output_case("it waits", 0, 10.0, None, None, None),
+            _output_case("one token", 1, 10.0, 10.5, 11.0, 11.0),
+            _output_case("it waits", 0, 10.0, None, None, None),
             _output_case("it is still running", 3, 10.0, 10.5, 11.0, None),
-        ],  # fmt: skip
+        ],
         mistakes={
-            "The first token ends the first time. The second is divided by the tokens *after* it: one less.": (
-                _latency_answer("all")
+            (
+                "The first token ends the first time. The second is divided by the tokens "
+                "*after* it: one less."
+            ): (_latency_answer("all")),
+            "The second time begins with the first token, not with the arrival.": _latency_answer(
+                "arrival"
             ),
-            "The second time begins with the first token, not with the arrival.": _latency_answer("arrival"),
-            "The user waits in the queue, too: count from the arrival.": _latency_answer("scheduled"),
-            "An answer of one token has no token after the first: there is nothing to divide.": _latency_answer("single"),
-            "A request that waits has no first token yet: then both are None.": _latency_answer("begun"),
-            "A request that still runs has not finished: the second is None.": _latency_answer("running"),
+            "The user waits in the queue, too: count from the arrival.": _latency_answer(
+                "scheduled"
+            ),
+            (
+                "An answer of one token has no token after the first: there is nothing to divide."
+            ): _latency_answer("single"),
+            "A request that waits has no first token yet: then both are None.": _latency_answer(
+                "begun"
+            ),
+            "A request that still runs has not finished: the second is None.": _latency_answer(
+                "running"
+            ),
         },
         hint="Which moment does each of the two begin and end with? And which moments may be None?",
         oracle=_latency_answer(),

@@ -24,15 +24,24 @@ _Forward = Callable[[Any, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 def _serve(forward: _Forward, calls: list[int], **methods: Any) -> str:
-    "Serve six requests with a backend of this `forward`, and with the oracle; `calls` is [number of the answer's calls]."
+    """Serve six requests with a backend of this `forward`, and with the oracle; `calls` is [number
+    of the answer's calls].
+    """
     backend = type("Yours", (ReferenceBackend,), {"name": "yours", "forward": forward, **methods})
     both = backend, "reference"
-    rounds = [[_check.serve_prompts(attention_backend=one) for one in both] for _ in range(_check.ROUNDS)]
+    rounds = [
+        [_check.serve_prompts(attention_backend=one) for one in both] for _ in range(_check.ROUNDS)
+    ]
     (tokens, _), (ours, _) = rounds[-1]
     seconds = [min(took for _, took in runs) for runs in zip(*rounds)]
-    assert tokens == ours, f"in the engine the tokens differ from ours: {_check.difference(tokens, ours)}"
+    assert tokens == ours, (
+        f"in the engine the tokens differ from ours: {_check.difference(tokens, ours)}"
+    )
     assert calls[0], "the engine never called it"
-    text = f"as the attention of all layers it was called {calls[0] // len(rounds)} times, and the {sum(map(len, ours))} tokens"
+    text = (
+        f"as the attention of all layers it was called {calls[0] // len(rounds)} times, and "
+        f"the {sum(map(len, ours))} tokens"
+    )
     return f"{text} are those of ours; {_check.compare_speed(*seconds)}"
 
 
@@ -48,7 +57,9 @@ def _counted(answer: Any) -> tuple[Any, list[int]]:
 
 
 def _sequences(meta: Any) -> Iterator[tuple[slice, int, torch.Tensor]]:
-    "Of each sequence of a batch: which tokens are its new ones, its length, its row of the block table."
+    """Of each sequence of a batch: which tokens are its new ones, its length, its row of the block
+    table.
+    """
     for i, seq_len in enumerate(meta.seq_lens.tolist()):
         yield slice(*meta.query_start_loc[i : i + 2].tolist()), seq_len, meta.block_table[i]
 
@@ -65,16 +76,27 @@ def _faults(answer: Callable[..., Any], sentences: dict[str, str]) -> dict[str, 
 
 
 def _by_sequence(run: Callable[..., torch.Tensor]) -> _Forward:
-    "A backend's `forward` that computes sequence after sequence: run(backend, its new q, kv_cache, its table, seq_len)."
+    """A backend's `forward` that computes sequence after sequence: run(backend, its new q,
+    kv_cache, its table, seq_len).
+    """
 
     def forward(self, q, kv_cache, meta):
-        return torch.cat([run(self, q[new], kv_cache, table, seq_len) for new, seq_len, table in _sequences(meta)])
+        return torch.cat(
+            [
+                run(self, q[new], kv_cache, table, seq_len)
+                for new, seq_len, table in _sequences(meta)
+            ]
+        )
 
     return forward
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    "Attention [tokens, heads, size] of scaled queries; `hidden` [tokens, keys] says which keys a token must not see."
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Attention [tokens, heads, size] of scaled queries; `hidden` [tokens, keys] says which keys a
+    token must not see.
+    """
     scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(hidden, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
@@ -87,29 +109,48 @@ def _attend_pages(q, kv_cache, block_table, seq_len, scale, fault: str = "") -> 
     kv = kv_cache[:, pages].flatten(1, 2)[:, : None if fault == "uncut" else seq_len]
     k, v = kv.repeat(1, 1, group, 1) if fault == "tiled" else kv.repeat_interleave(group, 2)
     scores = torch.einsum("qhd,khd->hqk", q if fault == "unscaled" else q * scale, k)
-    mask = torch.ones(m, seq_len, dtype=torch.bool).tril() if fault == "from zero" else visible(m, seq_len, None)
-    mask = torch.nn.functional.pad(mask, (0, len(k) - seq_len))  # nothing, unless the keys are not cut
+    mask = (
+        torch.ones(m, seq_len, dtype=torch.bool).tril()
+        if fault == "from zero"
+        else visible(m, seq_len, None)
+    )
+    # nothing, unless the keys are not cut
+    mask = torch.nn.functional.pad(mask, (0, len(k) - seq_len))
     if fault != "sees all":
         scores = scores.masked_fill(~mask, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(1 if fault == "axis" else -1), v)
 
 
-def _paged_sequence(seq_len: int, m: int, heads: tuple[int, int], size: int, block_size: int = 4, seed: int = 0):
-    "Queries, a poisoned cache, a block table with two absurd entries at its end, the length, a scale."
-    g, need = torch.Generator().manual_seed(seed), -(-seq_len // block_size)
-    ids, at = torch.randperm(need + 3, generator=g), torch.arange(seq_len)
+def _paged_sequence(
+    seq_len: int, m: int, heads: tuple[int, int], size: int, block_size: int = 4, seed: int = 0
+):
+    """Queries, a poisoned cache, a block table with two absurd entries at its end, the length, a
+    scale.
+    """
+    g = torch.Generator().manual_seed(seed)
+    need = -(-seq_len // block_size)
+    ids = torch.randperm(need + 3, generator=g)
+    at = torch.arange(seq_len)
     while need > 1 and bool((ids[:need].diff() > 0).all()):  # never in order by chance
         ids = torch.randperm(need + 3, generator=g)
     cache = torch.full((2, need + 3, block_size, heads[1], size), torch.nan)
-    cache[:, ids[at // block_size], at % block_size] = torch.randn(2, seq_len, heads[1], size, generator=g)
+    cache[:, ids[at // block_size], at % block_size] = torch.randn(
+        2, seq_len, heads[1], size, generator=g
+    )
     table = torch.cat((ids[:need], torch.tensor([10**9, 10**9])))
     return torch.randn(m, heads[0], size, generator=g), cache, table, seq_len, size**-0.5
 
 
 def _pages_case(seq_len: int, m: int, heads: tuple[int, int]) -> _check.Case:
-    said = f"the last {m} of {seq_len} tokens, query heads and KV heads {heads}, 4 numbers each, blocks of 4"
+    said = (
+        f"the last {m} of {seq_len} tokens, query heads and KV heads {heads}, 4 numbers each, "
+        "blocks of 4"
+    )
     args = _paged_sequence(seq_len, m, heads, 4)
-    return _check.Case("NAME: " + said, lambda answer: answer(*(x.clone() if isinstance(x, torch.Tensor) else x for x in args)))
+    return _check.Case(
+        "NAME: " + said,
+        lambda answer: answer(*(x.clone() if isinstance(x, torch.Tensor) else x for x in args)),
+    )
 
 
 def _pages_at_work(answer: Any) -> str:
@@ -117,32 +158,87 @@ def _pages_at_work(answer: Any) -> str:
     return _serve(_by_sequence(lambda self, *sequence: run(*sequence, self.scale)), calls)
 
 
-_check.register(_check.Exercise(name="attend_pages", chapter="20_attention", oracle=_attend_pages, engine=_pages_at_work,
-    cases=list(starmap(_pages_case, ((4, 1, (1, 1)), (8, 8, (1, 1)), (5, 1, (1, 1)), (4, 4, (1, 1)), (7, 3, (1, 1)), (6, 1,
-                                     (4, 2)), (23, 6, (6, 3))))),
-    mistakes=_faults(_attend_pages, {
-        "unscaled": "The scores are not scaled: where does `scale` come in? Look at `dense`.",
-        "sorted": "The pages come in another order than the block table's: position 0 is in its first page, whatever the id.",
-        "floor": "The last page is missing when it is not full: the number of pages is rounded up, -(-a // b).",
-        "uncut": "NaN came in from behind the end. 0 times NaN is NaN, so a mask is not enough: cut at seq_len.",
-        "sees all": "A token sees later ones. Which keys may each query see? `visible` knows.",
-        "from zero": "The mask begins at position 0, but these queries are the sequence's last tokens: look at `visible`.",
-        "axis": "Softmax runs over the queries. A query's weights over the keys add up to one: the last axis of [heads, q, k].",
-        "tiled": "Query heads meet the wrong KV heads. Neighbours share one: repeat_interleave, not repeat.",
-    }),
-    hint="Compare with `dense`: gather the pages in the table's order, cut at seq_len, repeat KV heads, mask, average.",
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="attend_pages",
+        chapter="20_attention",
+        oracle=_attend_pages,
+        engine=_pages_at_work,
+        cases=list(
+            starmap(
+                _pages_case,
+                (
+                    (4, 1, (1, 1)),
+                    (8, 8, (1, 1)),
+                    (5, 1, (1, 1)),
+                    (4, 4, (1, 1)),
+                    (7, 3, (1, 1)),
+                    (6, 1, (4, 2)),
+                    (23, 6, (6, 3)),
+                ),
+            )
+        ),
+        mistakes=_faults(
+            _attend_pages,
+            {
+                "unscaled": "The scores are not scaled: where does `scale` come in? Look at `dense`.",
+                "sorted": (
+                    "The pages come in another order than the block table's: position 0 is in "
+                    "its first page, whatever the id."
+                ),
+                "floor": (
+                    "The last page is missing when it is not full: the number of pages is "
+                    "rounded up, -(-a // b)."
+                ),
+                "uncut": (
+                    "NaN came in from behind the end. 0 times NaN is NaN, so a mask is not "
+                    "enough: cut at seq_len."
+                ),
+                "sees all": "A token sees later ones. Which keys may each query see? `visible` knows.",
+                "from zero": (
+                    "The mask begins at position 0, but these queries are the sequence's last "
+                    "tokens: look at `visible`."
+                ),
+                "axis": (
+                    "Softmax runs over the queries. A query's weights over the keys add up to "
+                    "one: the last axis of [heads, q, k]."
+                ),
+                "tiled": (
+                    "Query heads meet the wrong KV heads. Neighbours share one: "
+                    "repeat_interleave, not repeat."
+                ),
+            },
+        ),
+        hint=(
+            "Compare with `dense`: gather the pages in the table's order, cut at seq_len, "
+            "repeat KV heads, mask, average."
+        ),
+    )
+)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #3afad393
 def _decode_together(q, kv_cache, block_table, seq_lens, fault: str = "") -> torch.Tensor:
     n, num_heads, size = q.shape
     block_size, num_kv_heads = kv_cache.shape[2:4]
     at = torch.arange(int(seq_lens.min() if fault == "shortest" else seq_lens.max())).expand(n, -1)
-    at = at if fault == "read padding" else torch.minimum(at, seq_lens[:, None] - int(fault != "one past"))
+    at = (
+        at
+        if fault == "read padding"
+        else torch.minimum(at, seq_lens[:, None] - int(fault != "one past"))
+    )
     entry = at // block_size
-    page = block_table[:, 0:1].expand_as(entry) if fault == "first page" else block_table.gather(1, entry)
-    k, v = kv_cache.flatten(1, 2)[:, page * block_size + at % block_size]  # each [n, longest, KV heads, size]
-    rows = q.view(n, -1, num_kv_heads, size).transpose(1, 2) if fault == "folded wrong" else q.view(n, num_kv_heads, -1, size)
+    page = (
+        block_table[:, 0:1].expand_as(entry)
+        if fault == "first page"
+        else block_table.gather(1, entry)
+    )
+    # each [n, longest, KV heads, size]
+    k, v = kv_cache.flatten(1, 2)[:, page * block_size + at % block_size]
+    rows = (
+        q.view(n, -1, num_kv_heads, size).transpose(1, 2)
+        if fault == "folded wrong"
+        else q.view(n, num_kv_heads, -1, size)
+    )
     scores = rows @ k.permute(0, 2, 3, 1) * size**-0.5  # [n, KV heads, group, longest]
     if fault != "no mask":
         seen = torch.arange(at.shape[1]) < seq_lens[:, None] - (1 if fault == "hides last" else 0)
@@ -152,117 +248,281 @@ def _decode_together(q, kv_cache, block_table, seq_lens, fault: str = "") -> tor
 
 def _decodes_case(lens: list[int], heads: tuple[int, int]) -> _check.Case:
     parts = [_paged_sequence(n, 1, heads, 4, seed=n) for n in lens]
-    width, first = max(len(table) for _, _, table, *_ in parts), 0
+    width = max(len(table) for _, _, table, *_ in parts)
+    first = 0
     tables = torch.full((len(lens), width), 10**9)
     for i, (_, some, table, *_) in enumerate(parts):
-        tables[i, : len(table) - 2], first = table[:-2] + first, first + some.shape[1]
-    q, cache = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1)
-    said = f"sequences of {lens} tokens, query heads and KV heads {heads}, 4 numbers each, blocks of 4"
-    return _check.Case("NAME: " + said, lambda answer: answer(q.clone(), cache.clone(), tables.clone(), torch.tensor(lens)))
+        tables[i, : len(table) - 2] = table[:-2] + first
+        first = first + some.shape[1]
+    q = torch.cat([part[0] for part in parts])
+    cache = torch.cat([part[1] for part in parts], 1)
+    said = (
+        f"sequences of {lens} tokens, query heads and KV heads {heads}, 4 numbers each, blocks of 4"
+    )
+    return _check.Case(
+        "NAME: " + said,
+        lambda answer: answer(q.clone(), cache.clone(), tables.clone(), torch.tensor(lens)),
+    )
 
 
 def _decodes_at_work(answer: Any) -> str:
     answer, calls = _counted(answer)
 
     def forward(self, q, kv_cache, meta):  # each new token poses as a sequence of its own
-        lens = [seq_len - new.stop + t + 1 for new, seq_len, _ in _sequences(meta) for t in range(new.start, new.stop)]
+        lens = [
+            seq_len - new.stop + t + 1
+            for new, seq_len, _ in _sequences(meta)
+            for t in range(new.start, new.stop)
+        ]
         tables = [table for new, _, table in _sequences(meta) for _ in range(new.start, new.stop)]
         return answer(q, kv_cache, torch.stack(tables).long(), torch.tensor(lens))
 
     return _serve(forward, calls)
 
 
-_check.register(_check.Exercise(
-    name="decode_together", chapter="21_cpu_attention", oracle=_decode_together, engine=_decodes_at_work,
-    cases=list(starmap(_decodes_case, (([3], (1, 1)), ([8], (1, 1)), ([5, 5], (2, 1)), ([6, 3], (1, 1)), ([9, 2, 16],
-                                       (1, 1)), ([4, 7], (4, 2)), ([1, 13, 8, 5], (6, 3))))),
-    mistakes=_faults(_decode_together, {
-        "hides last": "The newest token is hidden. A sequence of n tokens has positions 0 to n - 1, and all of them count.",
-        "first page": "Each position is looked up in the first page. Position p is in entry p // block_size.",
-        "shortest": "All sequences are cut to the shortest one. The rectangle is as wide as the longest.",
-        "read padding": "Slots behind a sequence's end were read: they are another request's. Name its last token again there.",
-        "one past": "The stand-in is one past the end: the last token of n stands at position n - 1.",
-        "no mask": "The padding takes part in the softmax. Which columns of a row are its own? Hide the others with -inf.",
-        "folded wrong": "Query heads meet the wrong KV heads. Those that share one are neighbours: [n, KV heads, group, size].",
-    }),
-    hint="Three steps: slots [n, longest], gather, masked attention. Compare one row with `attend_pages` of chapter 20.",
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="decode_together",
+        chapter="21_cpu_attention",
+        oracle=_decode_together,
+        engine=_decodes_at_work,
+        cases=list(
+            starmap(
+                _decodes_case,
+                (
+                    ([3], (1, 1)),
+                    ([8], (1, 1)),
+                    ([5, 5], (2, 1)),
+                    ([6, 3], (1, 1)),
+                    ([9, 2, 16], (1, 1)),
+                    ([4, 7], (4, 2)),
+                    ([1, 13, 8, 5], (6, 3)),
+                ),
+            )
+        ),
+        mistakes=_faults(
+            _decode_together,
+            {
+                "hides last": (
+                    "The newest token is hidden. A sequence of n tokens has positions 0 to n - "
+                    "1, and all of them count."
+                ),
+                "first page": (
+                    "Each position is looked up in the first page. Position p is in entry p // "
+                    "block_size."
+                ),
+                "shortest": (
+                    "All sequences are cut to the shortest one. The rectangle is as wide as "
+                    "the longest."
+                ),
+                "read padding": (
+                    "Slots behind a sequence's end were read: they are another request's. Name "
+                    "its last token again there."
+                ),
+                "one past": (
+                    "The stand-in is one past the end: the last token of n stands at position "
+                    "n - 1."
+                ),
+                "no mask": (
+                    "The padding takes part in the softmax. Which columns of a row are its "
+                    "own? Hide the others with -inf."
+                ),
+                "folded wrong": (
+                    "Query heads meet the wrong KV heads. Those that share one are neighbours: "
+                    "[n, KV heads, group, size]."
+                ),
+            },
+        ),
+        hint=(
+            "Three steps: slots [n, longest], gather, masked attention. Compare one row with "
+            "`attend_pages` of chapter 20."
+        ),
+    )
+)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #f43b1161
-def _attend_tiles(rows, position, k_pages, v_pages, table, end, scale, tile, fault: str = "") -> torch.Tensor:
-    block_size, acc, total = k_pages.shape[1], torch.zeros(rows.shape), torch.zeros(len(rows))
+def _attend_tiles(
+    rows, position, k_pages, v_pages, table, end, scale, tile, fault: str = ""
+) -> torch.Tensor:
+    block_size = k_pages.shape[1]
+    acc = torch.zeros(rows.shape)
+    total = torch.zeros(len(rows))
     largest = torch.full((len(rows),), 0.0 if fault == "from 0" else -torch.inf)
     for start in range(0, end - end % tile if fault == "whole tiles" and end > tile else end, tile):
-        key = torch.arange(start, start + tile if fault in ("past end", "block 0", "NaN") else min(start + tile, end))
+        key = torch.arange(
+            start,
+            start + tile if fault in ("past end", "block 0", "NaN") else min(start + tile, end),
+        )
         entry = key // tile if fault == "tile is page" else key // block_size
         within = entry if fault == "past end" else entry.clamp(max=(end - 1) // block_size)
-        page = entry if fault == "no table" else table[within] * ((key < end) | (fault != "block 0"))
-        k, v = k_pages[page, key % block_size], v_pages[page, key % block_size]
-        seen = (key < position[:, None] if fault == "strict" else key <= position[:, None]) | (fault == "no mask")
-        scores = torch.where(seen, rows @ k.T * (1 if fault == "no scale" else scale), 0.0 if fault == "zero" else -torch.inf)
+        page = (
+            entry if fault == "no table" else table[within] * ((key < end) | (fault != "block 0"))
+        )
+        k = k_pages[page, key % block_size]
+        v = v_pages[page, key % block_size]
+        seen = (key < position[:, None] if fault == "strict" else key <= position[:, None]) | (
+            fault == "no mask"
+        )
+        scores = torch.where(
+            seen,
+            rows @ k.T * (1 if fault == "no scale" else scale),
+            0.0 if fault == "zero" else -torch.inf,
+        )
         new = torch.maximum(largest, scores.amax() if fault == "one largest" else scores.amax(1))
         new = scores.amax(1) if fault == "no maximum" else new
         power = torch.exp if fault == "exp" else torch.exp2
-        weights, shrink = power(scores - new[:, None]), power(largest - new)
+        weights = power(scores - new[:, None])
+        shrink = power(largest - new)
         acc = acc * (1 if fault == "sums not shrunk" else shrink[:, None]) + weights @ v
         total = total * (1 if fault == "total not shrunk" else shrink) + weights.sum(1)
         largest = scores.amax(1) if fault == "last largest" else new
     return acc / (1 if fault == "not divided" else total[:, None])
 
 
-def _tiles_case(position: list[int], end: int, tile: int, block_size: int, size: float = 2) -> _check.Case:
+def _tiles_case(
+    position: list[int], end: int, tile: int, block_size: int, size: float = 2
+) -> _check.Case:
     _, (k, v), table, *_ = _paged_sequence(end, 1, (1, 1), 4, block_size, seed=end)
     g = torch.Generator().manual_seed(1)
-    said = f"rows at positions {position}, keys before {end}, tiles of {tile}, pages of {block_size}"
-    args = size * torch.randn(len(position), 4, generator=g), torch.tensor(position), k[:, :, 0], v[:, :, 0], table
-    return _check.Case("NAME: " + said, lambda answer: answer(*(x.clone() for x in args), end, 0.7, tile))
+    said = (
+        f"rows at positions {position}, keys before {end}, tiles of {tile}, pages of {block_size}"
+    )
+    args = (
+        size * torch.randn(len(position), 4, generator=g),
+        torch.tensor(position),
+        k[:, :, 0],
+        v[:, :, 0],
+        table,
+    )
+    return _check.Case(
+        "NAME: " + said, lambda answer: answer(*(x.clone() for x in args), end, 0.7, tile)
+    )
 
 # %% ../../nbs/93c_exercises_attention.ipynb #831eb497
 def _tiles_at_work(answer: Any) -> str:
     answer, calls = _counted(answer)
 
     def run(self, q, kv_cache, table, seq_len):
-        out, group = torch.empty_like(q), self.num_heads // self.num_kv_heads
+        out = torch.empty_like(q)
+        group = self.num_heads // self.num_kv_heads
         position = torch.arange(seq_len - len(q), seq_len).repeat_interleave(group)
         for head, (k, v) in enumerate(kv_cache.permute(3, 0, 1, 2, 4)):
             heads = slice(head * group, (head + 1) * group)
             rows = q[:, heads].reshape(-1, self.head_size)
             scale = self.scale * math.log2(math.e)
-            out[:, heads] = answer(rows, position, k, v, table, seq_len, scale, 6).view(-1, group, self.head_size)
+            out[:, heads] = answer(rows, position, k, v, table, seq_len, scale, 6).view(
+                -1, group, self.head_size
+            )
         return out
 
     return _serve(_by_sequence(run), calls)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #b29599f4
-_check.register(_check.Exercise(name="attend_tiles", chapter="22_triton_ladder", oracle=_attend_tiles, engine=_tiles_at_work,
-    cases=list(starmap(_tiles_case, (([3], 4, 4, 4), ([7], 8, 8, 4), ([0, 3], 4, 4, 4), ([15], 16, 4, 4),
-                                     ([11, 11], 12, 8, 4), ([9, 10], 11, 4, 3), ([16, 17, 18, 19], 20, 6, 5),
-                                     ([3, 3, 3], 4, 4, 4, 1000)))),
-    mistakes=_faults(_attend_tiles, {
-        "not divided": "The sums were not divided by the sum of weights. The last line of `online_softmax` does it.",
-        "exp": "Weights are powers of two in this chapter: log₂ e is in the scale already. exp2, not exp.",
-        "no table": "A page's number is not its place in the cache: `table` says which block it is.",
-        "no mask": "A row sees keys after its own position. Their scores must be -inf before the largest is taken.",
-        "strict": "Each row's own key is missing: a row sees the key at its `position`, too. Is it `<` or `<=`?",
-        "zero": "A key that a row must not see got score 0, and its weight is 2 to the power of 0. Its score must be -inf.",
-        "tile is page": "Tiles were taken for pages. A tile may lie in several pages: look up key // block_size for each key.",
-        "sums not shrunk": "The weighted sum was not shrunk when a larger score came: acc * shrink, as in rung 1.",
-        "total not shrunk": "The sum of weights was not shrunk when a larger score came. It needs the same factor as acc.",
-        "no scale": "The scores are not multiplied by `scale`.",
-        "one largest": "A row's weights all became 0: each row has a largest score of its own, `amax(1)`, not one for all.",
-        "last largest": "The largest score is that of the last tile alone. What had the row seen before?",
-        "no maximum": "NaN is -inf - -inf: a row sees no key of the last tile. `new` is the larger of two: which?",
-        "from 0": "`largest` began at 0, a row's scores lie far below, all weights became 0: 0 / 0 is NaN. Begin at -inf.",
-        "past end": "The table behind `end` holds absurd ids. Look up no key from `end` on: the last tile may be shorter.",
-        "block 0": "Past `end` block 0 was read, and 0 × NaN is NaN. The kernel loads zeros; end the last tile at `end`.",
-        "NaN": "Past `end` is NaN, and 0 × NaN is NaN, so a mask is not enough: the last tile must end at `end`.",
-        "whole tiles": "The last keys are missing: they do not fill a tile. range(0, end, tile) begins one for them, too.",
-    }),
-    hint="Return a tensor shaped like rows. Print largest, shrink and total after each tile: which is not as in rung 1?",
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="attend_tiles",
+        chapter="22_triton_ladder",
+        oracle=_attend_tiles,
+        engine=_tiles_at_work,
+        cases=list(
+            starmap(
+                _tiles_case,
+                (
+                    ([3], 4, 4, 4),
+                    ([7], 8, 8, 4),
+                    ([0, 3], 4, 4, 4),
+                    ([15], 16, 4, 4),
+                    ([11, 11], 12, 8, 4),
+                    ([9, 10], 11, 4, 3),
+                    ([16, 17, 18, 19], 20, 6, 5),
+                    ([3, 3, 3], 4, 4, 4, 1000),
+                ),
+            )
+        ),
+        mistakes=_faults(
+            _attend_tiles,
+            {
+                "not divided": (
+                    "The sums were not divided by the sum of weights. The last line of "
+                    "`online_softmax` does it."
+                ),
+                "exp": (
+                    "Weights are powers of two in this chapter: log₂ e is in the scale "
+                    "already. exp2, not exp."
+                ),
+                "no table": (
+                    "A page's number is not its place in the cache: `table` says which block it is."
+                ),
+                "no mask": (
+                    "A row sees keys after its own position. Their scores must be -inf before "
+                    "the largest is taken."
+                ),
+                "strict": (
+                    "Each row's own key is missing: a row sees the key at its `position`, too. "
+                    "Is it `<` or `<=`?"
+                ),
+                "zero": (
+                    "A key that a row must not see got score 0, and its weight is 2 to the "
+                    "power of 0. Its score must be -inf."
+                ),
+                "tile is page": (
+                    "Tiles were taken for pages. A tile may lie in several pages: look up key "
+                    "// block_size for each key."
+                ),
+                "sums not shrunk": (
+                    "The weighted sum was not shrunk when a larger score came: acc * shrink, "
+                    "as in rung 1."
+                ),
+                "total not shrunk": (
+                    "The sum of weights was not shrunk when a larger score came. It needs the "
+                    "same factor as acc."
+                ),
+                "no scale": "The scores are not multiplied by `scale`.",
+                "one largest": (
+                    "A row's weights all became 0: each row has a largest score of its own, "
+                    "`amax(1)`, not one for all."
+                ),
+                "last largest": (
+                    "The largest score is that of the last tile alone. What had the row seen "
+                    "before?"
+                ),
+                "no maximum": (
+                    "NaN is -inf - -inf: a row sees no key of the last tile. `new` is the "
+                    "larger of two: which?"
+                ),
+                "from 0": (
+                    "`largest` began at 0, a row's scores lie far below, all weights became 0: "
+                    "0 / 0 is NaN. Begin at -inf."
+                ),
+                "past end": (
+                    "The table behind `end` holds absurd ids. Look up no key from `end` on: "
+                    "the last tile may be shorter."
+                ),
+                "block 0": (
+                    "Past `end` block 0 was read, and 0 × NaN is NaN. The kernel loads zeros; "
+                    "end the last tile at `end`."
+                ),
+                "NaN": (
+                    "Past `end` is NaN, and 0 × NaN is NaN, so a mask is not enough: the last "
+                    "tile must end at `end`."
+                ),
+                "whole tiles": (
+                    "The last keys are missing: they do not fill a tile. range(0, end, tile) "
+                    "begins one for them, too."
+                ),
+            },
+        ),
+        hint=(
+            "Return a tensor shaped like rows. Print largest, shrink and total after each "
+            "tile: which is not as in rung 1?"
+        ),
+    )
+)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #d5fec413
-def _keys_of_program(first, query_len, seq_len, split, block_q, tile, num_splits, fault: str = "") -> tuple[int, int, int]:
+def _keys_of_program(
+    first, query_len, seq_len, split, block_q, tile, num_splits, fault: str = ""
+) -> tuple[int, int, int]:
     past = seq_len - query_len + first
     ends = {"not causal": seq_len, "not its own": past, "past the end": past + block_q}
     end = ends.get(fault, min(past + block_q, seq_len))
@@ -274,7 +534,9 @@ def _keys_of_program(first, query_len, seq_len, split, block_q, tile, num_splits
     return low, max(low, seen if fault == "torn full" else seen // tile * tile), end
 
 
-def _programs_case(query_len: int, seq_len: int, block_q: int, tile: int, num_splits: int) -> _check.Case:
+def _programs_case(
+    query_len: int, seq_len: int, block_q: int, tile: int, num_splits: int
+) -> _check.Case:
     def run(answer: Any) -> list[str]:
         found = []
         for first in range(0, query_len, block_q):
@@ -283,7 +545,10 @@ def _programs_case(query_len: int, seq_len: int, block_q: int, tile: int, num_sp
                 found.append(f"{low} to {full}, masked {full} to {end}" if low < end else "nothing")
         return found
 
-    said = f"NAME of each program, block after block, split after split; query_len={query_len}, seq_len={seq_len}"
+    said = (
+        f"NAME of each program, block after block, split after split; query_len={query_len}, "
+        f"seq_len={seq_len}"
+    )
     return _check.Case(f"{said}, block_q={block_q}, tile={tile}, num_splits={num_splits}", run)
 
 
@@ -291,12 +556,18 @@ def _programs_at_work(answer: Any) -> str:
     answer, calls = _counted(answer)
 
     def run(self, q, kv_cache, table, seq_len, block_q=4, tile=8):
-        (k, v), m, out = _gather(kv_cache, table, seq_len, self.num_heads // self.num_kv_heads), len(q), []
+        (k, v), m, out = (
+            _gather(kv_cache, table, seq_len, self.num_heads // self.num_kv_heads),
+            len(q),
+            [],
+        )
         for first in range(0, m, block_q):
             rows = q[first : first + block_q] * self.scale
             ranges = [answer(first, m, seq_len, split, block_q, tile, 2) for split in (0, 1)]
             key = torch.tensor([key for low, _, end in ranges for key in range(low, end)])
-            masked = torch.tensor([key >= full for low, full, end in ranges for key in range(low, end)])
+            masked = torch.tensor(
+                [key >= full for low, full, end in ranges for key in range(low, end)]
+            )
             position = seq_len - m + first + torch.arange(len(rows))
             out.append(_attend(rows, k[key], v[key], (key > position[:, None]) & masked))
         return torch.cat(out)
@@ -304,42 +575,97 @@ def _programs_at_work(answer: Any) -> str:
     return _serve(_by_sequence(run), calls)
 
 
-_check.register(_check.Exercise(
-    name="keys_of_program", chapter="23_triton_attention", oracle=_keys_of_program, engine=_programs_at_work,
-    cases=list(starmap(_programs_case, ((1, 8, 1, 4, 1), (8, 8, 4, 4, 1), (3, 9, 4, 4, 1), (6, 13, 4, 4, 1),
-                                        (1, 32, 1, 8, 2), (1, 20, 1, 4, 2), (1, 10, 1, 8, 4), (30, 100, 16, 32, 1)))),
-    mistakes=_faults(_keys_of_program, {
-        "not its own": "The program stops before its own tokens. A token sees itself, so it is among the keys.",
-        "not causal": "The program reads to the end of the sequence. What lies after its last row's position, no row may see.",
-        "past the end": "The program reads past the sequence's end: its last block of tokens may not be full.",
-        "last row": "`full` is counted for the last row. A tile needs no mask only if the first row, too, sees all of it.",
-        "torn full": "`full` ends in the middle of a tile. The loop without masks takes whole tiles: round down.",
-        "no upper end": "A split does not stop where the next one begins, so keys are read twice. end is at most low + share.",
-        "torn tiles": "Splits are cut in the middle of a tile. Share tiles, not keys: two roundings up, then times the tile.",
-        "floor": "The last keys belong to no split: the number of tiles, and a split's share of them, must be rounded up.",
-    }),
-    hint="Draw the rows of the block and the tiles of the keys, and mark what the first and what the last row sees.",
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="keys_of_program",
+        chapter="23_triton_attention",
+        oracle=_keys_of_program,
+        engine=_programs_at_work,
+        cases=list(
+            starmap(
+                _programs_case,
+                (
+                    (1, 8, 1, 4, 1),
+                    (8, 8, 4, 4, 1),
+                    (3, 9, 4, 4, 1),
+                    (6, 13, 4, 4, 1),
+                    (1, 32, 1, 8, 2),
+                    (1, 20, 1, 4, 2),
+                    (1, 10, 1, 8, 4),
+                    (30, 100, 16, 32, 1),
+                ),
+            )
+        ),
+        mistakes=_faults(
+            _keys_of_program,
+            {
+                "not its own": (
+                    "The program stops before its own tokens. A token sees itself, so it is "
+                    "among the keys."
+                ),
+                "not causal": (
+                    "The program reads to the end of the sequence. What lies after its last "
+                    "row's position, no row may see."
+                ),
+                "past the end": (
+                    "The program reads past the sequence's end: its last block of tokens may "
+                    "not be full."
+                ),
+                "last row": (
+                    "`full` is counted for the last row. A tile needs no mask only if the "
+                    "first row, too, sees all of it."
+                ),
+                "torn full": (
+                    "`full` ends in the middle of a tile. The loop without masks takes whole "
+                    "tiles: round down."
+                ),
+                "no upper end": (
+                    "A split does not stop where the next one begins, so keys are read twice. "
+                    "end is at most low + share."
+                ),
+                "torn tiles": (
+                    "Splits are cut in the middle of a tile. Share tiles, not keys: two "
+                    "roundings up, then times the tile."
+                ),
+                "floor": (
+                    "The last keys belong to no split: the number of tiles, and a split's "
+                    "share of them, must be rounded up."
+                ),
+            },
+        ),
+        hint=(
+            "Draw the rows of the block and the tiles of the keys, and mark what the first and "
+            "what the last row sees."
+        ),
+    )
+)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #cdfd6961
 def _merge_parts(one, other, fault: str = "") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (a, a_largest, a_total), (b, b_largest, b_total) = one, other
     both = b_largest if fault == "newer" else torch.maximum(a_largest, b_largest)
-    before, now = a_total * torch.exp(a_largest - both), b_total * torch.exp(b_largest - both)
+    before = a_total * torch.exp(a_largest - both)
+    now = b_total * torch.exp(b_largest - both)
     others = {"relative to 0": (a_largest, b_largest), "not shrunk": (0 * both, 0 * both)}
     others["upside down"] = (both - a_largest, both - b_largest)
     if fault in others:
-        before, now = a_total * torch.exp(others[fault][0]), b_total * torch.exp(others[fault][1])
+        before = a_total * torch.exp(others[fault][0])
+        now = b_total * torch.exp(others[fault][1])
     total = before + now
     if fault == "sums":
-        return (a * torch.exp(a_largest - both) + b * torch.exp(b_largest - both)) / total, both, total
+        return (
+            (a * torch.exp(a_largest - both) + b * torch.exp(b_largest - both)) / total,
+            both,
+            total,
+        )
     if fault == "halves":
         return (a + b) / 2, both, total
     return (a * before + b * now) / total, both, total
 
 
 def _parts_case(one: list[float], other: list[float]) -> _check.Case:
-    values, parts = torch.tensor([[10.0, 1], [20, 0], [30, -1], [40, 2], [50, 0]]), []
+    values = torch.tensor([[10.0, 1], [20, 0], [30, -1], [40, 2], [50, 0]])
+    parts = []
     for scores, some in ((one, values[: len(one)]), (other, values[len(one) :][: len(other)])):
         s = torch.tensor(scores)
         largest = s.max() if len(s) else torch.tensor(-torch.inf)
@@ -356,57 +682,118 @@ def _parts_at_work(answer: Any) -> str:
     answer, calls = _counted(answer)
 
     def one_head(scores, values):
-        parts = [(s.softmax(0) @ v, s.max(), (s - s.max()).exp().sum()) for s, v in zip(scores.split(7), values.split(7))]
+        parts = [
+            (s.softmax(0) @ v, s.max(), (s - s.max()).exp().sum())
+            for s, v in zip(scores.split(7), values.split(7))
+        ]
         return reduce(answer, parts)[0]
 
     def run(self, q, kv_cache, table, seq_len):
-        (k, v), out = _gather(kv_cache, table, seq_len, self.num_heads // self.num_kv_heads), torch.empty_like(q)
+        (k, v), out = (
+            _gather(kv_cache, table, seq_len, self.num_heads // self.num_kv_heads),
+            torch.empty_like(q),
+        )
         for token, row in enumerate(q):
             seen = seq_len - len(q) + token + 1
             scores = (k[:seen] * row).sum(-1) * self.scale  # [keys, heads]
-            out[token] = torch.stack([one_head(scores[:, head], v[:seen, head]) for head in range(self.num_heads)])
+            out[token] = torch.stack(
+                [one_head(scores[:, head], v[:seen, head]) for head in range(self.num_heads)]
+            )
         return out
 
     return _serve(_by_sequence(run), calls)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #fd8b1ee7
-_check.register(_check.Exercise(name="merge_parts", chapter="21d_numba_prefill", oracle=_merge_parts, engine=_parts_at_work,
-    cases=list(starmap(_parts_case, (([1.0], [1.0]), ([0.0, 0.0], [0.0]), ([1.0, 3.0], [5.0, 2.0]),
-                                     ([2.0], [0.0, -1.0, 1.0]), ([], [2.0, 1.0]), ([90.0, 3.0], [100.0, 99.0])))),
-    mistakes=_faults(_merge_parts, {
-        "relative to 0": "The total is relative to 0, not to the largest score that is returned (and exp(100) overflows).",
-        "halves": "The two averages count alike, however many keys they stand for. Mix them in the proportion of their sums.",
-        "sums": "Averages were treated as sums. An average must first be multiplied with its own part's total.",
-        "not shrunk": "The sums were added as they are, but each is relative to a largest score of its own: scale them first.",
-        "upside down": "The factor is upside down: relative to a larger score a sum becomes smaller.",
-        "newer": "The second part's largest score was taken for the common one, which is the larger of the two.",
-    }),
-    hint="Work out the chapter's example by hand: scores (1, 3), then (5, 2).",
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="merge_parts",
+        chapter="21d_numba_prefill",
+        oracle=_merge_parts,
+        engine=_parts_at_work,
+        cases=list(
+            starmap(
+                _parts_case,
+                (
+                    ([1.0], [1.0]),
+                    ([0.0, 0.0], [0.0]),
+                    ([1.0, 3.0], [5.0, 2.0]),
+                    ([2.0], [0.0, -1.0, 1.0]),
+                    ([], [2.0, 1.0]),
+                    ([90.0, 3.0], [100.0, 99.0]),
+                ),
+            )
+        ),
+        mistakes=_faults(
+            _merge_parts,
+            {
+                "relative to 0": (
+                    "The total is relative to 0, not to the largest score that is returned "
+                    "(and exp(100) overflows)."
+                ),
+                "halves": (
+                    "The two averages count alike, however many keys they stand for. Mix them "
+                    "in the proportion of their sums."
+                ),
+                "sums": (
+                    "Averages were treated as sums. An average must first be multiplied with "
+                    "its own part's total."
+                ),
+                "not shrunk": (
+                    "The sums were added as they are, but each is relative to a largest score "
+                    "of its own: scale them first."
+                ),
+                "upside down": (
+                    "The factor is upside down: relative to a larger score a sum becomes smaller."
+                ),
+                "newer": (
+                    "The second part's largest score was taken for the common one, which is "
+                    "the larger of the two."
+                ),
+            },
+        ),
+        hint="Work out the chapter's example by hand: scores (1, 3), then (5, 2).",
+    )
+)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #f7ffb98d
 def _page_runs(table, block_size, first, last, fault: str = "") -> list[tuple[int, int]]:
-    runs, at = [], first
+    runs = []
+    at = first
     while at < last:
         offset = 0 if fault == "offset" else at % block_size
-        count = block_size - at % block_size if fault == "whole pages" else min(block_size - at % block_size, last - at)
+        count = (
+            block_size - at % block_size
+            if fault == "whole pages"
+            else min(block_size - at % block_size, last - at)
+        )
         page = at // block_size
         page = page - first // block_size if fault == "table from first" else page
         block = int(page if fault == "no table" else table[page])
         runs.append((block * (1 if fault == "block id" else block_size) + offset, count))
         at += count
-    return runs[:-1] if fault == "full pages only" and runs and runs[-1][1] < block_size and len(runs) > 1 else runs
+    return (
+        runs[:-1]
+        if fault == "full pages only" and runs and runs[-1][1] < block_size and len(runs) > 1
+        else runs
+    )
 
 
 def _runs_case(table: list[int], block_size: int, first: int, last: int) -> _check.Case:
     def run(answer: Any) -> list[tuple[int, ...]]:
-        return [tuple(map(int, pair)) for pair in answer(np.array(table, np.int32), block_size, first, last)]
+        return [
+            tuple(map(int, pair))
+            for pair in answer(np.array(table, np.int32), block_size, first, last)
+        ]
 
-    return _check.Case(f"NAME(table={table}, block_size={block_size}, first={first}, last={last})", run)
+    return _check.Case(
+        f"NAME(table={table}, block_size={block_size}, first={first}, last={last})", run
+    )
 
 
 def _compiled(answer: Any) -> tuple[Any, str]:
-    "The answer as Numba compiles it, and a word about that; as it is where Numba is missing or cannot."
+    """The answer as Numba compiles it, and a word about that; as it is where Numba is missing or
+    cannot.
+    """
     try:
         import numba
 
@@ -421,94 +808,216 @@ def _runs_at_work(answer: Any) -> str:
     fast, calls = _counted(answer)
 
     def run(self, q, kv_cache, table, seq_len):
-        rows, size = kv_cache.flatten(1, 2), kv_cache.shape[2]
+        rows = kv_cache.flatten(1, 2)
+        size = kv_cache.shape[2]
         pages = table[: -(-seq_len // size)].to(torch.int32).numpy()
-        runs = [pair for first in range(0, seq_len, 7) for pair in fast(pages, size, first, min(first + 7, seq_len))]
-        k, v = torch.cat([rows[:, row : row + n] for row, n in runs], 1).repeat_interleave(self.num_heads // rows.shape[2], 2)
+        runs = [
+            pair
+            for first in range(0, seq_len, 7)
+            for pair in fast(pages, size, first, min(first + 7, seq_len))
+        ]
+        k, v = torch.cat([rows[:, row : row + n] for row, n in runs], 1).repeat_interleave(
+            self.num_heads // rows.shape[2], 2
+        )
         return _attend(q * self.scale, k, v, ~visible(len(q), seq_len, None))
 
     return f"{how}, {_serve(_by_sequence(run), calls)}"
 
 
-_check.register(_check.Exercise(name="page_runs", chapter="21f_numba_attention", oracle=_page_runs, engine=_runs_at_work,
-    cases=list(starmap(_runs_case, (([1], 4, 0, 4), ([1], 4, 0, 3), ([2, 0], 4, 0, 8), ([4, 0, 5], 4, 0, 10),
-                                    ([3, 1], 4, 2, 8), ([7, 3, 1], 4, 5, 7), ([7, 3, 9, 0], 4, 6, 14)))),
-    mistakes=_faults(_page_runs, {
-        "block id": "That is the block's id. Its first row in the cache is id × block_size.",
-        "no table": "A page's number in the sequence is not its place in the cache: table[number] says which block it is.",
-        "whole pages": "The last run goes past `last`: of its page only some rows are wanted. min(…, last - at).",
-        "full pages only": "The page that is not full is missing. Go on while there are tokens left, not pages.",
-        "offset": "The first run begins at its page's first row, but `first` may lie in the middle: add its offset.",
-        "table from first": "The table is read from its beginning, but `first` may lie in a later page. In which entry?",
-    }),
-    hint="Go from token to token on paper: which entry of the table, which offset, how many rows are left?",
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="page_runs",
+        chapter="21f_numba_attention",
+        oracle=_page_runs,
+        engine=_runs_at_work,
+        cases=list(
+            starmap(
+                _runs_case,
+                (
+                    ([1], 4, 0, 4),
+                    ([1], 4, 0, 3),
+                    ([2, 0], 4, 0, 8),
+                    ([4, 0, 5], 4, 0, 10),
+                    ([3, 1], 4, 2, 8),
+                    ([7, 3, 1], 4, 5, 7),
+                    ([7, 3, 9, 0], 4, 6, 14),
+                ),
+            )
+        ),
+        mistakes=_faults(
+            _page_runs,
+            {
+                "block id": "That is the block's id. Its first row in the cache is id × block_size.",
+                "no table": (
+                    "A page's number in the sequence is not its place in the cache: "
+                    "table[number] says which block it is."
+                ),
+                "whole pages": (
+                    "The last run goes past `last`: of its page only some rows are wanted. "
+                    "min(…, last - at)."
+                ),
+                "full pages only": (
+                    "The page that is not full is missing. Go on while there are tokens left, "
+                    "not pages."
+                ),
+                "offset": (
+                    "The first run begins at its page's first row, but `first` may lie in the "
+                    "middle: add its offset."
+                ),
+                "table from first": (
+                    "The table is read from its beginning, but `first` may lie in a later "
+                    "page. In which entry?"
+                ),
+            },
+        ),
+        hint=(
+            "Go from token to token on paper: which entry of the table, which offset, how many "
+            "rows are left?"
+        ),
+    )
+)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #2948258c
 def _tiles_met(position, num_tokens, first_key, tile, window, fault: str = "") -> tuple[int, int]:
     last = position + num_tokens - (0 if fault == "one more" else 1)
     last = position if fault == "first token" else last
-    start = first_key if not window else position + (num_tokens - 1 if fault == "window of last" else 0) + 1 - window
+    start = (
+        first_key
+        if not window
+        else position + (num_tokens - 1 if fault == "window of last" else 0) + 1 - window
+    )
     start = position if window and fault == "no past" else start
-    begin = max(0 if fault == "before first" else first_key, start) - (0 if fault == "from zero" else first_key)
+    begin = max(0 if fault == "before first" else first_key, start) - (
+        0 if fault == "from zero" else first_key
+    )
     begin = 0 if fault == "no window" else begin
     end = last - (0 if fault == "from zero" else first_key)
     return begin // tile, end // tile + (0 if fault == "inclusive" else 1)
 
 
-def _met_case(position: int, num_tokens: int, first_key: int, tile: int, window: int) -> _check.Case:
-    said, args = f"{position=}, {num_tokens=}, {first_key=}, {tile=}, {window=}", (position, num_tokens, first_key, tile, window)
-    return _check.Case(f"NAME({said}), as a list of tiles", lambda answer: list(range(*answer(*args))))
+def _met_case(
+    position: int, num_tokens: int, first_key: int, tile: int, window: int
+) -> _check.Case:
+    said = f"{position=}, {num_tokens=}, {first_key=}, {tile=}, {window=}"
+    args = (position, num_tokens, first_key, tile, window)
+    return _check.Case(
+        f"NAME({said}), as a list of tiles", lambda answer: list(range(*answer(*args)))
+    )
 
 
 def _met_at_work(answer: Any) -> str:
     answer, calls = _counted(answer)
 
     def run(self, q, kv_cache, table, seq_len, block=5, tile=4):
-        kv, m, out = _gather(kv_cache, table, seq_len, self.num_heads // self.num_kv_heads), len(q), []
+        kv = _gather(kv_cache, table, seq_len, self.num_heads // self.num_kv_heads)
+        m = len(q)
+        out = []
         for start in range(0, m, block):
-            rows, position = q[start : start + block] * self.scale, seq_len - m + start
+            rows = q[start : start + block] * self.scale
+            position = seq_len - m + start
             begin, end = answer(position, len(rows), 0, tile, 0)
             key = torch.arange(begin * tile, min(end * tile, seq_len))
-            out.append(_attend(rows, kv[0, key], kv[1, key], key > torch.arange(position, position + len(rows))[:, None]))
+            out.append(
+                _attend(
+                    rows,
+                    kv[0, key],
+                    kv[1, key],
+                    key > torch.arange(position, position + len(rows))[:, None],
+                )
+            )
         return torch.cat(out)
 
     return _serve(_by_sequence(run), calls)
 
 
-_check.register(_check.Exercise(name="tiles_met", chapter="21e_numba_chunks", oracle=_tiles_met, engine=_met_at_work,
-    cases=list(starmap(_met_case, ((0, 1, 0, 4, 0), (3, 1, 0, 4, 0), (9, 2, 0, 4, 0), (6, 4, 0, 4, 0), (20, 1, 0, 4, 5),
-                                   (11, 3, 0, 4, 4), (30, 2, 17, 4, 9), (12, 3, 0, 4, 6), (18, 2, 17, 4, 30)))),
-    mistakes=_faults(_tiles_met, {
-        "inclusive": "The last tile is left out: `end` is one past it, and a token's own key counts.",
-        "one more": "A tile too many: the block's last token stands at position + num_tokens - 1.",
-        "first token": "The end is that of the block's first token. Its last token sees the most keys.",
-        "no window": "With a window, earlier tiles need not be met: where does the window of the block's first token begin?",
-        "no past": "The window's past is missing: a token at position p sees keys from p + 1 - window on.",
-        "window of last": "The window is that of the block's last token. The first looks further back.",
-        "from zero": "Tiles are counted from key 0. Tile 0 begins at `first_key`: subtract it before you divide.",
-        "before first": "The window reaches back before `first_key`, where there are no tiles: `begin` is not less than 0.",
-    }),
-    hint="Which is the earliest key that any of the tokens sees, and which the latest? In which tiles do they lie?",
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="tiles_met",
+        chapter="21e_numba_chunks",
+        oracle=_tiles_met,
+        engine=_met_at_work,
+        cases=list(
+            starmap(
+                _met_case,
+                (
+                    (0, 1, 0, 4, 0),
+                    (3, 1, 0, 4, 0),
+                    (9, 2, 0, 4, 0),
+                    (6, 4, 0, 4, 0),
+                    (20, 1, 0, 4, 5),
+                    (11, 3, 0, 4, 4),
+                    (30, 2, 17, 4, 9),
+                    (12, 3, 0, 4, 6),
+                    (18, 2, 17, 4, 30),
+                ),
+            )
+        ),
+        mistakes=_faults(
+            _tiles_met,
+            {
+                "inclusive": (
+                    "The last tile is left out: `end` is one past it, and a token's own key counts."
+                ),
+                "one more": (
+                    "A tile too many: the block's last token stands at position + num_tokens - 1."
+                ),
+                "first token": (
+                    "The end is that of the block's first token. Its last token sees the most keys."
+                ),
+                "no window": (
+                    "With a window, earlier tiles need not be met: where does the window of "
+                    "the block's first token begin?"
+                ),
+                "no past": (
+                    "The window's past is missing: a token at position p sees keys from p + 1 "
+                    "- window on."
+                ),
+                "window of last": (
+                    "The window is that of the block's last token. The first looks further back."
+                ),
+                "from zero": (
+                    "Tiles are counted from key 0. Tile 0 begins at `first_key`: subtract it "
+                    "before you divide."
+                ),
+                "before first": (
+                    "The window reaches back before `first_key`, where there are no tiles: "
+                    "`begin` is not less than 0."
+                ),
+            },
+        ),
+        hint=(
+            "Which is the earliest key that any of the tokens sees, and which the latest? In "
+            "which tiles do they lie?"
+        ),
+    )
+)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #c3564318
 def _pack(weight: torch.Tensor, fault: str = "") -> torch.Tensor:
-    width, pair = weight.shape[1], {"no pairs": 1, "always two": 2}.get(fault, 4 // weight.itemsize)
+    width = weight.shape[1]
+    pair = {"no pairs": 1, "always two": 2}.get(fault, 4 // weight.itemsize)
     if fault in ("reshaped", "transposed"):
         return (weight.T if fault == "transposed" else weight).reshape(-1, width // pair, 64, pair)
     panels = weight.view(-1, 64, width // pair, pair).transpose(1, 2)
     return panels if fault == "not moved" else panels.contiguous()
 
 
-def _pack_case(said: str, size: int, width: int, dtype: torch.dtype, look: Callable[[torch.Tensor], Any]) -> _check.Case:
+def _pack_case(
+    said: str, size: int, width: int, dtype: torch.dtype, look: Callable[[torch.Tensor], Any]
+) -> _check.Case:
     weight = torch.arange(size * width).view(size, width).to(dtype)
-    text = f"NAME(arange({size * width}).view({size}, {width}).to({str(dtype).removeprefix('torch.')})): {said}"
+    text = (
+        f"NAME(arange({size * width}).view({size}, "
+        f"{width}).to({str(dtype).removeprefix('torch.')})): {said}"
+    )
     return _check.Case(text, lambda answer: look(answer(weight.clone())))
 
 # %% ../../nbs/93c_exercises_attention.ipynb #135eb123
-def _product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    pair, out = panels.shape[3], x.new_zeros(len(x), panels.shape[0], 64)
+def _product(
+    x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    pair = panels.shape[3]
+    out = x.new_zeros(len(x), panels.shape[0], 64)
     for step in range(panels.shape[1]):
         out += torch.einsum("np,mcp->nmc", x[:, step * pair : (step + 1) * pair], panels[:, step])
     return out.flatten(1) if bias is None else out.flatten(1) + bias
@@ -526,38 +1035,104 @@ def _pack_at_work(answer: Any) -> str:
         return made(weight.data) if weight.shape[0] % 64 == 0 and weight.shape[1] % 4 == 0 else None
 
     layers = "teachvllm.model_executor.layers:"
-    with _check.stand_in(f"{layers}pack_weight", pack_weight), _check.stand_in(f"{layers}packed_linear", product) as products:
+    with (
+        _check.stand_in(f"{layers}pack_weight", pack_weight),
+        _check.stand_in(f"{layers}packed_linear", product) as products,
+    ):
         yours, _ = _check.serve_prompts(hf_overrides=small)
-    assert yours == tokens, f"in the engine the tokens differ from ours: {_check.difference(yours, tokens)}"
+    assert yours == tokens, (
+        f"in the engine the tokens differ from ours: {_check.difference(yours, tokens)}"
+    )
     made_same = f"made the same {sum(map(len, tokens))} tokens"
-    return f"it packed {calls[0]} matrices of a small Llama, and {products[0]} products of {how} {made_same}"
+    return (
+        f"it packed {calls[0]} matrices of a small Llama, and {products[0]} products of {how} "
+        f"{made_same}"
+    )
 
 # %% ../../nbs/93c_exercises_attention.ipynb #7985052d
-_check.register(_check.Exercise(name="pack", chapter="21c_numba_linear", oracle=_pack, engine=_pack_at_work,
-    cases=[
-        _pack_case("its shape", 64, 8, torch.float32, lambda p: list(p.shape)),
-        _pack_case("the first four outputs of step 1", 64, 8, torch.float32, lambda p: p[0, 1, :4].tolist()),
-        _pack_case("panel 1, step 0, the first four outputs", 128, 4, torch.float32, lambda p: p[1, 0, :4].tolist()),
-        _pack_case("its shape, two bytes a number", 64, 8, torch.float16, lambda p: list(p.shape)),
-        _pack_case("the first three outputs of step 1", 64, 8, torch.float16, lambda p: p[0, 1, :3].tolist()),
-        _pack_case("all numbers", 128, 12, torch.float16, lambda p: p),
-        _pack_case("the first six numbers in memory", 64, 8, torch.float16, lambda p: p.as_strided((6,), (1,)).tolist()),
-    ],
-    mistakes=_faults(_pack, {
-        "reshaped": "The axes were renamed, not moved: step 0 needs the first number of 64 outputs, so two axes change places.",
-        "transposed": "Inputs and outputs changed places: 64 rows of the matrix, its outputs, make a panel.",
-        "no pairs": "A step takes 4 bytes of each row: with two bytes a number that is a pair. 4 // weight.itemsize.",
-        "always two": "A pair is always two here, but a step takes 4 bytes: of float32 that is one number.",
-        "not moved": "Nothing has moved in memory: `transpose` makes a view, and the kernel gets a bare address.",
-    }),
-    hint="Name the four axes of the view [panel, output, step, pair], then bring them into the order of the result.",
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="pack",
+        chapter="21c_numba_linear",
+        oracle=_pack,
+        engine=_pack_at_work,
+        cases=[
+            _pack_case("its shape", 64, 8, torch.float32, lambda p: list(p.shape)),
+            _pack_case(
+                "the first four outputs of step 1",
+                64,
+                8,
+                torch.float32,
+                lambda p: p[0, 1, :4].tolist(),
+            ),
+            _pack_case(
+                "panel 1, step 0, the first four outputs",
+                128,
+                4,
+                torch.float32,
+                lambda p: p[1, 0, :4].tolist(),
+            ),
+            _pack_case(
+                "its shape, two bytes a number", 64, 8, torch.float16, lambda p: list(p.shape)
+            ),
+            _pack_case(
+                "the first three outputs of step 1",
+                64,
+                8,
+                torch.float16,
+                lambda p: p[0, 1, :3].tolist(),
+            ),
+            _pack_case("all numbers", 128, 12, torch.float16, lambda p: p),
+            _pack_case(
+                "the first six numbers in memory",
+                64,
+                8,
+                torch.float16,
+                lambda p: p.as_strided((6,), (1,)).tolist(),
+            ),
+        ],
+        mistakes=_faults(
+            _pack,
+            {
+                "reshaped": (
+                    "The axes were renamed, not moved: step 0 needs the first number of 64 "
+                    "outputs, so two axes change places."
+                ),
+                "transposed": (
+                    "Inputs and outputs changed places: 64 rows of the matrix, its outputs, "
+                    "make a panel."
+                ),
+                "no pairs": (
+                    "A step takes 4 bytes of each row: with two bytes a number that is a pair. "
+                    "4 // weight.itemsize."
+                ),
+                "always two": (
+                    "A pair is always two here, but a step takes 4 bytes: of float32 that is "
+                    "one number."
+                ),
+                "not moved": (
+                    "Nothing has moved in memory: `transpose` makes a view, and the kernel "
+                    "gets a bare address."
+                ),
+            },
+        ),
+        hint=(
+            "Name the four axes of the view [panel, output, step, pair], then bring them into "
+            "the order of the result."
+        ),
+    )
+)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #bb31191c
 def _share_of(n, thread, threads, fault: str = "") -> tuple[int, int]:
-    down, up, most = n // threads, -(-n // threads), n if fault == "rounded up" else math.inf
+    down = n // threads
+    up = -(-n // threads)
+    most = n if fault == "rounded up" else math.inf
     if fault in ("rounded down", "rest to the last"):
-        return down * thread, n if fault == "rest to the last" and thread == threads - 1 else down * (thread + 1)
+        return (
+            down * thread,
+            n if fault == "rest to the last" and thread == threads - 1 else down * (thread + 1),
+        )
     if fault in ("rounded up", "past the end"):
         return min(most, up * thread), min(most, up * (thread + 1))
     return n * thread // threads, n * (thread + 1) // threads - (fault == "inclusive")
@@ -567,7 +1142,10 @@ def _shares_case(n: int, threads: int) -> _check.Case:
     def run(answer: Any) -> dict[str, Any]:
         shares = [tuple(map(int, answer(n, thread, threads))) for thread in range(threads)]
         done = [row for first, last in shares for row in range(first, last)]
-        return {"each row once, in order": done == list(range(n)), "rows of a thread": sorted(b - a for a, b in shares)}
+        return {
+            "each row once, in order": done == list(range(n)),
+            "rows of a thread": sorted(b - a for a, b in shares),
+        }
 
     return _check.Case(f"NAME({n}, thread, {threads}) for each of {threads} threads", run)
 
@@ -578,28 +1156,56 @@ def _shares_at_work(answer: Any) -> str:
     def update(self, key, value, kv_cache, meta):
         for thread in range(3):
             first, last = answer(len(key), thread, 3)
-            kv_cache.flatten(1, 2)[:, meta.slot_mapping[first:last]] = torch.stack((key[first:last], value[first:last]))
+            kv_cache.flatten(1, 2)[:, meta.slot_mapping[first:last]] = torch.stack(
+                (key[first:last], value[first:last])
+            )
 
     return _serve(ReferenceBackend.forward, calls, do_kv_cache_update=update)
 
 
-_check.register(_check.Exercise(name="share_of", chapter="21b_numba_utils", oracle=_share_of, engine=_shares_at_work,
-    cases=list(starmap(_shares_case, ((4, 2), (5, 1), (5, 2), (7, 4), (9, 4), (2, 4), (0, 3), (1000, 7)))),
-    mistakes=_faults(_share_of, {
-        "inclusive": "The last row of a share is missing: `last` is one past it, as in range(first, last).",
-        "rounded down": "The rows that are left over belong to no thread: rounding down loses them.",
-        "rest to the last": "One thread gets all that is left over, and the others wait for it. Multiply before you divide.",
-        "rounded up": "Shares are rounded up, so the last threads get little or nothing. They may differ by one row, not more.",
-        "past the end": "The last shares go past row n, into memory that is not ours.",
-    }),
-    hint="Where should the border between thread t - 1 and thread t lie, as a fraction of n?",
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="share_of",
+        chapter="21b_numba_utils",
+        oracle=_share_of,
+        engine=_shares_at_work,
+        cases=list(
+            starmap(
+                _shares_case, ((4, 2), (5, 1), (5, 2), (7, 4), (9, 4), (2, 4), (0, 3), (1000, 7))
+            )
+        ),
+        mistakes=_faults(
+            _share_of,
+            {
+                "inclusive": (
+                    "The last row of a share is missing: `last` is one past it, as in "
+                    "range(first, last)."
+                ),
+                "rounded down": "The rows that are left over belong to no thread: rounding down loses them.",
+                "rest to the last": (
+                    "One thread gets all that is left over, and the others wait for it. "
+                    "Multiply before you divide."
+                ),
+                "rounded up": (
+                    "Shares are rounded up, so the last threads get little or nothing. They "
+                    "may differ by one row, not more."
+                ),
+                "past the end": "The last shares go past row n, into memory that is not ours.",
+            },
+        ),
+        hint="Where should the border between thread t - 1 and thread t lie, as a fraction of n?",
+    )
+)
 
 # %% ../../nbs/93c_exercises_attention.ipynb #560f95a1
-def _tokens_of_program(program, query_start_loc, block_q, fault: str = "") -> tuple[int, int] | None:
+def _tokens_of_program(
+    program, query_start_loc, block_q, fault: str = ""
+) -> tuple[int, int] | None:
     plus = 0 if fault == "no room" else 1
     begins = [start // block_q + plus * i for i, start in enumerate(query_start_loc[:-1])]
-    before = (lambda begin: begin < program) if fault == "strictly" else (lambda begin: begin <= program)
+    before = (
+        (lambda begin: begin < program) if fault == "strictly" else (lambda begin: begin <= program)
+    )
     seq = max((i for i, begin in enumerate(begins) if before(begin)), default=0)
     first = (program - begins[seq]) * (1 if fault == "block number" else block_q)
     if first >= query_start_loc[seq + 1] - query_start_loc[seq] and fault != "too many":
@@ -611,17 +1217,27 @@ def _launch_case(query_lens: list[int], block_q: int) -> _check.Case:
     start = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
 
     def run(answer: Any) -> list[Any]:
-        found = [answer(program, list(start), block_q) for program in range(start[-1] // block_q + len(query_lens))]
+        found = [
+            answer(program, list(start), block_q)
+            for program in range(start[-1] // block_q + len(query_lens))
+        ]
         return [None if pair is None else tuple(pair) for pair in found]
 
-    return _check.Case(f"NAME(program, {start}, {block_q}) for all {start[-1] // block_q + len(query_lens)} programs", run)
+    return _check.Case(
+        (
+            f"NAME(program, {start}, {block_q}) for all "
+            f"{start[-1] // block_q + len(query_lens)} programs"
+        ),
+        run,
+    )
 
 
 def _launch_at_work(answer: Any) -> str:
     answer, calls = _counted(answer)
 
     def forward(self, q, kv_cache, meta, block_q=4):
-        out, start = torch.full_like(q, torch.nan), meta.query_start_loc.tolist()
+        out = torch.full_like(q, torch.nan)
+        start = meta.query_start_loc.tolist()
         for program in range(len(q) // block_q + len(meta.seq_lens)):
             if (mine := answer(program, start, block_q)) is not None:
                 seq, first = mine
@@ -633,16 +1249,51 @@ def _launch_at_work(answer: Any) -> str:
     return _serve(forward, calls)
 
 
-_check.register(_check.Exercise(
-    name="tokens_of_program", chapter="21a_triton_utils", oracle=_tokens_of_program, engine=_launch_at_work,
-    cases=list(starmap(_launch_case, (([3], 4), ([8], 4), ([1, 1], 4), ([5, 4], 4), ([6, 7], 4), ([1, 1, 9, 4], 4),
-                                      ([2, 30, 1], 8)))),
-    mistakes=_faults(_tokens_of_program, {
-        "strictly": "A sequence got its room one program too late: it begins at its first block's number, not after it.",
-        "too many": "A program too many got tokens that are not there: is its first token one of the sequence's? If not, None.",
-        "block number": "That is the number of the block. Its first token is block_q times that.",
-        "no room": "Two sequences share a program. The `+ i` gives each one a block of its own: where does its room begin?",
-        "in the batch": "The first token is counted from the batch's beginning. It is wanted within its sequence.",
-    }),
-    hint="Write down query_start_loc[i] // block_q + i for each sequence: it has the programs from there to the next one's.",
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="tokens_of_program",
+        chapter="21a_triton_utils",
+        oracle=_tokens_of_program,
+        engine=_launch_at_work,
+        cases=list(
+            starmap(
+                _launch_case,
+                (
+                    ([3], 4),
+                    ([8], 4),
+                    ([1, 1], 4),
+                    ([5, 4], 4),
+                    ([6, 7], 4),
+                    ([1, 1, 9, 4], 4),
+                    ([2, 30, 1], 8),
+                ),
+            )
+        ),
+        mistakes=_faults(
+            _tokens_of_program,
+            {
+                "strictly": (
+                    "A sequence got its room one program too late: it begins at its first "
+                    "block's number, not after it."
+                ),
+                "too many": (
+                    "A program too many got tokens that are not there: is its first token one "
+                    "of the sequence's? If not, None."
+                ),
+                "block number": "That is the number of the block. Its first token is block_q times that.",
+                "no room": (
+                    "Two sequences share a program. The `+ i` gives each one a block of its "
+                    "own: where does its room begin?"
+                ),
+                "in the batch": (
+                    "The first token is counted from the batch's beginning. It is wanted "
+                    "within its sequence."
+                ),
+            },
+        ),
+        hint=(
+            "Write down query_start_loc[i] // block_q + i for each sequence: it has the "
+            "programs from there to the next one's."
+        ),
+    )
+)

@@ -36,16 +36,24 @@ class _CountedBlocks:
 
 
 def _blocks_case(num_blocks: int, *operations: str) -> Case:
-    "Operations are like 'allocate' and 'free 0'; what came back, the counts and the sorted free ids after the last."
+    """Operations are like 'allocate' and 'free 0'; what came back, the counts and the sorted free
+    ids after the last.
+    """
 
     def run(answer: Any) -> list[Any]:
-        blocks, came = answer(num_blocks), []
+        blocks = answer(num_blocks)
+        came = []
         for name, *ids in (operation.split() for operation in operations):
             came.append(getattr(blocks, name)(*map(int, ids)))
         return [came, list(blocks.ref_counts), sorted(blocks.free_ids)]
 
-    calls = "; ".join("blocks.{}({})".format(*f"{operation} ".split(" ")[:2]) for operation in operations)
-    return Case(f"blocks = NAME({num_blocks}); {calls}  -> [what came back, ref_counts, sorted(free_ids)]", run)
+    calls = "; ".join(
+        "blocks.{}({})".format(*f"{operation} ".split(" ")[:2]) for operation in operations
+    )
+    return Case(
+        f"blocks = NAME({num_blocks}); {calls}  -> [what came back, ref_counts, sorted(free_ids)]",
+        run,
+    )
 
 # %% ../../nbs/93ad_exercises_blocks.ipynb #719a5308
 class _FreesForAll(_CountedBlocks):
@@ -107,7 +115,9 @@ def _allocator_over(answer: Any) -> type:
         def __init__(self, num_blocks: int):
             super().__init__(num_blocks)
             self.blocks = answer(num_blocks)
-            self.allocate, self.touch, self.free = self.blocks.allocate, self.blocks.touch, self.blocks.free  # type: ignore
+            self.allocate = self.blocks.allocate  # type: ignore[method-assign]
+            self.touch = self.blocks.touch  # type: ignore[method-assign]
+            self.free = self.blocks.free  # type: ignore[method-assign]
 
         def get_num_free_blocks(self) -> int:
             return len(self.blocks.free_ids)
@@ -129,47 +139,87 @@ register(
             _blocks_case(3, "allocate", "touch 0", "free 0"),
             _blocks_case(3, "allocate", "touch 0", "free 0", "free 0"),
             _blocks_case(3, "allocate", "allocate", "free 0", "allocate"),
-            _blocks_case(4, "allocate", "allocate", "touch 1", "touch 1", "free 1", "free 0", "free 1", "allocate", "allocate"),
+            _blocks_case(
+                4,
+                "allocate",
+                "allocate",
+                "touch 1",
+                "touch 1",
+                "free 1",
+                "free 0",
+                "free 1",
+                "allocate",
+                "allocate",
+            ),
         ],
         oracle=_CountedBlocks,
         mistakes={
-            "The block is free although another table still names it: the next request would write into it. Look at `free`: "
+            "The block is free although another table still names it: the next request "
+            "would write into it. Look at `free`: "
             "which count makes a block free?": _FreesForAll,
-            "A block with no reference is not among `free_ids`: it is lost for good. Look at the end of `free`.": _NeverFrees,
-            "The block is free, and its last reference stays in `ref_counts`: the count of a free block is 0.": (
-                _KeepsTheLastReference
-            ),
+            (
+                "A block with no reference is not among `free_ids`: it is lost for good. Look "
+                "at the end of `free`."
+            ): _NeverFrees,
+            (
+                "The block is free, and its last reference stays in `ref_counts`: the count of "
+                "a free block is 0."
+            ): (_KeepsTheLastReference),
             "`free` returns nothing: the block may belong to no table any more.": _FreeReturnsTheBlock,
-            "A block that was just handed out has one reference already: the table that gets it. Look at `allocate`: what is "
+            "A block that was just handed out has one reference already: the table that "
+            "gets it. Look at `allocate`: what is "
             "the count afterwards?": _HasNoFirstReference,
-            "`touch` gives back nothing, but it must return the block's id, so that it can go straight into a table.": (
-                _TouchReturnsNothing
-            ),
+            (
+                "`touch` gives back nothing, but it must return the block's id, so that it can "
+                "go straight into a table."
+            ): (_TouchReturnsNothing),
             "The second table is not counted: look at `touch`.": _TouchCountsNothing,
-            "The first block handed out is the last one of the pool. `free_ids` is a stack in reverse, so that 0 is on top: "
+            "The first block handed out is the last one of the pool. `free_ids` is a stack "
+            "in reverse, so that 0 is on top: "
             "which end does `allocate` take from?": _HandsOutTheLast,
-            "The block freed last comes next, so that few blocks are ever used. At which end does `free` put it "
+            "The block freed last comes next, so that few blocks are ever used. At which "
+            "end does `free` put it "
             "back?": _FreesAtTheEnd,
         },
-        hint="Follow one block: which of your lines changes its count, and which puts its id back into `free_ids`?",
+        hint=(
+            "Follow one block: which of your lines changes its count, and which puts its id "
+            "back into `free_ids`?"
+        ),
         engine=_serve(
-            _allocator_over, "teachvllm.core.block_manager:BlockAllocator", enable_prefix_caching=False, swap_space=0
+            _allocator_over,
+            "teachvllm.core.block_manager:BlockAllocator",
+            enable_prefix_caching=False,
+            swap_space=0,
         ),
     )
 )
 
 # %% ../../nbs/93ad_exercises_blocks.ipynb #68a030b5
 def _take_block(
-    free_ids: list[int], cached: Any, hash_of: dict[int, bytes], block_of: dict[bytes, int], first: bool = False, end: int = -1,
-    newest: bool = False, found: bool = False, hashed: bool = False, stays: bool = False, always: bool = False,
-    looks: bool = False, pair: bool = False,
-) -> int | None:  # fmt: skip
+    free_ids: list[int],
+    cached: Any,
+    hash_of: dict[int, bytes],
+    block_of: dict[bytes, int],
+    first: bool = False,
+    end: int = -1,
+    newest: bool = False,
+    found: bool = False,
+    hashed: bool = False,
+    stays: bool = False,
+    always: bool = False,
+    looks: bool = False,
+    pair: bool = False,
+) -> int | None:
     "The right answer; each of the last nine arguments changes one thing to a mistake."
     if free_ids and not (first and cached):
         return free_ids[end] if looks else free_ids.pop(end)
     if not cached and not always:
         return None
-    block_id = next(reversed(cached) if newest else iter(cached)) if stays else cached.popitem(last=newest)[0]
+    block_id = (
+        next(reversed(cached) if newest else iter(cached))
+        if stays
+        else cached.popitem(last=newest)[0]
+    )
     key: Any = (block_id, None) if pair else block_id
     block_hash = hash_of[key] if found or hashed else hash_of.pop(key)
     if not found:
@@ -179,7 +229,8 @@ def _take_block(
 
 def _take_case(free_ids: list[int], cached: list[int], in_use: list[int]) -> Case:
     def run(answer: Any) -> list[Any]:
-        free, order = list(free_ids), OrderedDict.fromkeys(cached)
+        free = list(free_ids)
+        order = OrderedDict.fromkeys(cached)
         hash_of = {i: b"h%d" % i for i in sorted([*cached, *in_use])}
         block_of = {block_hash: i for i, block_hash in hash_of.items()}
         try:
@@ -196,7 +247,9 @@ def _take_case(free_ids: list[int], cached: list[int], in_use: list[int]) -> Cas
     return Case(f"{said}  -> [block, free_ids, cached, hash_of, block_of]", run)
 
 
-def _returns_the_item(free_ids: list[int], cached: Any, hash_of: dict[int, bytes], block_of: dict[bytes, int]) -> Any:
+def _returns_the_item(
+    free_ids: list[int], cached: Any, hash_of: dict[int, bytes], block_of: dict[bytes, int]
+) -> Any:
     return free_ids.pop() if free_ids else cached.popitem(last=False)
 
 
@@ -217,33 +270,58 @@ register(
         name="take_block",
         chapter="10_block_allocator",
         cases=[
-            _take_case([3], [], []), _take_case([3, 0], [2], [1]), _take_case([], [2], [1]), _take_case([], [2, 0, 3], [1]),
+            _take_case([3], [], []),
+            _take_case([3, 0], [2], [1]),
+            _take_case([], [2], [1]),
+            _take_case([], [2, 0, 3], [1]),
             _take_case([], [], [0, 1]),
-        ],  # fmt: skip
+        ],
         oracle=_take_block,
         mistakes={
-            "There was an empty block, and a cached one was given away: its keys and values are lost for nothing. Which of the "
+            "There was an empty block, and a cached one was given away: its keys and "
+            "values are lost for nothing. Which of the "
             "two is asked for first?": _with(_take_block, first=True),
-            "`free_ids` is a stack: the block freed last comes first. Which end is that?": _with(_take_block, end=0),
-            "The block freed last was evicted, and the one that has waited longest stays. In `cached` the oldest is in front: "
-            "which end did you take?": _with(_take_block, newest=True),
-            "The block was given away, and its old content can still be found under its hash: the next request would read "
-            "another's keys and values. Which two dictionaries know that hash?": _with(_take_block, found=True),
-            "`block_of` has forgotten the content, but `hash_of` still says that the block has one: when it is freed again, it "
-            "would be taken for a cached block.": _with(_take_block, hashed=True),
-            "The block is in use now, and still among the `cached` ones: it would be given away a second "
-            "time.": _with(_take_block, stays=True),
-            "Every block is in use. That is no fault here: what was asked for in that case?": _with(_take_block, always=True),
-            "The block is still in `free_ids`: it would be given away a second time. `pop` takes it out.": (
-                _with(_take_block, looks=True)
+            "`free_ids` is a stack: the block freed last comes first. Which end is that?": _with(
+                _take_block, end=0
             ),
-            "A key that is not there. `cached` and `hash_of` are asked by block, `block_of` by hash; and `popitem` gives "
+            "The block freed last was evicted, and the one that has waited longest stays. "
+            "In `cached` the oldest is in front: "
+            "which end did you take?": _with(_take_block, newest=True),
+            "The block was given away, and its old content can still be found under its "
+            "hash: the next request would read "
+            "another's keys and values. Which two dictionaries know that hash?": _with(
+                _take_block, found=True
+            ),
+            "`block_of` has forgotten the content, but `hash_of` still says that the block "
+            "has one: when it is freed again, it "
+            "would be taken for a cached block.": _with(_take_block, hashed=True),
+            "The block is in use now, and still among the `cached` ones: it would be given "
+            "away a second "
+            "time.": _with(_take_block, stays=True),
+            "Every block is in use. That is no fault here: what was asked for in that case?": _with(
+                _take_block, always=True
+            ),
+            (
+                "The block is still in `free_ids`: it would be given away a second time. `pop` "
+                "takes it out."
+            ): (_with(_take_block, looks=True)),
+            "A key that is not there. `cached` and `hash_of` are asked by block, "
+            "`block_of` by hash; and `popitem` gives "
             "(key, value), of which the key is the block.": _with(_take_block, pair=True),
-            "Return the block's id alone: `popitem` gives (key, value), of which the key is the block.": _returns_the_item,
+            (
+                "Return the block's id alone: `popitem` gives (key, value), of which the key "
+                "is the block."
+            ): _returns_the_item,
         },
-        hint="First the stack of empty blocks, then the front of `cached`. What must be forgotten of a block that was cached?",
+        hint=(
+            "First the stack of empty blocks, then the front of `cached`. What must be "
+            "forgotten of a block that was cached?"
+        ),
         engine=_serve(
-            _allocates, "teachvllm.core.block_allocator:BlockAllocator.allocate", num_gpu_blocks_override=22, swap_space=0
+            _allocates,
+            "teachvllm.core.block_allocator:BlockAllocator.allocate",
+            num_gpu_blocks_override=22,
+            swap_space=0,
         ),
     )
 )

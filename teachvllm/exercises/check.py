@@ -31,11 +31,19 @@ from ..config import require
 
 # %% ../../nbs/93_check.ipynb #43531ba7
 def difference(got: Any, expected: Any, tolerance: float = 1e-4) -> str:
-    "What is not equal, in words; empty if nothing. Tensors and arrays are compared by shape and by values."
-    got, expected = (x.item() if getattr(x, "ndim", None) == 0 and hasattr(x, "item") else x for x in (got, expected))
+    """What is not equal, in words; empty if nothing. Tensors and arrays are compared by shape and
+    by values.
+    """
+    got, expected = (
+        x.item() if getattr(x, "ndim", None) == 0 and hasattr(x, "item") else x
+        for x in (got, expected)
+    )
     if hasattr(expected, "shape") and hasattr(expected, "tolist"):
         if not hasattr(got, "shape"):
-            return f"a {type(got).__name__}, not a {type(expected).__name__} of shape {tuple(expected.shape)}"
+            return (
+                f"a {type(got).__name__}, not a {type(expected).__name__} of shape "
+                f"{tuple(expected.shape)}"
+            )
         if tuple(got.shape) != tuple(expected.shape):
             return f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
         return difference(got.tolist(), expected.tolist(), tolerance)
@@ -44,19 +52,31 @@ def difference(got: Any, expected: Any, tolerance: float = 1e-4) -> str:
             return f"a {type(got).__name__}, not a {type(expected).__name__}"
         if len(got) != len(expected):
             return f"{len(got)} elements, not {len(expected)}"
-        parts = ((f"[{i}]", difference(*pair, tolerance)) for i, pair in enumerate(zip(got, expected)))
+        parts = (
+            (f"[{i}]", difference(*pair, tolerance)) for i, pair in enumerate(zip(got, expected))
+        )
     elif isinstance(expected, Mapping):
         if not isinstance(got, Mapping) or set(got) != set(expected):
             keys = sorted(map(str, expected))
-            return f"keys {sorted(map(str, got))}, not {keys}" if isinstance(got, Mapping) else f"no dictionary with keys {keys}"
+            return (
+                f"keys {sorted(map(str, got))}, not {keys}"
+                if isinstance(got, Mapping)
+                else f"no dictionary with keys {keys}"
+            )
         parts = ((f"[{key!r}]", difference(got[key], expected[key], tolerance)) for key in expected)
     elif isinstance(expected, float) and isinstance(got, int | float):
-        same = math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance) or got != got and expected != expected
+        same = (
+            math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)
+            or got != got
+            and expected != expected
+        )
         return "" if same else f"{got!r}, not {expected!r}"
     elif getattr(got, "ndim", 0):
         return f"a {type(got).__name__} of shape {tuple(got.shape)}, not {expected!r}"
     else:
-        same = got is expected or (isinstance(got, bool) == isinstance(expected, bool) and bool(got == expected))
+        same = got is expected or (
+            isinstance(got, bool) == isinstance(expected, bool) and bool(got == expected)
+        )
         return "" if same else f"{got!r}, not {expected!r}"
     where, what = next(((where, what) for where, what in parts if what), ("", ""))
     return f"at {where}{what[3:]}" if what.startswith("at ") else what and f"at {where}: {what}"
@@ -71,9 +91,15 @@ class Case:
 
 
 def call(*args: Any, **kwargs: Any) -> Case:
-    "A case that calls the answer with copies of these arguments; `NAME` in the text stands for the answer's name."
-    shown = ", ".join([*(short(x, 60) for x in args), *(f"{key}={short(x, 60)}" for key, x in kwargs.items())])
-    return Case(f"NAME({shown})", lambda answer: answer(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+    """A case that calls the answer with copies of these arguments; `NAME` in the text stands for
+    the answer's name.
+    """
+    shown = ", ".join(
+        [*(short(x, 60) for x in args), *(f"{key}={short(x, 60)}" for key, x in kwargs.items())]
+    )
+    return Case(
+        f"NAME({shown})", lambda answer: answer(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    )
 
 
 def one_line(text: str, limit: int = 200) -> str:
@@ -88,13 +114,19 @@ def short(value: Any, limit: int = 200) -> str:
 
 # %% ../../nbs/93_check.ipynb #df77bb8f
 class TookTooLong(BaseException):
-    "A case took longer than its limit; no `Exception`, so that an answer's own `except Exception` does not swallow it."
+    """A case took longer than its limit; no `Exception`, so that an answer's own `except Exception`
+    does not swallow it.
+    """
 
 
 @contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
-    "Raise `TookTooLong` in this block after `seconds`; only in a Unix process's main thread. A timer that runs is kept."
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    """Raise `TookTooLong` in this block after `seconds`; only in a Unix process's main thread. A
+    timer that runs is kept.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(
+        signal, "setitimer"
+    ):
         yield
         return
     over = False
@@ -103,8 +135,10 @@ def limit_time(seconds: float) -> Iterator[None]:
         if not over:
             raise TookTooLong
 
-    began, before = time.monotonic(), signal.signal(signal.SIGALRM, ring)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 10.0)  # again, but not while engines are being closed
+    began = time.monotonic()
+    before = signal.signal(signal.SIGALRM, ring)
+    # again, but not while engines are being closed
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 10.0)
     try:
         yield
     finally:
@@ -112,12 +146,16 @@ def limit_time(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
         if left:
-            signal.setitimer(signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - began)), interval)
+            signal.setitimer(
+                signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - began)), interval
+            )
 
 # %% ../../nbs/93_check.ipynb #b3c442ae
 @dataclass(frozen=True)
 class Outcome:
-    "What a case gave: a `value`, or else `problem` says what went wrong instead. `written` is false for a stub, named `stub`."
+    """What a case gave: a `value`, or else `problem` says what went wrong instead. `written` is
+    false for a stub, named `stub`.
+    """
 
     value: Any = None
     problem: str = ""
@@ -128,7 +166,11 @@ class Outcome:
 def _files_of(answer: Any) -> set[str]:
     "The files, or cells, in which the answer's functions are written."
     methods = vars(answer).values() if isinstance(answer, type) else [answer]
-    return {m.__code__.co_filename for m in (getattr(m, "__func__", m) for m in methods) if isinstance(m, FunctionType)}
+    return {
+        m.__code__.co_filename
+        for m in (getattr(m, "__func__", m) for m in methods)
+        if isinstance(m, FunctionType)
+    }
 
 
 def attempt(case: Case, answer: Any, seconds: float) -> Outcome:
@@ -140,12 +182,22 @@ def attempt(case: Case, answer: Any, seconds: float) -> Outcome:
         stub = traceback.extract_tb(error.__traceback__)[-1].name
         return Outcome(problem=f"NotImplementedError: {error}", written=bool(str(error)), stub=stub)
     except TookTooLong:
-        return Outcome(problem=f"nothing: it was ended after {seconds:g} s; is there a loop that never ends?")
+        return Outcome(
+            problem=f"nothing: it was ended after {seconds:g} s; is there a loop that never ends?"
+        )
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit and asyncio's CancelledError
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _files_of(answer)]
-        where = f"\n            in line {own[-1].lineno} of its cell or file: {own[-1].line}" if own else ""
+        own = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename in _files_of(answer)
+        ]
+        where = (
+            f"\n            in line {own[-1].lineno} of its cell or file: {own[-1].line}"
+            if own
+            else ""
+        )
         return Outcome(problem=f"{type(error).__name__}: {one_line(str(error))}{where}")
     return Outcome(value, written=value is not Ellipsis)
 
@@ -154,11 +206,12 @@ def attempt(case: Case, answer: Any, seconds: float) -> Outcome:
 class Exercise:
     """Something to write, and all that is needed to check it.
 
-    `name` is the name of the function or class that the reader writes, `chapter` the notebook that asks for it.
-    `target` is what the answer takes the place of in the engine, as "module:name" or "module:Class.name". It is the
-    oracle as well, unless `oracle` is another right answer.
-    `engine` are arguments of `LLM` for the requests that the answer serves then, or a function of the answer that
-    puts it to work in another way and returns a line of text; None if there is nothing to serve.
+    `name` is the name of the function or class that the reader writes, `chapter` the notebook that
+    asks for it. `target` is what the answer takes the place of in the engine, as "module:name" or
+    "module:Class.name". It is the oracle as well, unless `oracle` is another right answer. `engine`
+    are arguments of `LLM` for the requests that the answer serves then, or a function of the answer
+    that puts it to work in another way and returns a line of text; None if there is nothing to
+    serve.
     """
 
     name: str
@@ -178,7 +231,9 @@ class Exercise:
 
 
 def find_target(target: str) -> tuple[Any, str, Any]:
-    "What 'module:name' or 'module:Class.name' names: the module or class that holds it, its name there, and itself."
+    """What 'module:name' or 'module:Class.name' names: the module or class that holds it, its name
+    there, and itself.
+    """
     module, _, path = target.partition(":")
     *outer, name = path.split(".")
     owner: Any = importlib.import_module(module)
@@ -195,15 +250,21 @@ def register(*exercises: Exercise) -> None:
     for exercise in exercises:
         known = EXERCISES.setdefault(exercise.name, exercise)
         places = f"{known.chapter}, {exercise.chapter}"
-        require(known.chapter == exercise.chapter, f"two exercises are called {exercise.name!r}: {places}")
+        require(
+            known.chapter == exercise.chapter,
+            f"two exercises are called {exercise.name!r}: {places}",
+        )
         EXERCISES[exercise.name] = exercise
 
 # %% ../../nbs/93_check.ipynb #f4a33a8b
 @contextmanager
 def stand_in(target: str, answer: Any) -> Iterator[list[int]]:
-    "Put `answer` in the place of `target` ('module:name' or 'module:Class.name') in the whole package; yields [number of calls]."
+    """Put `answer` in the place of `target` ('module:name' or 'module:Class.name') in the whole
+    package; yields [number of calls].
+    """
     owner, name, ours = find_target(target)
-    calls, in_class = [0], isinstance(owner, type)
+    calls = [0]
+    in_class = isinstance(owner, type)
     plain: Any = answer.__init__ if isinstance(answer, type) else answer  # type: ignore[misc]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -211,11 +272,17 @@ def stand_in(target: str, answer: Any) -> Iterator[list[int]]:
         return plain(*args, **kwargs)
 
     if isinstance(answer, type):
-        new: Any = type(answer.__name__, (answer,), {"__init__": counted, "__module__": answer.__module__})
+        new: Any = type(
+            answer.__name__, (answer,), {"__init__": counted, "__module__": answer.__module__}
+        )
     else:
         new = staticmethod(counted) if isinstance(ours, staticmethod) else counted
     modules = [vars(m) for key, m in list(sys.modules.items()) if key.split(".")[0] == "teachvllm"]
-    places = [(owner, name)] if in_class else [(m, key) for m in modules for key, value in list(m.items()) if value is ours]
+    places = (
+        [(owner, name)]
+        if in_class
+        else [(m, key) for m in modules for key, value in list(m.items()) if value is ours]
+    )
 
     def put(value: Any) -> None:
         for place, key in places:
@@ -233,25 +300,47 @@ def stand_in(target: str, answer: Any) -> Iterator[list[int]]:
 
 # %% ../../nbs/93_check.ipynb #bceaee29
 TINY = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 
 
 def serve_prompts(**options: Any) -> tuple[list[list[int]], float]:
-    "Serve six requests with a tiny model: the tokens of all answers, and `generate`'s seconds. `options` are `LLM`'s."
+    """Serve six requests with a tiny model: the tokens of all answers, and `generate`'s seconds.
+    `options` are `LLM`'s.
+    """
     from teachvllm.llm import LLM
     from teachvllm.sampling_params import SamplingParams
 
     usual = {
-        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu",
-        "max_model_len": 96, "block_size": 4, "num_gpu_blocks_override": 28,
-        "enable_prefix_caching": True, "attention_backend": "torch_sdpa", "enforce_eager": True,
-        "max_num_batched_tokens": 96, "disable_log_stats": True,
-    }  # fmt: skip
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 96,
+        "block_size": 4,
+        "num_gpu_blocks_override": 28,
+        "enable_prefix_caching": True,
+        "attention_backend": "torch_sdpa",
+        "enforce_eager": True,
+        "max_num_batched_tokens": 96,
+        "disable_log_stats": True,
+    }
     common = list(range(3, 15))
-    prompts: list[Any] = [common + [20 + i] * (2 + 3 * i) for i in range(3)] + [[40 + i] * (5 + 4 * i) for i in range(3)]
-    params = [SamplingParams(seed=i, n=2 if i == 1 else 1, max_tokens=12, ignore_eos=True) for i in range(len(prompts))]
+    prompts: list[Any] = [common + [20 + i] * (2 + 3 * i) for i in range(3)] + [
+        [40 + i] * (5 + 4 * i) for i in range(3)
+    ]
+    params = [
+        SamplingParams(seed=i, n=2 if i == 1 else 1, max_tokens=12, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY))
         with LLM(folder, **{**usual, **options}) as llm:
@@ -262,7 +351,9 @@ def serve_prompts(**options: Any) -> tuple[list[list[int]], float]:
 
 # %% ../../nbs/93_check.ipynb #2871b507
 def in_thread(work: Callable[[], Any]) -> Any:
-    "What `work` returns or raises, done in a thread of its own: one that hangs does not keep the process from ending."
+    """What `work` returns or raises, done in a thread of its own: one that hangs does not keep the
+    process from ending.
+    """
     found: list[Any] = []
 
     def run() -> None:
@@ -281,26 +372,41 @@ def in_thread(work: Callable[[], Any]) -> Any:
 # %% ../../nbs/93_check.ipynb #abaa9c9f
 ROUNDS = 2  # the quicker of two is told
 PATIENCE = 0.2  # a known mistake that hangs may take so much of the answer's time
-SLOWER = 3.0  # a ratio of times up to this may be the machine's noise: so few requests are served in an instant
+# a ratio of times up to this may be the machine's noise: so few requests are served in an instant
+SLOWER = 3.0
 
 
 def compare_speed(yours: float, ours: float) -> str:
     "In words, how the seconds of serving with an answer compare with those of serving with ours."
-    return f"serving took {yours / ours:.1f} times as long" if yours > SLOWER * ours else "its speed is like ours"
+    return (
+        f"serving took {yours / ours:.1f} times as long"
+        if yours > SLOWER * ours
+        else "its speed is like ours"
+    )
 
 
 def _serve_in_turn(exercise: Exercise, answer: Any) -> tuple[bool, str]:
     "Serve requests in the engine with ours and with `answer`, `ROUNDS` times each."
-    rounds, options = [], exercise.engine if isinstance(exercise.engine, dict) else {}
+    rounds = []
+    options = exercise.engine if isinstance(exercise.engine, dict) else {}
     for _ in range(ROUNDS):
         ours, seconds = serve_prompts(**options)
         with stand_in(exercise.target, answer) as calls:
             tokens, yours = serve_prompts(**options)
         if tokens != ours:
-            return False, f"other tokens than ours, {difference(tokens, ours)} (it was called {calls[0]} times)"
+            return (
+                False,
+                (
+                    f"other tokens than ours, {difference(tokens, ours)} (it was called "
+                    f"{calls[0]} times)"
+                ),
+            )
         rounds.append((seconds, yours))
     seconds, yours = (min(times) for times in zip(*rounds))
-    text = f"the engine called it {calls[0]} times and made the same {sum(map(len, ours))} tokens as with ours"
+    text = (
+        f"the engine called it {calls[0]} times and made the same {sum(map(len, ours))} tokens "
+        "as with ours"
+    )
     return True, f"{text}; {compare_speed(yours, seconds)}"
 
 
@@ -311,9 +417,19 @@ def try_in_engine(exercise: Exercise, answer: Any, seconds: float = 120.0) -> tu
     logger.setLevel(logging.ERROR)  # what engines log at their start is no news here
     try:
         with limit_time(seconds):
-            return (True, exercise.engine(answer)) if callable(exercise.engine) else _serve_in_turn(exercise, answer)
+            return (
+                (True, exercise.engine(answer))
+                if callable(exercise.engine)
+                else _serve_in_turn(exercise, answer)
+            )
     except TookTooLong:
-        return False, f"it was ended after {seconds:g} s; does the answer wait for something that never comes?"
+        return (
+            False,
+            (
+                f"it was ended after {seconds:g} s; does the answer wait for something that "
+                "never comes?"
+            ),
+        )
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -337,7 +453,9 @@ class Report:
 
 # %% ../../nbs/93_check.ipynb #2f97ce23
 def _name_mistake(exercise: Exercise, number: int, outcome: Outcome) -> str:
-    "The sentence of the known mistake that first goes wrong in case `number`, too, with the same outcome; empty if none does."
+    """The sentence of the known mistake that first goes wrong in case `number`, too, with the same
+    outcome; empty if none does.
+    """
 
     def right(mistake: Any, case: Case) -> bool:
         expected = attempt(case, exercise.right_answer(), exercise.seconds)
@@ -345,7 +463,9 @@ def _name_mistake(exercise: Exercise, number: int, outcome: Outcome) -> str:
 
     for sentence, mistake in exercise.mistakes.items():
         same = attempt(exercise.cases[number], mistake, max(1.0, PATIENCE * exercise.seconds))
-        if not _differ(same, outcome, exercise.tolerance) and all(right(mistake, case) for case in exercise.cases[:number]):
+        if not _differ(same, outcome, exercise.tolerance) and all(
+            right(mistake, case) for case in exercise.cases[:number]
+        ):
             return sentence
     return ""
 
@@ -353,7 +473,11 @@ def _name_mistake(exercise: Exercise, number: int, outcome: Outcome) -> str:
 def _differ(one: Outcome, two: Outcome, tolerance: float) -> str:
     "What is not equal about two outcomes; exceptions are equal if they are of one kind."
     if one.problem or two.problem:
-        return "" if one.problem.split(":")[0] == two.problem.split(":")[0] else one.problem or f"no {two.problem.split(':')[0]}"
+        return (
+            ""
+            if one.problem.split(":")[0] == two.problem.split(":")[0]
+            else one.problem or f"no {two.problem.split(':')[0]}"
+        )
     return difference(one.value, two.value, tolerance)
 
 # %% ../../nbs/93_check.ipynb #d9a13821
@@ -362,25 +486,38 @@ def _say_unwritten(name: str, number: int, num_cases: int, stub: str, said: str)
     if not number:
         return f"… {name} is not written yet. The first of {num_cases} tries will be: {said}"
     part = f"`{stub}`" if stub not in ("", name) else "a part of it"
-    return f"… {name}: {number} of {num_cases} tries are right; {part} is not written yet. The next try will be: {said}"
+    return (
+        f"… {name}: {number} of {num_cases} tries are right; {part} is not written yet. The "
+        f"next try will be: {said}"
+    )
 
 
 def check(answer: Any, engine: bool = True) -> Report:
     """Try an answer to an exercise of the book, and say what came out.
 
-    The exercise is found by the answer's name. With `engine=False` a right answer is not put into the engine.
+    The exercise is found by the answer's name. With `engine=False` a right answer is not put into
+    the engine.
     """
-    given = f"`check` takes the function or class itself, uncalled; this is an object of type {type(answer).__name__}"
+    given = (
+        "`check` takes the function or class itself, uncalled; this is an object of type "
+        f"{type(answer).__name__}"
+    )
     require(hasattr(answer, "__name__"), given)
     exercise = find_exercise(answer.__name__)
-    name, num_cases = exercise.name, len(exercise.cases)
+    name = exercise.name
+    num_cases = len(exercise.cases)
     for number, case in enumerate(exercise.cases):
         expected = attempt(case, exercise.right_answer(), exercise.seconds)
         ran = not expected.problem.startswith(("nothing:", "ModuleNotFoundError", "ImportError"))
         require(ran, f"the book's own answer did not run here: {expected.problem}")
         outcome = attempt(case, answer, exercise.seconds)
         if not outcome.written:
-            return Report(False, _say_unwritten(name, number, num_cases, outcome.stub, case.said.replace("NAME", name)))
+            return Report(
+                False,
+                _say_unwritten(
+                    name, number, num_cases, outcome.stub, case.said.replace("NAME", name)
+                ),
+            )
         if wrong := _differ(outcome, expected, exercise.tolerance):
             came = outcome.problem or short(outcome.value)
             lines = [
@@ -392,7 +529,15 @@ def check(answer: Any, engine: bool = True) -> Report:
             other_kind = wrong.startswith(("a ", "shape ")) and outcome.value is not None
             if not outcome.problem and (other_kind or len(short(expected.value)) > 60):
                 lines.append(f"  differs   {wrong}")
-            return Report(False, "\n".join([*lines, f"  hint      {_name_mistake(exercise, number, outcome) or exercise.hint}"]))
+            return Report(
+                False,
+                "\n".join(
+                    [
+                        *lines,
+                        f"  hint      {_name_mistake(exercise, number, outcome) or exercise.hint}",
+                    ]
+                ),
+            )
     text = f"✓ {name}: {num_cases} of {num_cases} tries are right."
     if not engine or exercise.engine is None:
         return Report(True, text)
@@ -401,9 +546,25 @@ def check(answer: Any, engine: bool = True) -> Report:
 
 # %% ../../nbs/93_check.ipynb #195bd803
 PARTS = (  # modules of this package that register exercises
-    "foundations", "arguments", "requests", "memory", "blocks", "core", "attention", "sampling", "layers",
-    "models", "weights", "worker", "front", "executor", "clients", "serving", "package", "engine",
-)  # fmt: skip
+    "foundations",
+    "arguments",
+    "requests",
+    "memory",
+    "blocks",
+    "core",
+    "attention",
+    "sampling",
+    "layers",
+    "models",
+    "weights",
+    "worker",
+    "front",
+    "executor",
+    "clients",
+    "serving",
+    "package",
+    "engine",
+)
 
 
 def find_exercise(name: str) -> Exercise:
@@ -412,5 +573,7 @@ def find_exercise(name: str) -> Exercise:
         importlib.import_module(f"teachvllm.exercises.{part}")
     near = difflib.get_close_matches(name, EXERCISES)
     names = f"; near ones: {', '.join(near)}" if near else ""
-    require(name in EXERCISES, f"no exercise is called {name!r}: the answer must keep its name{names}")
+    require(
+        name in EXERCISES, f"no exercise is called {name!r}: the answer must keep its name{names}"
+    )
     return EXERCISES[name]

@@ -29,10 +29,17 @@ from ..sampling_params import RequestOutputKind, SamplingParams
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #ca02c2c6
 _USUAL = {
-    "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_model_len": 96,
-    "block_size": 4, "num_gpu_blocks_override": 64, "attention_backend": "torch_sdpa", "enforce_eager": True,
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 96,
+    "block_size": 4,
+    "num_gpu_blocks_override": 64,
+    "attention_backend": "torch_sdpa",
+    "enforce_eager": True,
     "disable_log_stats": True,
-}  # fmt: skip
+}
 
 
 @contextmanager
@@ -48,10 +55,17 @@ def _stale_case(ids: str, aborted: dict[str, int], num_seen: int) -> Case:
     said = f"NAME(news of {', '.join(ids) or 'nothing'}, aborted={aborted}, num_seen={num_seen})"
 
     def run(answer: Any) -> Any:
-        news, given = [EngineCoreOutput(one, 0, [i]) for i, one in enumerate(ids)], dict(aborted)
+        news = [EngineCoreOutput(one, 0, [i]) for i, one in enumerate(ids)]
+        given = dict(aborted)
         kept, waiting = answer(news, given, num_seen)
-        changed = "" if (given, len(news)) == (aborted, len(ids)) else "; what was passed in was changed"
-        return {"kept": [f"{one.request_id}{one.new_token_ids[0]}" for one in kept], "waiting": waiting, "end": changed}
+        changed = (
+            "" if (given, len(news)) == (aborted, len(ids)) else "; what was passed in was changed"
+        )
+        return {
+            "kept": [f"{one.request_id}{one.new_token_ids[0]}" for one in kept],
+            "waiting": waiting,
+            "end": changed,
+        }
 
     return Case(said, run)
 
@@ -87,8 +101,11 @@ def _stale_changes(news: Any, aborted: Any, num_seen: int) -> Any:
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #6d479d08
 def _abort_and_ask_again(answer: Any) -> str:
-    "A real core in its own process: a request is aborted while its news are on their way, and its id is used again."
-    params, texts = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), list[list[int]]()
+    """A real core in its own process: a request is aborted while its news are on their way, and its
+    id is used again.
+    """
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    texts = list[list[int]]()
     with _tiny_args() as args, stand_in("teachvllm.engine.core_proc:drop_stale", answer) as calls:
         engine = LLMEngine.from_engine_args(args, enable_multiprocessing=True)
         try:
@@ -107,7 +124,10 @@ def _abort_and_ask_again(answer: Any) -> str:
             engine.close()
     if texts[0] != texts[1]:
         raise AssertionError(f"the request that used the id again got {texts[1]}, not {texts[0]}")
-    return f"called {calls[0]} times, it kept the news of an aborted request from the one that used its id again"
+    return (
+        f"called {calls[0]} times, it kept the news of an aborted request from the one that "
+        "used its id again"
+    )
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #e24736ac
 register(
@@ -124,18 +144,29 @@ register(
             _stale_case("aab", {"a": 3, "c": 1}, 2),
         ],
         mistakes={
-            "An abort that the core had seen is done with: its id may name a new request by now. Compare its number with "
+            "An abort that the core had seen is done with: its id may name a new request "
+            "by now. Compare its number with "
             "num_seen.": _stale_never,
-            "The abort whose number equals num_seen was seen: they are counted from 1. Which numbers has the core not "
+            "The abort whose number equals num_seen was seen: they are counted from 1. "
+            "Which numbers has the core not "
             "seen?": _stale_off_by_one,
-            "It is the wrong way round: an abort is still to be remembered if its number is greater than "
+            "It is the wrong way round: an abort is still to be remembered if its number "
+            "is greater than "
             "num_seen.": _stale_turned,
-            "The news of other requests in the same message are not stale. Look at each one's request_id.": _stale_all,
-            "An abort that the core has not seen must be remembered for the next message too. What is the second thing "
+            (
+                "The news of other requests in the same message are not stale. Look at each "
+                "one's request_id."
+            ): _stale_all,
+            "An abort that the core has not seen must be remembered for the next message "
+            "too. What is the second thing "
             "that is returned?": _stale_forgets,
-            "The result is right, but the dictionary that was passed in was changed. Build a new one.": _stale_changes,
+            (
+                "The result is right, but the dictionary that was passed in was changed. Build "
+                "a new one."
+            ): _stale_changes,
         },
-        hint="Take each abort in turn: had the core seen it when it sent this message? Then take each of the news: is its "
+        hint="Take each abort in turn: had the core seen it when it sent this message? Then "
+        "take each of the news: is its "
         "id still waiting?",
         target="teachvllm.engine.core_proc:drop_stale",
         engine=_abort_and_ask_again,
@@ -143,21 +174,38 @@ register(
 )
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #447b6f2f
-def _output(*parts: tuple[int, str], end: str = "", logprobs: bool = False, prompt: Any = None) -> RequestOutput:
+def _output(
+    *parts: tuple[int, str], end: str = "", logprobs: bool = False, prompt: Any = None
+) -> RequestOutput:
     "An output with these sequences: (index, text), a token for each letter."
 
     def part(i: int, text: str) -> CompletionOutput:
         entries: Any = [{ord(c): c} for c in text] if logprobs else None
-        return CompletionOutput(i, text, [ord(c) for c in text], logprobs=entries, finish_reason=end or None)
+        return CompletionOutput(
+            i, text, [ord(c) for c in text], logprobs=entries, finish_reason=end or None
+        )
 
-    return RequestOutput("7", None, [1, 2], [part(*one) for one in parts], bool(end), prompt_logprobs=prompt)
+    return RequestOutput(
+        "7", None, [1, 2], [part(*one) for one in parts], bool(end), prompt_logprobs=prompt
+    )
 
 
 def _seen(output: RequestOutput) -> dict[str, Any]:
     "What of an output the cases compare."
-    parts = [f"{one.index}: {one.text!r} {list(one.token_ids)} {one.finish_reason or 'goes on'}" for one in output.outputs]
-    logprobs = [None if one.logprobs is None else [list(x.values())[0] for x in one.logprobs] for one in output.outputs]
-    return {"outputs": parts, "logprobs": logprobs, "finished": output.finished, "prompt": output.prompt_logprobs}
+    parts = [
+        f"{one.index}: {one.text!r} {list(one.token_ids)} {one.finish_reason or 'goes on'}"
+        for one in output.outputs
+    ]
+    logprobs = [
+        None if one.logprobs is None else [list(x.values())[0] for x in one.logprobs]
+        for one in output.outputs
+    ]
+    return {
+        "outputs": parts,
+        "logprobs": logprobs,
+        "finished": output.finished,
+        "prompt": output.prompt_logprobs,
+    }
 
 
 def _merge_case(said: str, first: RequestOutput, second: RequestOutput) -> Case:
@@ -170,22 +218,30 @@ def _merge_case(said: str, first: RequestOutput, second: RequestOutput) -> Case:
     return Case(f"NAME({said})", run)
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #e2ce6c11
-def _merged(first: Any, second: Any, join: Callable, keep_old: bool = True, sort: bool = True) -> Any:
+def _merged(
+    first: Any, second: Any, join: Callable, keep_old: bool = True, sort: bool = True
+) -> Any:
     parts = {one.index: one for one in first.outputs} if keep_old else {}
     old = {one.index: one for one in first.outputs}
     for new in second.outputs:
         parts[new.index] = join(old[new.index], new) if new.index in old else new
     found = [parts[i] for i in (sorted(parts) if sort else parts)]
-    return replace(second, outputs=found, prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs)
+    return replace(
+        second, outputs=found, prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs
+    )
 
 
 def _join(old: Any, new: Any) -> Any:
     logprobs = None if old.logprobs is None else [*old.logprobs, *(new.logprobs or ())]
-    return replace(new, text=old.text + new.text, token_ids=[*old.token_ids, *new.token_ids], logprobs=logprobs)
+    return replace(
+        new, text=old.text + new.text, token_ids=[*old.token_ids, *new.token_ids], logprobs=logprobs
+    )
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #163a2036
 def _merge_text_only(first: Any, second: Any) -> Any:
-    return _merged(first, second, lambda old, new: replace(_join(old, new), token_ids=new.token_ids))
+    return _merged(
+        first, second, lambda old, new: replace(_join(old, new), token_ids=new.token_ids)
+    )
 
 
 def _merge_turned(first: Any, second: Any) -> Any:
@@ -217,7 +273,9 @@ def _merge_changes(first: Any, second: Any) -> Any:
 # %% ../../nbs/93ga_exercises_clients.ipynb #2f5d9f4e
 def _read_slowly(answer: Any) -> str:
     "A real engine with two readers of the same prompt, one of them slow."
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    params = SamplingParams(
+        temperature=0, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
 
     async def read(engine: Any, name: str, pause: float) -> list[Any]:
         pieces = []
@@ -233,11 +291,17 @@ def _read_slowly(answer: Any) -> str:
         finally:
             engine.shutdown()
 
-    with _tiny_args() as args, stand_in("teachvllm.engine.async_llm:merge_outputs", answer) as calls:
+    with (
+        _tiny_args() as args,
+        stand_in("teachvllm.engine.async_llm:merge_outputs", answer) as calls,
+    ):
         fast, slow = in_thread(lambda: asyncio.run(both()))
     if sum(fast, []) != sum(slow, []):
         raise AssertionError(f"the slow reader got the tokens {sum(slow, [])}, not {sum(fast, [])}")
-    found = f"a slow reader got {len(slow)} pieces with the same {len(sum(slow, []))} tokens as the fast one's {len(fast)}"
+    found = (
+        f"a slow reader got {len(slow)} pieces with the same {len(sum(slow, []))} tokens as "
+        f"the fast one's {len(fast)}"
+    )
     return f"called {calls[0]} times; {found}"
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #14140680
@@ -247,26 +311,45 @@ register(
         chapter="62_async_llm",
         cases=[
             _merge_case("'pag', 'ing'", _output((0, "pag")), _output((0, "ing"))),
-            _merge_case("'pag', the last piece 'ing'", _output((0, "pag")), _output((0, "ing"), end="length")),
-            _merge_case("'pag', 'ing', with logprobs", _output((0, "pag"), logprobs=True), _output((0, "ing"), logprobs=True)),
-            _merge_case("sequences 0 and 1, news of 1", _output((0, "a"), (1, "b")), _output((1, "c"))),
-            _merge_case("sequence 1, news of 0 and 1", _output((1, "b")), _output((0, "a"), (1, "c"))),
-            _merge_case("the first has prompt_logprobs", _output((0, "a"), prompt=[None]), _output((0, "b"))),
+            _merge_case(
+                "'pag', the last piece 'ing'",
+                _output((0, "pag")),
+                _output((0, "ing"), end="length"),
+            ),
+            _merge_case(
+                "'pag', 'ing', with logprobs",
+                _output((0, "pag"), logprobs=True),
+                _output((0, "ing"), logprobs=True),
+            ),
+            _merge_case(
+                "sequences 0 and 1, news of 1", _output((0, "a"), (1, "b")), _output((1, "c"))
+            ),
+            _merge_case(
+                "sequence 1, news of 0 and 1", _output((1, "b")), _output((0, "a"), (1, "c"))
+            ),
+            _merge_case(
+                "the first has prompt_logprobs", _output((0, "a"), prompt=[None]), _output((0, "b"))
+            ),
         ],
         mistakes={
-            "The text is joined, the tokens are not: a client that counts tokens gets too few. What else does a "
+            "The text is joined, the tokens are not: a client that counts tokens gets too "
+            "few. What else does a "
             "CompletionOutput carry?": _merge_text_only,
             "The two are joined the wrong way round. Which one did the engine make first?": _merge_turned,
-            "The log-probabilities of the first piece are lost. There is one entry for each token, so they grow as "
+            "The log-probabilities of the first piece are lost. There is one entry for "
+            "each token, so they grow as "
             "token_ids do.": _merge_no_logprobs,
-            "A sequence without news in the second output must not get lost: the reader has not seen its first piece "
+            "A sequence without news in the second output must not get lost: the reader "
+            "has not seen its first piece "
             "yet.": _merge_drops_old,
             "The pieces are right, their order is not: sort them by index.": _merge_unsorted,
-            "prompt_logprobs come only once, with a request's first output. Look at which of the two has "
+            "prompt_logprobs come only once, with a request's first output. Look at which "
+            "of the two has "
             "them.": _merge_no_prompt,
             "The result is right, but the first output was changed. `replace` makes a copy.": _merge_changes,
         },
-        hint="Make a dictionary of the first output's sequences by index, then go through those of the second. Which "
+        hint="Make a dictionary of the first output's sequences by index, then go through those "
+        "of the second. Which "
         "fields of a sequence grow?",
         target="teachvllm.engine.async_llm:merge_outputs",
         engine=_read_slowly,
@@ -278,8 +361,11 @@ _INF = float("inf")
 _Buckets = list[tuple[float, float, float]]
 
 
-def _quantile(q: float, buckets: _Buckets, reaches: Callable = lambda total, rank: total >= rank) -> float | None:
-    rank, below = q * sum(count for *_, count in buckets), 0.0
+def _quantile(
+    q: float, buckets: _Buckets, reaches: Callable = lambda total, rank: total >= rank
+) -> float | None:
+    rank = q * sum(count for *_, count in buckets)
+    below = 0.0
     for lower, upper, count in buckets:
         if count and reaches(below + count, rank):
             return lower if upper == _INF else lower + (upper - lower) * (rank - below) / count
@@ -289,16 +375,25 @@ def _quantile(q: float, buckets: _Buckets, reaches: Callable = lambda total, ran
 # %% ../../nbs/93ga_exercises_clients.ipynb #ac986a2c
 def _quantile_upper(q: float, buckets: _Buckets) -> Any:
     found = _quantile(q, buckets)
-    return found if found is None else next(upper for lower, upper, _ in buckets if lower <= found <= upper)
+    return (
+        found
+        if found is None
+        else next(upper for lower, upper, _ in buckets if lower <= found <= upper)
+    )
 
 
 def _quantile_middle(q: float, buckets: _Buckets) -> Any:
     found = _quantile(q, buckets)
-    return found if found is None else next((lower + upper) / 2 for lower, upper, _ in buckets if lower <= found <= upper)
+    return (
+        found
+        if found is None
+        else next((lower + upper) / 2 for lower, upper, _ in buckets if lower <= found <= upper)
+    )
 
 
 def _quantile_all_below(q: float, buckets: _Buckets) -> Any:
-    rank, below = q * sum(count for *_, count in buckets), 0.0
+    rank = q * sum(count for *_, count in buckets)
+    below = 0.0
     for lower, upper, count in buckets:
         if count and below + count >= rank:
             return lower if upper == _INF else lower + (upper - lower) * rank / (below + count)
@@ -312,7 +407,9 @@ def _quantile_strict(q: float, buckets: _Buckets) -> Any:
 
 def _quantile_infinite(q: float, buckets: _Buckets) -> Any:
     found = _quantile(q, buckets)
-    return _INF if found is not None and found == buckets[-1][0] and buckets[-1][1] == _INF else found
+    return (
+        _INF if found is not None and found == buckets[-1][0] and buckets[-1][1] == _INF else found
+    )
 
 
 def _quantile_zero(q: float, buckets: _Buckets) -> Any:
@@ -325,17 +422,25 @@ def _quantile_empty_first(q: float, buckets: _Buckets) -> Any:
 # %% ../../nbs/93ga_exercises_clients.ipynb #8c5f5625
 def _buckets(registry: Any, name: str) -> _Buckets:
     samples = [one for family in registry.collect() for one in family.samples if one.name == name]
-    uppers, totals = [float(one.labels["le"]) for one in samples], [one.value for one in samples]
-    return list(zip([0.0, *uppers], uppers, [after - before for before, after in zip([0, *totals], totals)]))
+    uppers = [float(one.labels["le"]) for one in samples]
+    totals = [one.value for one in samples]
+    return list(
+        zip([0.0, *uppers], uppers, [after - before for before, after in zip([0, *totals], totals)])
+    )
 
 
 def _read_own_metrics(answer: Any) -> str:
-    "Requests that a real engine serves while its metrics are kept: each quantile must lie in the bucket of the exact one."
+    """Requests that a real engine serves while its metrics are kept: each quantile must lie in the
+    bucket of the exact one.
+    """
     with _tiny_args(max_num_seqs=2) as args:
         engine: Any = LLMEngine.from_engine_args(args)
-        metrics, exact = PrometheusStatLogger(args.create_engine_config()), list[float]()
-        latency, process = metrics.metrics["time_to_first_token_seconds"], engine.output_processor.process_outputs
-        observe, send = latency.observe, engine.engine_core.add_request
+        metrics = PrometheusStatLogger(args.create_engine_config())
+        exact = list[float]()
+        latency = metrics.metrics["time_to_first_token_seconds"]
+        process = engine.output_processor.process_outputs
+        observe = latency.observe
+        send = engine.engine_core.add_request
 
         def note(value: float) -> None:
             exact.append(value)
@@ -350,20 +455,31 @@ def _read_own_metrics(answer: Any) -> str:
             metrics.record(EngineCoreOutputs(news), found[0])
             return found
 
-        latency.observe, engine.engine_core.add_request, engine.output_processor.process_outputs = note, add, record
+        latency.observe = note
+        engine.engine_core.add_request = add
+        engine.output_processor.process_outputs = record
         try:
             for i in range(12):
-                engine.add_request(str(i), [5 + i, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+                engine.add_request(
+                    str(i),
+                    [5 + i, 6, 7],
+                    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+                )
             while engine.has_unfinished_requests():
                 engine.step()
         finally:
             engine.close()
-    buckets, told = _buckets(metrics.registry, "vllm:time_to_first_token_seconds_bucket"), []
+    buckets = _buckets(metrics.registry, "vllm:time_to_first_token_seconds_bucket")
+    told = []
     for q in (0.5, 0.9):
-        value, true = answer(q, buckets), sorted(exact)[math.ceil(q * len(exact)) - 1]
+        value = answer(q, buckets)
+        true = sorted(exact)[math.ceil(q * len(exact)) - 1]
         lower, upper = next((lower, upper) for lower, upper, _ in buckets if upper >= true)
         if not lower <= value <= upper:
-            raise AssertionError(f"P{100 * q:g} of the TTFT is {value}, but the exact {true} lies between {lower} and {upper}")
+            raise AssertionError(
+                f"P{100 * q:g} of the TTFT is {value}, but the exact {true} lies between "
+                f"{lower} and {upper}"
+            )
         told.append(f"P{100 * q:g} {1000 * value:.0f} ms (exactly {1000 * true:.0f} ms)")
     return f"it read the TTFT of {len(exact)} requests from the engine's metrics: {', '.join(told)}"
 
@@ -381,19 +497,30 @@ register(
             call(0.5, [(0, 1, 0), (1, _INF, 0)]),
         ],
         mistakes={
-            "That is the bucket's upper boundary. The rank lies somewhere inside the bucket: follow the straight "
+            "That is the bucket's upper boundary. The rank lies somewhere inside the "
+            "bucket: follow the straight "
             "line.": _quantile_upper,
-            "That is the middle of the bucket, whatever the rank. How many of the bucket's own values does the rank "
+            "That is the middle of the bucket, whatever the rank. How many of the bucket's "
+            "own values does the rank "
             "need?": _quantile_middle,
-            "Inside a bucket count from its own beginning: the values in the buckets below are not on its "
+            "Inside a bucket count from its own beginning: the values in the buckets below "
+            "are not on its "
             "line.": _quantile_all_below,
-            "A bucket whose last value has exactly this rank reaches it: the comparison must allow equality.": _quantile_strict,
+            (
+                "A bucket whose last value has exactly this rank reaches it: the comparison "
+                "must allow equality."
+            ): _quantile_strict,
             "No straight line leads to infinity. What does the task say of the last bucket?": _quantile_infinite,
-            "Without values there is no quantile. A dashboard that shows 0 s says that all is very well.": _quantile_zero,
-            "A bucket without values holds no quantile, not even that of rank 0. Look for the first bucket with values "
+            (
+                "Without values there is no quantile. A dashboard that shows 0 s says that all "
+                "is very well."
+            ): _quantile_zero,
+            "A bucket without values holds no quantile, not even that of rank 0. Look for "
+            "the first bucket with values "
             "in it.": _quantile_empty_first,
         },
-        hint="Compute the rank first. Then walk through the buckets and keep how many values lie below the one that you "
+        hint="Compute the rank first. Then walk through the buckets and keep how many values "
+        "lie below the one that you "
         "look at.",
         oracle=_quantile,
         engine=_read_own_metrics,

@@ -23,12 +23,26 @@ from ..sequence import Sequence, SequenceGroup, SequenceStatus
 
 # %% ../../nbs/93b_exercises_core.ipynb #ff739f17
 def _schedule_plain(
-    toy: Any, count: bool = True, again: bool = False, more: int = 0, at_once: int = 99, late: bool = False, last: bool = False,
-    after: bool = False, skip: bool = False, keep: bool = False, ask: bool = True, whole: bool = True, single: bool = False,
-) -> dict[Any, int]:  # fmt: skip
+    toy: Any,
+    count: bool = True,
+    again: bool = False,
+    more: int = 0,
+    at_once: int = 99,
+    late: bool = False,
+    last: bool = False,
+    after: bool = False,
+    skip: bool = False,
+    keep: bool = False,
+    ask: bool = True,
+    whole: bool = True,
+    single: bool = False,
+) -> dict[Any, int]:
     "The right answer; each of the last twelve arguments changes one thing to a mistake."
-    scheduled, before = {}, list(toy.running)
-    while (toy.waiting or not ask) and len(toy.running) < min(toy.max_num_seqs + more, len(before) + at_once):
+    scheduled = {}
+    before = list(toy.running)
+    while (toy.waiting or not ask) and len(toy.running) < min(
+        toy.max_num_seqs + more, len(before) + at_once
+    ):
         group = toy.waiting.last() if last else toy.waiting.peek()
         if skip and len(toy.running) > len(before):  # what a `for` loop over the queue does
             if len(toy.waiting) < 2:
@@ -39,17 +53,24 @@ def _schedule_plain(
         toy.running.add(group)
     for group in before if late else toy.running:
         seq = group.first_seq
-        scheduled[group.request_id] = seq.get_len() if again else min(1, seq.num_new_tokens) if single else seq.num_new_tokens
-        seq.num_computed_tokens += (seq.num_new_tokens if whole and not single else 1) if count else 0
+        scheduled[group.request_id] = (
+            seq.get_len() if again else min(1, seq.num_new_tokens) if single else seq.num_new_tokens
+        )
+        seq.num_computed_tokens += (
+            (seq.num_new_tokens if whole and not single else 1) if count else 0
+        )
         if after:
             scheduled[group.request_id] = seq.num_new_tokens
     return scheduled
 
 # %% ../../nbs/93b_exercises_core.ipynb #da894668
 def _make_toy(requests: list[tuple[int, int]], max_num_seqs: int) -> SimpleNamespace:
-    waiting, running = RequestQueue(FCFSPolicy()), RequestQueue(FCFSPolicy())
+    waiting = RequestQueue(FCFSPolicy())
+    running = RequestQueue(FCFSPolicy())
     for i, (num_prompt, num_output) in enumerate(requests):
-        group = SequenceGroup(str(i), Sequence(i, [7] * num_prompt, max_len=num_prompt + num_output), SamplingParams())
+        group = SequenceGroup(
+            str(i), Sequence(i, [7] * num_prompt, max_len=num_prompt + num_output), SamplingParams()
+        )
         group.arrival = i
         waiting.add(group)
     return SimpleNamespace(waiting=waiting, running=running, max_num_seqs=max_num_seqs)
@@ -60,10 +81,15 @@ def _names(groups: Any) -> list[str]:
 
 
 def _named(scheduled: Any) -> Any:
-    "The dictionary; a request that is a key itself is shown by its id, since two objects are never equal."
+    """The dictionary; a request that is a key itself is shown by its id, since two objects are
+    never equal.
+    """
     if not isinstance(scheduled, dict):
         return scheduled
-    return {f"SequenceGroup {key.request_id}" if isinstance(key, SequenceGroup) else key: n for key, n in scheduled.items()}
+    return {
+        f"SequenceGroup {key.request_id}" if isinstance(key, SequenceGroup) else key: n
+        for key, n in scheduled.items()
+    }
 
 
 def _keyed_by_request(toy: Any) -> dict[Any, int]:
@@ -72,15 +98,20 @@ def _keyed_by_request(toy: Any) -> dict[Any, int]:
 
 
 def _admits_once_more(toy: Any) -> dict[str, int]:
-    "A mistake: all that wait are added to the running ones in a `for` loop, and none is taken out of its queue."
+    """A mistake: all that wait are added to the running ones in a `for` loop, and none is taken out
+    of its queue.
+    """
     for group in list(toy.waiting)[: toy.max_num_seqs - len(toy.running)]:
         toy.running.add(group)
-    return _schedule_plain(SimpleNamespace(waiting=[], running=toy.running, max_num_seqs=toy.max_num_seqs))
+    return _schedule_plain(
+        SimpleNamespace(waiting=[], running=toy.running, max_num_seqs=toy.max_num_seqs)
+    )
 
 
 def _steps_case(requests: list[tuple[int, int]], max_num_seqs: int, num_steps: int) -> Case:
     def run(answer: Any) -> list[Any]:
-        toy, came = _make_toy(requests, max_num_seqs), []
+        toy = _make_toy(requests, max_num_seqs)
+        came = []
         for _ in range(num_steps):
             came.append(_named(answer(toy)))
             for group in list(toy.running):
@@ -91,7 +122,10 @@ def _steps_case(requests: list[tuple[int, int]], max_num_seqs: int, num_steps: i
                         toy.running.remove(group)
         return [came, _names(toy.waiting), _names(toy.running)]
 
-    said = f"requests 0, 1, … of (prompt, answer) {requests} tokens, max_num_seqs={max_num_seqs}; NAME(toy) in {num_steps} steps"
+    said = (
+        f"requests 0, 1, … of (prompt, answer) {requests} tokens, max_num_seqs={max_num_seqs}; "
+        f"NAME(toy) in {num_steps} steps"
+    )
     return Case(f"{said}  -> [what it returned, then waiting, then running]", run)
 
 # %% ../../nbs/93b_exercises_core.ipynb #fe967e58
@@ -108,14 +142,19 @@ def _copies(queue: RequestQueue) -> RequestQueue:
 def _plain_scheduler(answer: Any) -> type:
     class PlainScheduler(Scheduler):
         def schedule(self) -> SchedulerOutput:
-            out, four = self._next, min(4, self.max_num_seqs)
-            toy = SimpleNamespace(waiting=_copies(self.waiting), running=_copies(self.running), max_num_seqs=four)
+            out = self._next
+            four = min(4, self.max_num_seqs)
+            toy = SimpleNamespace(
+                waiting=_copies(self.waiting), running=_copies(self.running), max_num_seqs=four
+            )
             for request_id, num_tokens in answer(toy).items():
                 group = self.groups[request_id]
                 if group.status is SequenceStatus.WAITING:
                     self._admit(group, out, SchedulingBudget(num_tokens))
                 else:
-                    self._schedule_decode(group, out, SchedulingBudget(num_tokens * len(group.unfinished)))
+                    self._schedule_decode(
+                        group, out, SchedulingBudget(num_tokens * len(group.unfinished))
+                    )
             self._next = SchedulerOutput(virtual_engine=self.virtual_engine)
             return out
 
@@ -127,44 +166,65 @@ register(
         name="schedule_plain",
         chapter="12_scheduler",
         cases=[
-            _steps_case([(5, 3)], 8, 1), _steps_case([(5, 3)], 8, 2), _steps_case([(5, 3), (4, 2), (3, 2)], 8, 1),
-            _steps_case([(5, 3), (4, 2), (3, 2), (2, 2)], 2, 1), _steps_case([(5, 3), (4, 2), (3, 2)], 2, 4),
+            _steps_case([(5, 3)], 8, 1),
+            _steps_case([(5, 3)], 8, 2),
+            _steps_case([(5, 3), (4, 2), (3, 2)], 8, 1),
+            _steps_case([(5, 3), (4, 2), (3, 2), (2, 2)], 2, 1),
+            _steps_case([(5, 3), (4, 2), (3, 2)], 2, 4),
             _steps_case([(2, 1), (2, 9), (1, 1), (6, 2)], 2, 3),
-        ],  # fmt: skip
+        ],
         oracle=_schedule_plain,
         mistakes={
-            "0 tokens: `num_new_tokens` is what is left to compute, and it was read after `num_computed_tokens` had "
+            "0 tokens: `num_new_tokens` is what is left to compute, and it was read after "
+            "`num_computed_tokens` had "
             "grown. In which order must the two lines stand?": _with(_schedule_plain, after=True),
-            "A request was skipped. A `for` loop over a queue from which it removes jumps over the next one: loop as "
-            "long as there is a place and a request that waits, and take the first.": _with(_schedule_plain, skip=True),
-            "The step computes these tokens, but the sequence does not know: which number of it must "
+            "A request was skipped. A `for` loop over a queue from which it removes jumps "
+            "over the next one: loop as "
+            "long as there is a place and a request that waits, and take the first.": _with(
+                _schedule_plain, skip=True
+            ),
+            "The step computes these tokens, but the sequence does not know: which number "
+            "of it must "
             "grow?": _with(_schedule_plain, count=False),
-            "In the second step only the token that was sampled last is left to compute, and this computes the whole text "
-            "again. Which number of the sequence says what is left?": _with(_schedule_plain, again=True),
+            "In the second step only the token that was sampled last is left to compute, "
+            "and this computes the whole text "
+            "again. Which number of the sequence says what is left?": _with(
+                _schedule_plain, again=True
+            ),
             "More requests run than `max_num_seqs` allows: what must be asked before one is "
             "admitted?": _with(_schedule_plain, more=99),
             "One request too many was admitted: when two may run and two do, is there a place "
             "left?": _with(_schedule_plain, more=1),
-            "Only one request was admitted, although there are places for more: an `if` where a loop should "
+            "Only one request was admitted, although there are places for more: an `if` "
+            "where a loop should "
             "be?": _with(_schedule_plain, at_once=1),
-            "The dictionary is empty. Either it is never filled, or you compute before you admit: a request that is admitted "
+            "The dictionary is empty. Either it is never filled, or you compute before you "
+            "admit: a request that is admitted "
             "now computes its prompt in this very step.": _with(_schedule_plain, late=True),
-            "One request runs many times over, and still waits: `peek` and `add` leave it in its queue. Take it out with "
+            "One request runs many times over, and still waits: `peek` and `add` leave it "
+            "in its queue. Take it out with "
             "`toy.waiting.remove`.": _with(_schedule_plain, keep=True),
             "The request runs and still waits: `add` does not take it out of the other queue. "
             "`toy.waiting.remove` does.": _admits_once_more,
-            "What was removed is not in the queue. Perhaps no request waits any more, and `peek()` gave None: a place alone "
+            "What was removed is not in the queue. Perhaps no request waits any more, and "
+            "`peek()` gave None: a place alone "
             "is not enough, so ask `len(toy.waiting)`, too.": _with(_schedule_plain, ask=False),
             "A key of the dictionary is the request itself: `group.request_id` is wanted.": _keyed_by_request,
-            "The sequence counts one token more, but a step computes all that it lacks: `num_computed_tokens` grows by "
+            "The sequence counts one token more, but a step computes all that it lacks: "
+            "`num_computed_tokens` grows by "
             "`num_new_tokens`.": _with(_schedule_plain, whole=False),
-            "One token was computed, but a request lacks as many as `num_new_tokens` says: here its whole "
+            "One token was computed, but a request lacks as many as `num_new_tokens` says: "
+            "here its whole "
             "prompt.": _with(_schedule_plain, single=True),
-            "The request that came last was admitted first. Which end of the queue is the next one: `peek()` or `last()`?": (
-                _with(_schedule_plain, last=True)
-            ),
+            (
+                "The request that came last was admitted first. Which end of the queue is the "
+                "next one: `peek()` or `last()`?"
+            ): (_with(_schedule_plain, last=True)),
         },
-        hint="First admit from `toy.waiting` while there is a place and one waits. Then go through all that run: what is left?",
+        hint=(
+            "First admit from `toy.waiting` while there is a place and one waits. Then go "
+            "through all that run: what is left?"
+        ),
         engine=_serve(_plain_scheduler, num_gpu_blocks_override=200, swap_space=0, max_num_seqs=5),
         seconds=3.0,
     )
@@ -172,12 +232,22 @@ register(
 
 # %% ../../nbs/93b_exercises_core.ipynb #b77cb067
 def _make_room(
-    running: list[tuple[str, int, int]], num_free: int, first: bool = False, needy: bool = False, give: bool = True,
-    take: bool = True, once: bool = False, compute: bool = False, spare: bool = False, itself: bool = True, stays: bool = False,
+    running: list[tuple[str, int, int]],
+    num_free: int,
+    first: bool = False,
+    needy: bool = False,
+    give: bool = True,
+    take: bool = True,
+    once: bool = False,
+    compute: bool = False,
+    spare: bool = False,
+    itself: bool = True,
+    stays: bool = False,
     behind: bool = False,
-) -> tuple[list[str], list[str]]:  # fmt: skip
+) -> tuple[list[str], list[str]]:
     "The right answer; each of the last ten arguments changes one thing to a mistake."
-    left, computed = list(running), []
+    left = list(running)
+    computed = []
     preempted: list[str] = []
     while left:
         name, _, needed = left[0]
@@ -194,15 +264,23 @@ def _make_room(
             gone = computed[len(preempted)] if stays else computed.pop(0)
             other, held, _ = next(entry for entry in running if entry[0] == gone)
         else:
-            other, held, _ = left.pop(0 if needy or first else 1 if behind and len(left) > 1 else -1)
+            other, held, _ = left.pop(
+                0 if needy or first else 1 if behind and len(left) > 1 else -1
+            )
         num_free += held * give
         preempted.append(other)
     return [name for name, _, _ in running] if compute else computed, preempted
 
 # %% ../../nbs/93b_exercises_core.ipynb #2a1e5125
-def _make_room_if(running: list[tuple[str, int, int]], num_free: int, looks: bool = False) -> tuple[list[str], list[str]]:
-    "A mistake: an `if` where a `while` should be. With `looks`, a request computes only if its blocks are free then."
-    left, computed, preempted = list(running), [], []
+def _make_room_if(
+    running: list[tuple[str, int, int]], num_free: int, looks: bool = False
+) -> tuple[list[str], list[str]]:
+    """A mistake: an `if` where a `while` should be. With `looks`, a request computes only if its
+    blocks are free then.
+    """
+    left = list(running)
+    computed = []
+    preempted = []
     for entry in running:
         name, _, needed = entry
         if entry in left and needed > num_free:
@@ -217,16 +295,27 @@ def _make_room_if(running: list[tuple[str, int, int]], num_free: int, looks: boo
 
 def _preempting_scheduler(answer: Any) -> type:
     class PreemptingScheduler(Scheduler):
-        def _schedule_running(self, out: SchedulerOutput, budget: SchedulingBudget) -> list[SequenceGroup]:
-            manager, running = self.block_manager, []
+        def _schedule_running(
+            self, out: SchedulerOutput, budget: SchedulingBudget
+        ) -> list[SequenceGroup]:
+            manager = self.block_manager
+            running = []
             for group in self.running:
-                held = {block_id for seq in group.unfinished for block_id in manager.get_block_table(seq)}
+                held = {
+                    block_id
+                    for seq in group.unfinished
+                    for block_id in manager.get_block_table(seq)
+                }
                 running.append((group.request_id, len(held), manager.num_missing_blocks(group)))
-            computed, preempted = answer(running, manager.get_num_free_gpu_blocks()) if running else ([], [])
+            computed, preempted = (
+                answer(running, manager.get_num_free_gpu_blocks()) if running else ([], [])
+            )
             for request_id in preempted:
                 self._preempt(self.groups[request_id], out)
             groups = [self.groups[request_id] for request_id in computed]
-            prefills = [group for group in groups if any(seq.num_new_tokens > 1 for seq in group.unfinished)]
+            prefills = [
+                group for group in groups if any(seq.num_new_tokens > 1 for seq in group.unfinished)
+            ]
             for group in groups:
                 if group not in prefills:
                     self._schedule_decode(group, out, budget)
@@ -240,36 +329,53 @@ register(
         name="make_room",
         chapter="12_scheduler",
         cases=[
-            call([("a", 3, 0), ("b", 2, 1)], 1), call([("a", 3, 1), ("b", 2, 1), ("c", 2, 0)], 1),
-            call([("a", 3, 1), ("b", 2, 0), ("c", 2, 1)], 0), call([("a", 3, 0), ("b", 2, 1)], 0),
+            call([("a", 3, 0), ("b", 2, 1)], 1),
+            call([("a", 3, 1), ("b", 2, 1), ("c", 2, 0)], 1),
+            call([("a", 3, 1), ("b", 2, 0), ("c", 2, 1)], 0),
+            call([("a", 3, 0), ("b", 2, 1)], 0),
             call([("a", 3, 1), ("b", 2, 1), ("c", 1, 1), ("d", 1, 1)], 0),
             call([("a", 9, 3), ("b", 2, 0), ("c", 1, 0), ("d", 1, 0)], 0),
-            call([("a", 3, 1), ("b", 4, 1), ("c", 1, 1), ("d", 2, 1), ("e", 1, 1)], 1), call([], 4),
-        ],  # fmt: skip
+            call([("a", 3, 1), ("b", 4, 1), ("c", 1, 1), ("d", 2, 1), ("e", 1, 1)], 1),
+            call([], 4),
+        ],
         oracle=_make_room,
         mistakes={
-            "The block that `a` takes is not free for `b` any more: what happens to `num_free` when a request "
+            "The block that `a` takes is not free for `b` any more: what happens to "
+            "`num_free` when a request "
             "gets its blocks?": _with(_make_room, take=False),
-            "The request that came first lost its blocks. If that can happen, no request is sure ever to end. "
+            "The request that came first lost its blocks. If that can happen, no request "
+            "is sure ever to end. "
             "Which one gives way?": _with(_make_room, first=True),
-            "The request that lacked a block was preempted itself. One that came before the last is served: the "
+            "The request that lacked a block was preempted itself. One that came before "
+            "the last is served: the "
             "last one gives way for it.": _with(_make_room, needy=True),
             "A preempted request was preempted for nothing: what becomes of the blocks that it "
             "held?": _with(_make_room, give=False),
-            "A request that was preempted does not compute: it has no blocks. Is it still in the list that you go through?": (
-                _with(_make_room, compute=True)
-            ),
-            "The last request lacks a block itself and cannot be computed, but it was not preempted: it gives "
+            (
+                "A request that was preempted does not compute: it has no blocks. Is it still "
+                "in the list that you go through?"
+            ): (_with(_make_room, compute=True)),
+            "The last request lacks a block itself and cannot be computed, but it was not "
+            "preempted: it gives "
             "way, too.": _with(_make_room, spare=True),
-            "One request gave way and that was not enough: go on until the blocks suffice.": _with(_make_room, once=True),
-            "`d` gave way for `a`, and that was not enough: look again, `while` in place of `if`.": _make_room_if,
-            "`d` gave way for `a`, and that was not enough, so `a` was left out: look again until its blocks are free, `while` "
+            "One request gave way and that was not enough: go on until the blocks suffice.": _with(
+                _make_room, once=True
+            ),
+            (
+                "`d` gave way for `a`, and that was not enough: look again, `while` in place "
+                "of `if`."
+            ): _make_room_if,
+            "`d` gave way for `a`, and that was not enough, so `a` was left out: look "
+            "again until its blocks are free, `while` "
             "in place of `if`.": _with(_make_room_if, looks=True),
-            "No request is left behind the one that lacks a block. The last that still runs is then that one itself: it "
+            "No request is left behind the one that lacks a block. The last that still "
+            "runs is then that one itself: it "
             "gives way, and does not compute.": _with(_make_room, itself=False),
-            "The request that came first lost its blocks, and is still among those that compute. The last one gives "
+            "The request that came first lost its blocks, and is still among those that "
+            "compute. The last one gives "
             "way.": _with(_make_room, stays=True),
-            "The request right behind gave way. It is the last one that does: which end of a list does `pop()` take, and which "
+            "The request right behind gave way. It is the last one that does: which end of "
+            "a list does `pop()` take, and which "
             "`pop(0)`?": _with(_make_room, behind=True),
             "The two lists changed places: first those that compute, then those that were "
             "preempted.": lambda running, num_free: _make_room(running, num_free)[::-1],
@@ -277,11 +383,15 @@ register(
             "preempted.": lambda running, num_free: _make_room(running, num_free)[0],
         },
         hint=(
-            "Go through the requests from the first. While the blocks do not suffice, the last of those still "
+            "Go through the requests from the first. While the blocks do not suffice, the "
+            "last of those still "
             "running gives up all of its own."
         ),
         engine=_serve(
-            _preempting_scheduler, enable_prefix_caching=False, num_gpu_blocks_override=20, swap_space=0
+            _preempting_scheduler,
+            enable_prefix_caching=False,
+            num_gpu_blocks_override=20,
+            swap_space=0,
         ),
     )
 )
@@ -290,37 +400,61 @@ register(
 class _ReservesAll(Scheduler):
     "The right answer; the attributes below change one thing to a mistake each."
 
-    itself, alone, most, together, exact, asks, queue = True, True, True, False, True, True, False
+    itself = True
+    alone = True
+    most = True
+    together = False
+    exact = True
+    asks = True
+    queue = False
     full = AllocStatus.LATER
 
     def _can_admit(self, group: SequenceGroup, freed: Any = frozenset()) -> AllocStatus:
         asking = [] if not self.itself else self.waiting if self.queue else [group]
-        size, groups = self.block_manager.block_size, [*self.running, *asking]
-        lengths = [(g.first_seq.max_len if self.most else g.first_seq.get_len()) or 0 for g in groups]
-        reserved = num_blocks_for(sum(lengths), size) if self.together else sum(num_blocks_for(n, size) for n in lengths)
+        size = self.block_manager.block_size
+        groups = [*self.running, *asking]
+        lengths = [
+            (g.first_seq.max_len if self.most else g.first_seq.get_len()) or 0 for g in groups
+        ]
+        reserved = (
+            num_blocks_for(sum(lengths), size)
+            if self.together
+            else sum(num_blocks_for(n, size) for n in lengths)
+        )
         full = reserved > self.block_manager.num_gpu_blocks - (not self.exact)
         if full and (self.running or not self.alone):
             return self.full
         return super()._can_admit(group, freed) if self.asks else AllocStatus.OK
 
 # %% ../../nbs/93b_exercises_core.ipynb #dba19b3f
-def _scheduler_case(requests: list[tuple[int, int]], num_blocks: int, watermark: float = 0, max_steps: int = 40) -> Case:
+def _scheduler_case(
+    requests: list[tuple[int, int]], num_blocks: int, watermark: float = 0, max_steps: int = 40
+) -> Case:
     def run(answer: Any) -> list[Any]:
         manager = BlockSpaceManager(2, num_blocks, watermark=watermark)
         scheduler = answer(SchedulerConfig(max_model_len=64, max_num_seqs=8), manager)
         for i, (num_prompt, num_output) in enumerate(requests):
-            seq = scheduler.make_seq([100 * i + j for j in range(num_prompt)], seed=i, max_len=num_prompt + num_output)
+            seq = scheduler.make_seq(
+                [100 * i + j for j in range(num_prompt)], seed=i, max_len=num_prompt + num_output
+            )
             scheduler.add_request(SequenceGroup(str(i), seq, SamplingParams(max_tokens=num_output)))
         steps: list[dict[int, int]] = []
         while scheduler.has_unfinished_requests() and len(steps) < max_steps:
             steps.append(tokens := scheduler.schedule().num_scheduled_tokens)
             done = [i for i in tokens if scheduler.seqs[i][1].num_new_tokens == 0]
-            nothing: dict[str, dict] = {name: {} for name in ("logprobs", "ranks", "errors", "prompt_logprobs")}
-            scheduler.update_from_output(SimpleNamespace(seq_ids=done, sampled_token_ids=[7] * len(done), **nothing))
+            nothing: dict[str, dict] = {
+                name: {} for name in ("logprobs", "ranks", "errors", "prompt_logprobs")
+            }
+            scheduler.update_from_output(
+                SimpleNamespace(seq_ids=done, sampled_token_ids=[7] * len(done), **nothing)
+            )
         return [steps[:12], len(steps), scheduler.num_preemptions]
 
     kept = f" (a watermark of {watermark})" if watermark else ""
-    said = f"NAME over {num_blocks} blocks of 2{kept}, requests 0, 1, … of (prompt, answer) {requests} tokens"
+    said = (
+        f"NAME over {num_blocks} blocks of 2{kept}, requests 0, 1, … of (prompt, answer) "
+        f"{requests} tokens"
+    )
     return Case(f"{said}  -> [tokens of the first 12 steps, steps, preemptions]", run)
 
 # %% ../../nbs/93b_exercises_core.ipynb #448bb75a
@@ -333,32 +467,45 @@ register(
         name="ReservesAll",
         chapter="12_scheduler",
         cases=[
-            _scheduler_case([(3, 3)], 8), _scheduler_case([(3, 3), (4, 4)], 7), _scheduler_case([(2, 12), (3, 3), (1, 3)], 6),
-            _scheduler_case([(3, 3), (4, 4)], 6), _scheduler_case([(3, 2), (3, 2)], 5),
-            _scheduler_case([(5, 5), (7, 12), (5, 6), (5, 7)], 14), _scheduler_case([(3, 3), (4, 4), (3, 3)], 7),
+            _scheduler_case([(3, 3)], 8),
+            _scheduler_case([(3, 3), (4, 4)], 7),
+            _scheduler_case([(2, 12), (3, 3), (1, 3)], 6),
+            _scheduler_case([(3, 3), (4, 4)], 6),
+            _scheduler_case([(3, 2), (3, 2)], 5),
+            _scheduler_case([(5, 5), (7, 12), (5, 6), (5, 7)], 14),
+            _scheduler_case([(3, 3), (4, 4), (3, 3)], 7),
             _scheduler_case([(4, 2), (6, 2)], 8, watermark=0.5),
-        ],  # fmt: skip
+        ],
         oracle=_ReservesAll,
         mistakes={
-            "They fit exactly, and the second still had to wait: `>` or `>=`? Are blocks compared with blocks, and with "
+            "They fit exactly, and the second still had to wait: `>` or `>=`? Are blocks "
+            "compared with blocks, and with "
             "the whole pool?": _subclass(exact=False),
-            "Where both fit, `Scheduler` itself must be asked, and its answer returned: it would have said LATER here. Is a "
+            "Where both fit, `Scheduler` itself must be asked, and its answer returned: it "
+            "would have said LATER here. Is a "
             "`return` missing?": _subclass(asks=False),
-            "The second request was admitted although both do not fit: does the one that asks count "
+            "The second request was admitted although both do not fit: does the one that "
+            "asks count "
             "itself?": _subclass(itself=False),
-            "Each request has a last block of its own, perhaps only partly filled: round up for each, then "
+            "Each request has a last block of its own, perhaps only partly filled: round "
+            "up for each, then "
             "add.": _subclass(together=True),
-            "The later requests were admitted at once. Is an `AllocStatus` returned in each case, and does the sum count "
+            "The later requests were admitted at once. Is an `AllocStatus` returned in "
+            "each case, and does the sum count "
             "what a request may become (`max_len`), not what it is now?": _subclass(most=False),
-            "The first two fit, and the second had to wait for the third: only `group` asks. What stands behind it in "
+            "The first two fit, and the second had to wait for the third: only `group` "
+            "asks. What stands behind it in "
             "`self.waiting` is counted when it asks itself.": _subclass(queue=True),
-            "A request was ended, not kept waiting: that is what `AllocStatus.NEVER` means. Where it does not fit yet, the "
+            "A request was ended, not kept waiting: that is what `AllocStatus.NEVER` "
+            "means. Where it does not fit yet, the "
             "answer is LATER.": _subclass(full=AllocStatus.NEVER),
-            "The first request may become longer than the whole pool, so it was never admitted, and all behind it wait. Alone "
+            "The first request may become longer than the whole pool, so it was never "
+            "admitted, and all behind it wait. Alone "
             "it must be let in: ask whether anything runs.": _subclass(alone=False),
         },
         hint=(
-            "Add up the blocks of the longest texts of all running requests and of the one that asks, and compare "
+            "Add up the blocks of the longest texts of all running requests and of the one "
+            "that asks, and compare "
             "with the pool."
         ),
         engine=_serve(lambda answer: answer, swap_space=0, num_gpu_blocks_override=28),
@@ -368,9 +515,19 @@ register(
 
 # %% ../../nbs/93b_exercises_core.ipynb #1ac54d63
 def _shall_swap(
-    mode: str | None, num_seqs: int, has_window: bool, num_computed: int, num_blocks: int, num_free: int, default: str = "larger",
-    both: bool = False, room: int = 1, work: bool = True, window: bool = True, recompute: bool = True,
-) -> bool:  # fmt: skip
+    mode: str | None,
+    num_seqs: int,
+    has_window: bool,
+    num_computed: int,
+    num_blocks: int,
+    num_free: int,
+    default: str = "larger",
+    both: bool = False,
+    room: int = 1,
+    work: bool = True,
+    window: bool = True,
+    recompute: bool = True,
+) -> bool:
     "The right answer; each of the last six arguments changes one thing to a mistake."
     larger = num_seqs > 1 or has_window and window
     if default != "larger":
@@ -383,10 +540,16 @@ def _shall_swap(
 # %% ../../nbs/93b_exercises_core.ipynb #3a8fb1b6
 def _swaps_out(answer: Any) -> Any:
     def swap_out(self: Swapping, group: SequenceGroup, out: SchedulerOutput) -> bool:
-        manager, seqs = self.block_manager, group.unfinished
-        num_blocks = len({block_id for seq in seqs for block_id in manager.get_block_table(seq)} - {NULL_BLOCK})
-        num_computed, num_free = max(seq.num_computed_tokens for seq in seqs), manager.cpu_allocator.get_num_free_blocks()
-        if not answer(self.mode, len(seqs), manager.window is not None, num_computed, num_blocks, num_free):
+        manager = self.block_manager
+        seqs = group.unfinished
+        num_blocks = len(
+            {block_id for seq in seqs for block_id in manager.get_block_table(seq)} - {NULL_BLOCK}
+        )
+        num_computed = max(seq.num_computed_tokens for seq in seqs)
+        num_free = manager.cpu_allocator.get_num_free_blocks()
+        if not answer(
+            self.mode, len(seqs), manager.window is not None, num_computed, num_blocks, num_free
+        ):
             return False
         pairs = manager.swap_out(group)
         out.blocks_to_swap_out += pairs
@@ -401,33 +564,55 @@ register(
         name="shall_swap",
         chapter="13_scheduler_extensions",
         cases=[
-            call("swap", 1, False, 20, 5, 12), call("recompute", 1, False, 20, 5, 12), call(None, 1, False, 20, 5, 12),
-            call(None, 3, False, 20, 7, 12), call(None, 1, True, 20, 3, 12), call("recompute", 3, True, 20, 5, 12),
-            call("swap", 1, False, 20, 5, 5), call("swap", 1, False, 20, 6, 5), call("swap", 2, False, 0, 5, 12),
-        ],  # fmt: skip
+            call("swap", 1, False, 20, 5, 12),
+            call("recompute", 1, False, 20, 5, 12),
+            call(None, 1, False, 20, 5, 12),
+            call(None, 3, False, 20, 7, 12),
+            call(None, 1, True, 20, 3, 12),
+            call("recompute", 3, True, 20, 5, 12),
+            call("swap", 1, False, 20, 5, 5),
+            call("swap", 1, False, 20, 6, 5),
+            call("swap", 2, False, 0, 5, 12),
+        ],
         oracle=_shall_swap,
         mistakes={
-            "Without a mode, a request of one sequence was swapped. It comes back with as many blocks as it has now, so it is "
-            "computed again: what must be asked where `mode` is None?": _with(_shall_swap, default="always"),
-            "Without a mode, a request of three sequences was not swapped. Computed again they would have more blocks than "
-            "now, until they share again: what does `mode` None mean for them?": _with(_shall_swap, default="never"),
-            "The mode `swap` says so for every request, also for one of a single sequence.": _with(_shall_swap, both=True),
-            "A window was forgotten: a request with a window would come back with blocks that it has freed since.": (
-                _with(_shall_swap, window=False)
+            "Without a mode, a request of one sequence was swapped. It comes back with as "
+            "many blocks as it has now, so it is "
+            "computed again: what must be asked where `mode` is None?": _with(
+                _shall_swap, default="always"
             ),
+            "Without a mode, a request of three sequences was not swapped. Computed again "
+            "they would have more blocks than "
+            "now, until they share again: what does `mode` None mean for them?": _with(
+                _shall_swap, default="never"
+            ),
+            "The mode `swap` says so for every request, also for one of a single sequence.": _with(
+                _shall_swap, both=True
+            ),
+            (
+                "A window was forgotten: a request with a window would come back with blocks "
+                "that it has freed since."
+            ): (_with(_shall_swap, window=False)),
             "The mode is `recompute`: then no request is swapped, however many sequences it "
             "has.": _with(_shall_swap, recompute=False),
             "Five blocks fit into five free ones: is it `<` or `<=`?": _with(_shall_swap, room=0),
-            "The CPU's pool has no room for all of its blocks. Then it must be computed again.": _with(_shall_swap, room=-1),
-            "Nothing of this request is computed yet, so there is nothing to save: copying its blocks would be "
+            (
+                "The CPU's pool has no room for all of its blocks. Then it must be computed again."
+            ): _with(_shall_swap, room=-1),
+            "Nothing of this request is computed yet, so there is nothing to save: copying "
+            "its blocks would be "
             "work for nothing.": _with(_shall_swap, work=False),
         },
         hint=(
-            "Three things must all be true: it is wanted (by the mode, or without one by the kind of request), there "
+            "Three things must all be true: it is wanted (by the mode, or without one by "
+            "the kind of request), there "
             "is something to save, and it fits."
         ),
         engine=_serve(
-            _swaps_out, "teachvllm.core.extensions:Swapping.swap_out", swap_space=0.01, preemption_mode="swap",
+            _swaps_out,
+            "teachvllm.core.extensions:Swapping.swap_out",
+            swap_space=0.01,
+            preemption_mode="swap",
             num_gpu_blocks_override=22,
         ),
     )
@@ -435,9 +620,14 @@ register(
 
 # %% ../../nbs/93b_exercises_core.ipynb #51911004
 def _can_look_ahead(
-    running: list[tuple[int, bool, bool]], num_free: int, fork: bool = True, every: bool = False, empty: bool = True,
-    total: bool = True, strict: bool = False,
-) -> bool:  # fmt: skip
+    running: list[tuple[int, bool, bool]],
+    num_free: int,
+    fork: bool = True,
+    every: bool = False,
+    empty: bool = True,
+    total: bool = True,
+    strict: bool = False,
+) -> bool:
     "The right answer; each of the last five arguments changes one thing to a mistake."
     needed = [blocks for blocks, _, _ in running]
     if fork and any(forks for _, forks, _ in running):
@@ -450,9 +640,12 @@ def _can_look_ahead(
 
 def _runs_ahead(answer: Any) -> Any:
     def can_run_ahead(self: LookAhead) -> bool:
-        scheduler, running = self.scheduler, []
+        scheduler = self.scheduler
+        running = []
         for group in scheduler.running:
-            forks = group.fork_rule is not None and any(seq.num_output_placeholders for seq in group.unfinished)
+            forks = group.fork_rule is not None and any(
+                seq.num_output_placeholders for seq in group.unfinished
+            )
             missing = scheduler.block_manager.num_missing_blocks(group)
             running.append((missing, forks, all(seq.is_full for seq in group.unfinished)))
         return answer(running, scheduler.block_manager.get_num_free_gpu_blocks())
@@ -465,46 +658,76 @@ register(
         name="can_look_ahead",
         chapter="13_scheduler_extensions",
         cases=[
-            call([(0, False, False)], 3), call([(0, False, False), (0, True, False)], 3),
-            call([(0, False, True), (0, False, False)], 3), call([(0, False, True), (0, False, True)], 3),
-            call([(1, False, False), (1, False, False)], 1), call([(1, False, False), (1, False, False)], 2), call([], 3),
-        ],  # fmt: skip
+            call([(0, False, False)], 3),
+            call([(0, False, False), (0, True, False)], 3),
+            call([(0, False, True), (0, False, False)], 3),
+            call([(0, False, True), (0, False, True)], 3),
+            call([(1, False, False), (1, False, False)], 1),
+            call([(1, False, False), (1, False, False)], 2),
+            call([], 3),
+        ],
         oracle=_can_look_ahead,
         mistakes={
-            "One request is to be forked when the token under way is known: the sequences that the next step would compute do "
+            "One request is to be forked when the token under way is known: the sequences "
+            "that the next step would compute do "
             "not exist yet.": _with(_can_look_ahead, fork=False),
-            "One request is at its end, but another has something to compute, so a step is worth while: `any` or `all`?": (
-                _with(_can_look_ahead, every=True)
-            ),
-            "Every request is at its end, and the next step would compute nothing. What remains to be asked?": (
-                _with(_can_look_ahead, empty=False)
-            ),
-            "Each request alone would find its block, both together do not: one would be preempted. Add up what they need.": (
-                _with(_can_look_ahead, total=False)
-            ),
+            (
+                "One request is at its end, but another has something to compute, so a step is "
+                "worth while: `any` or `all`?"
+            ): (_with(_can_look_ahead, every=True)),
+            (
+                "Every request is at its end, and the next step would compute nothing. What "
+                "remains to be asked?"
+            ): (_with(_can_look_ahead, empty=False)),
+            (
+                "Each request alone would find its block, both together do not: one would be "
+                "preempted. Add up what they need."
+            ): (_with(_can_look_ahead, total=False)),
             "Two blocks are needed and two are free, so none is preempted: is it `<` or "
             "`<=`?": _with(_can_look_ahead, strict=True),
         },
         hint=(
-            "Three questions: is one about to be forked, is there anything to compute, and do the free blocks "
+            "Three questions: is one about to be forked, is there anything to compute, and "
+            "do the free blocks "
             "suffice for all together?"
         ),
-        engine=_serve(_runs_ahead, "teachvllm.core.extensions:LookAhead.can_run_ahead", async_scheduling=True, swap_space=0),
+        engine=_serve(
+            _runs_ahead,
+            "teachvllm.core.extensions:LookAhead.can_run_ahead",
+            async_scheduling=True,
+            swap_space=0,
+        ),
     )
 )
 
 # %% ../../nbs/93b_exercises_core.ipynb #3754e30e
 def _choose_beams(
-    logprobs: list[float], tops: list[list[tuple[int, float]]], width: int, stops: Any, per_beam: bool = False,
-    total: bool = True, any_rank: bool = False, places: bool = False, leave: bool = True, cut: bool = True, turned: bool = False,
-) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]]:  # fmt: skip
+    logprobs: list[float],
+    tops: list[list[tuple[int, float]]],
+    width: int,
+    stops: Any,
+    per_beam: bool = False,
+    total: bool = True,
+    any_rank: bool = False,
+    places: bool = False,
+    leave: bool = True,
+    cut: bool = True,
+    turned: bool = False,
+) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]]:
     "The right answer; each of the last seven arguments changes one thing to a mistake."
     joined = [
-        (i, token_id, logprob + (logprobs[i] if total else 0.0)) for i, top in enumerate(tops) for token_id, logprob in top
+        (i, token_id, logprob + (logprobs[i] if total else 0.0))
+        for i, top in enumerate(tops)
+        for token_id, logprob in top
     ]
-    best, go_on, ended = sorted(joined, key=lambda c: c[2] if turned else -c[2]), [], []
+    best = sorted(joined, key=lambda c: c[2] if turned else -c[2])
+    go_on = []
+    ended = []
     if per_beam:
-        best = sorted((max((c for c in joined if c[0] == i), key=lambda c: c[2]) for i in range(len(tops))), key=lambda c: -c[2])
+        best = sorted(
+            (max((c for c in joined if c[0] == i), key=lambda c: c[2]) for i in range(len(tops))),
+            key=lambda c: -c[2],
+        )
     for rank, (i, token_id, logprob) in enumerate(best):
         if token_id in stops and leave:
             if rank < width or any_rank:
@@ -515,14 +738,21 @@ def _choose_beams(
 
 
 def _chooses(answer: Any) -> Any:
-    def choose(self: BeamSearch, beams: list[Sequence], tops: list[list[tuple[int, float]]]) -> list[tuple[int, int, float]]:
+    def choose(
+        self: BeamSearch, beams: list[Sequence], tops: list[list[tuple[int, float]]]
+    ) -> list[tuple[int, int, float]]:
         num_tokens = len(beams[0].output_token_ids) + 1
-        go_on, ended = answer([beam.cumulative_logprob for beam in beams], tops, self.width, self.stop_token_ids)
+        go_on, ended = answer(
+            [beam.cumulative_logprob for beam in beams], tops, self.width, self.stop_token_ids
+        )
         if num_tokens >= self.max_tokens:  # the last step: all that are good enough end
-            ended, go_on = sorted([*go_on, *ended], key=lambda c: -c[2])[: self.width], []
+            ended = sorted([*go_on, *ended], key=lambda c: -c[2])[: self.width]
+            go_on = []
         for i, token_id, logprob in ended:
             stops = token_id in self.stop_token_ids
-            status = SequenceStatus.FINISHED_STOPPED if stops else SequenceStatus.FINISHED_LENGTH_CAPPED
+            status = (
+                SequenceStatus.FINISHED_STOPPED if stops else SequenceStatus.FINISHED_LENGTH_CAPPED
+            )
             self.keep([*beams[i].output_token_ids, token_id], logprob, status)
         return go_on if go_on and self._may_improve(go_on[0][2], num_tokens) else []
 
@@ -530,7 +760,9 @@ def _chooses(answer: Any) -> Any:
 
 
 def _search_beams(llm: Any) -> list[list[int]]:
-    found = llm.beam_search([[3 + i] * (4 + 3 * i) for i in range(4)], BeamSearchParams(beam_width=3, max_tokens=10))
+    found = llm.beam_search(
+        [[3 + i] * (4 + 3 * i) for i in range(4)], BeamSearchParams(beam_width=3, max_tokens=10)
+    )
     return [answer.token_ids for output in found for answer in output.outputs]
 
 
@@ -548,28 +780,47 @@ register(
             call([-1.0, -3.0], [[(1, -1.0), (2, -1.5)], [(1, -0.5), (2, -2.0)]], 2, {9}),
             call([0.0], [[(9, -0.5), (1, -1.0), (2, -2.0), (3, -3.0)]], 2, {9}),
             call([0.0], [[(1, -0.5), (2, -1.0), (9, -2.0), (3, -3.0)]], 2, {9}),
-            call([-1.0, -2.0], [[(8, -0.1), (9, -0.2), (1, -2.5), (2, -3.0)], [(9, -0.3), (1, -0.4), (2, -0.9)]], 2, {8, 9}),
-            call([-1.0, -1.5, -2.0], [[(1, -2.0), (9, -2.25)], [(9, -0.25), (2, -4.0)], [(3, -0.5), (4, -0.625)]], 3, {9}),
-        ],  # fmt: skip
+            call(
+                [-1.0, -2.0],
+                [[(8, -0.1), (9, -0.2), (1, -2.5), (2, -3.0)], [(9, -0.3), (1, -0.4), (2, -0.9)]],
+                2,
+                {8, 9},
+            ),
+            call(
+                [-1.0, -1.5, -2.0],
+                [[(1, -2.0), (9, -2.25)], [(9, -0.25), (2, -4.0)], [(3, -0.5), (4, -0.625)]],
+                3,
+                {9},
+            ),
+        ],
         oracle=_choose_beams,
         mistakes={
-            "The unlikeliest came first: log-probabilities are negative, and the one nearest to 0 is the best.": (
-                _with(_choose_beams, turned=True)
+            (
+                "The unlikeliest came first: log-probabilities are negative, and the one "
+                "nearest to 0 is the best."
+            ): (_with(_choose_beams, turned=True)),
+            "More beams go on than `width`: how many of those that do not end are kept?": _with(
+                _choose_beams, cut=False
             ),
-            "More beams go on than `width`: how many of those that do not end are kept?": _with(_choose_beams, cut=False),
-            "One continuation was taken of each beam. All candidates compete with each other: one beam may go on "
+            "One continuation was taken of each beam. All candidates compete with each "
+            "other: one beam may go on "
             "twice, another not at all.": _with(_choose_beams, per_beam=True),
             "A candidate is worth its beam's log-probability plus its token's. Was the beam's "
             "added?": _with(_choose_beams, total=False),
-            "A candidate that ends went on as a beam. What must be asked of its token?": _with(_choose_beams, leave=False),
-            "Too few go on: one that ends takes no place among them. The best `width` of *those that do not end* go on.": (
-                _with(_choose_beams, places=True)
+            "A candidate that ends went on as a beam. What must be asked of its token?": _with(
+                _choose_beams, leave=False
             ),
-            "A text that ends counts only if it is among the best `width` candidates of its step. This one was "
+            (
+                "Too few go on: one that ends takes no place among them. The best `width` of "
+                "*those that do not end* go on."
+            ): (_with(_choose_beams, places=True)),
+            "A text that ends counts only if it is among the best `width` candidates of "
+            "its step. This one was "
             "not: what is its rank?": _with(_choose_beams, any_rank=True),
         },
         hint=(
-            "Make one list of all candidates of all beams, sort it once, and go through it with the rank: which end, "
+            "Make one list of all candidates of all beams, sort it once, and go through it "
+            "with the rank: which end, "
             "which go on?"
         ),
         engine=_serve(_chooses, "teachvllm.core.beam_search:BeamSearch.choose", serve=_serve_beams),

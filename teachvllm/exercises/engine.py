@@ -38,11 +38,16 @@ from ..sampling_params import SamplingParams
 
 # %% ../../nbs/93i_exercises_engine.ipynb #bf2e69f0
 class _Core:
-    "A core in place of `InprocClient`: a step gives each of the first two requests the next token of its answer."
+    """A core in place of `InprocClient`: a step gives each of the first two requests the next token
+    of its answer.
+    """
 
     def __init__(self, answers: dict[str, list[int]]):
-        self.answers, self.given, self.queue = answers, dict.fromkeys(answers, 0), list[str]()
-        self.num_steps, self.aborted = 0, list[str]()
+        self.answers = answers
+        self.given = dict.fromkeys(answers, 0)
+        self.queue = list[str]()
+        self.num_steps = 0
+        self.aborted = list[str]()
 
     def add_request(self, request: Any) -> None:
         self.queue.append(request.request_id)
@@ -59,7 +64,11 @@ class _Core:
         for name in self.queue[:2]:
             self.given[name] += 1
             ended = self.given[name] == len(self.answers[name])
-            made.append(SimpleNamespace(request_id=name, token=self.answers[name][self.given[name] - 1], finished=ended))
+            made.append(
+                SimpleNamespace(
+                    request_id=name, token=self.answers[name][self.given[name] - 1], finished=ended
+                )
+            )
         self.queue = [name for name in self.queue if self.given[name] < len(self.answers[name])]
         return SimpleNamespace(outputs=made)
 
@@ -74,12 +83,18 @@ class _Texts:
         self.request_states[request.request_id] = []
 
     def process_outputs(self, outputs: list[Any]) -> tuple[list[Any], list[tuple[str, int | None]]]:
-        made, aborts = [], list[tuple[str, int | None]]()
+        made = []
+        aborts = list[tuple[str, int | None]]()
         for one in outputs:
             if one.request_id in self.request_states:
-                tokens = self.request_states[one.request_id] = [*self.request_states[one.request_id], one.token]
+                tokens = self.request_states[one.request_id] = [
+                    *self.request_states[one.request_id],
+                    one.token,
+                ]
                 ended = one.finished or one.token == 0
-                made.append(SimpleNamespace(request_id=one.request_id, finished=ended, tokens=tokens))
+                made.append(
+                    SimpleNamespace(request_id=one.request_id, finished=ended, tokens=tokens)
+                )
                 if ended:
                     del self.request_states[one.request_id]
                     aborts += [] if one.finished else [(one.request_id, None)]
@@ -103,14 +118,17 @@ def _keep_finished(old: dict, made: list) -> dict:
 
 
 def _serve_variant(  # the same with something wrong
-    told: bool = True, known: bool = True, most: Callable[[list], float] = lambda requests: math.inf,
+    told: bool = True,
+    known: bool = True,
+    most: Callable[[list], float] = lambda requests: math.inf,
     ends: Callable[[dict, Any], bool] = lambda finished, outputs: not outputs.request_states,
     keep: Callable[[dict, list], dict] | None = None,
-) -> Callable:  # fmt: skip
+) -> Callable:
     keep = keep or _keep_finished
 
     def serve_all(requests: list[Any], client: Any, outputs: Any) -> dict[str, Any]:
-        finished, num_steps = dict[str, Any](), 0
+        finished = dict[str, Any]()
+        num_steps = 0
         for request, text in requests:
             if known:
                 outputs.add_request(request, text)
@@ -119,19 +137,23 @@ def _serve_variant(  # the same with something wrong
             made, aborts = outputs.process_outputs(client.get_output().outputs)
             if told:
                 client.abort_requests(aborts)
-            finished, num_steps = keep(finished, made), num_steps + 1
+            finished = keep(finished, made)
+            num_steps = num_steps + 1
         return finished
 
     return serve_all
 
 
 def _one_after_the_other(requests: list[Any], client: Any, outputs: Any) -> dict[str, Any]:
-    return {name: one for pair in requests for name, one in _serve_all([pair], client, outputs).items()}
+    return {
+        name: one for pair in requests for name, one in _serve_all([pair], client, outputs).items()
+    }
 
 # %% ../../nbs/93i_exercises_engine.ipynb #e5e7f3d0
 def _serving(said: str, **answers: list[int]) -> Case:
     def run(answer: Callable) -> Any:
-        client, outputs = _Core(answers), _Texts()
+        client = _Core(answers)
+        outputs = _Texts()
         requests = [(SimpleNamespace(request_id=name), "a text") for name in answers]
         finished = answer(requests, client, outputs)
         made = {name: one.tokens for name, one in finished.items()}
@@ -144,18 +166,25 @@ def _serve_for_real(answer: Callable) -> str:
     def tokens_of(serve: Callable) -> dict[str, list[int]]:
         with _tiny_folder() as folder:
             config = EngineArgs(folder, skip_tokenizer_init=True, **_OPTIONS).create_engine_config()
-            client, processor = InprocClient(config, get_executor_class(config)), Processor.from_config(config)
+            client = InprocClient(config, get_executor_class(config))
+            processor = Processor.from_config(config)
             params = [SamplingParams(seed=i, max_tokens=8 + i, ignore_eos=True) for i in range(6)]
-            requests = [processor(str(i), [3 + i] * (5 + 4 * i), one) for i, one in enumerate(params)]
+            requests = [
+                processor(str(i), [3 + i] * (5 + 4 * i), one) for i, one in enumerate(params)
+            ]
             try:
                 finished = serve(requests, client, OutputProcessor(None))
             finally:
                 client.shutdown()
             return {name: list(one.outputs[0].token_ids) for name, one in finished.items()}
 
-    yours, ours = tokens_of(answer), tokens_of(_serve_all)
+    yours = tokens_of(answer)
+    ours = tokens_of(_serve_all)
     assert yours == ours, f"the engine's halves gave {short(yours)}, not {short(ours)}"
-    return f"your loop joined the real halves and served {len(yours)} requests: {sum(map(len, yours.values()))} tokens, the same as with ours"
+    return (
+        f"your loop joined the real halves and served {len(yours)} requests: "
+        f"{sum(map(len, yours.values()))} tokens, the same as with ours"
+    )
 
 # %% ../../nbs/93i_exercises_engine.ipynb #11e8cf5f
 register(
@@ -171,24 +200,40 @@ register(
             _serving("no request"),
         ],
         mistakes={
-            "The output processor does not know your requests, so it passes over their tokens. Both halves must hear of a request, and "
+            "The output processor does not know your requests, so it passes over their "
+            "tokens. Both halves must hear of a request, and "
             "which one first?": _serve_variant(known=False),
-            "The loop makes as many steps as there are requests. A request takes a step for each token: what does the output processor "
-            "have as long as a request is open?": _serve_variant(most=len, ends=lambda finished, outputs: False),
-            "You keep the first output of a request. It grows with each step: keep the one that is `finished`.": _serve_variant(
-                keep=lambda old, made: {one.request_id: one for one in made} | old
+            "The loop makes as many steps as there are requests. A request takes a step "
+            "for each token: what does the output processor "
+            "have as long as a request is open?": _serve_variant(
+                most=len, ends=lambda finished, outputs: False
             ),
-            "You stop when the first request has finished. Others are still open: ask the output processor.": _serve_variant(
-                ends=lambda finished, outputs: bool(finished)
-            ),
-            "One request is served after the other, so none shares a step: add all of them before the first step.": _one_after_the_other,
-            "What finished in an earlier step is lost: each step's outputs take the place of those before. Collect them.": _serve_variant(
+            (
+                "You keep the first output of a request. It grows with each step: keep the one "
+                "that is `finished`."
+            ): _serve_variant(keep=lambda old, made: {one.request_id: one for one in made} | old),
+            (
+                "You stop when the first request has finished. Others are still open: ask the "
+                "output processor."
+            ): _serve_variant(ends=lambda finished, outputs: bool(finished)),
+            (
+                "One request is served after the other, so none shares a step: add all of them "
+                "before the first step."
+            ): _one_after_the_other,
+            (
+                "What finished in an earlier step is lost: each step's outputs take the place "
+                "of those before. Collect them."
+            ): _serve_variant(
                 keep=lambda old, made: {one.request_id: one for one in made if one.finished}
             ),
-            "The core goes on with a request that a stop string has ended, and its place stays taken: what else does `process_outputs` "
+            "The core goes on with a request that a stop string has ended, and its place "
+            "stays taken: what else does `process_outputs` "
             "return, and who must be told?": _serve_variant(told=False),
         },
-        hint="Which half knows whether a request is still open, and what has to be told to the other half after a step?",
+        hint=(
+            "Which half knows whether a request is still open, and what has to be told to the "
+            "other half after a step?"
+        ),
         oracle=_serve_all,
         engine=_serve_for_real,
     )
@@ -196,12 +241,16 @@ register(
 
 # %% ../../nbs/93i_exercises_engine.ipynb #8228f7df
 def _letting_in(*hosts: str | None) -> Case:
-    return Case(f"[host for host in {list(hosts)} if NAME(host)]", lambda answer: [host for host in hosts if answer(host)])
+    return Case(
+        f"[host for host in {list(hosts)} if NAME(host)]",
+        lambda answer: [host for host in hosts if answer(host)],
+    )
 
 
 def _loopback_variant(
-    name: Callable[[str], bool] = lambda host: host == "localhost", address: Callable[[Any], bool] = lambda found: found.is_loopback
-) -> Callable[[str | None], bool]:  # fmt: skip
+    name: Callable[[str], bool] = lambda host: host == "localhost",
+    address: Callable[[Any], bool] = lambda found: found.is_loopback,
+) -> Callable[[str | None], bool]:
     def is_loopback(host: str | None) -> bool:
         try:
             found = ip_address(host or "")
@@ -229,8 +278,11 @@ def _any_mapped(host: str | None) -> bool:
 
 
 def _guard_for_real(answer: Callable[[str | None], bool]) -> str:
-    fastapi, uvicorn, watch = map(import_module, ("fastapi", "uvicorn", "teachvllm.entrypoints.watch"))
-    app, sock = fastapi.FastAPI(), socket.create_server(("127.0.0.1", 0))
+    fastapi, uvicorn, watch = map(
+        import_module, ("fastapi", "uvicorn", "teachvllm.entrypoints.watch")
+    )
+    app = fastapi.FastAPI()
+    sock = socket.create_server(("127.0.0.1", 0))
     app.include_router(watch.make_router(watch.Feed(lambda: None).read))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
@@ -247,7 +299,10 @@ def _guard_for_real(answer: Callable[[str | None], bool]) -> str:
         server.should_exit = True
         thread.join(10)
     assert list(statuses.values()) == [200, 200, 403, 403], statuses
-    return f"a real server asked it {calls[0]} times, and answered {', '.join(f'{host}: {status}' for host, status in statuses.items())}"
+    return (
+        f"a real server asked it {calls[0]} times, and answered "
+        f"{', '.join(f'{host}: {status}' for host, status in statuses.items())}"
+    )
 
 # %% ../../nbs/93i_exercises_engine.ipynb #b2467053
 register(
@@ -264,43 +319,87 @@ register(
             _letting_in(None, ""),
         ],
         mistakes={
-            "A private address is another machine of the same network. Which property of an address says that it is this machine's own?":
-                _loopback_variant(address=lambda found: found.is_private and str(found) not in ("::1", "fe80::1") or found.is_loopback),
-            "`ip_address` raises `ValueError` for what is no address: then it is a name, and one name is meant.": _no_names,
-            "`localhost` is a name, and it means this machine: it is the one name that may come in.": _loopback_variant(name=lambda host: False),
-            "All addresses of 127.0.0.0/8 are this machine's, not only the first: parse the address, and ask it.": _of_three,
-            "127.attacker.example begins like an address and is a name: its owner says what it means. Parse, and do not compare beginnings.":
-                _by_prefix,
-            "localhost.attacker.example is a name of attacker.example. Compare the whole name.":
-                _loopback_variant(name=lambda host: host.startswith("localhost")),
-            "::ffff:10.0.0.7 is 10.0.0.7, written as IPv6. Ask the IPv4 address that is in it (`ipv4_mapped`).": _any_mapped,
+            (
+                "A private address is another machine of the same network. Which property of "
+                "an address says that it is this machine's own?"
+            ): _loopback_variant(
+                address=lambda found: (
+                    found.is_private and str(found) not in ("::1", "fe80::1") or found.is_loopback
+                )
+            ),
+            (
+                "`ip_address` raises `ValueError` for what is no address: then it is a name, "
+                "and one name is meant."
+            ): _no_names,
+            (
+                "`localhost` is a name, and it means this machine: it is the one name that may "
+                "come in."
+            ): _loopback_variant(name=lambda host: False),
+            (
+                "All addresses of 127.0.0.0/8 are this machine's, not only the first: parse "
+                "the address, and ask it."
+            ): _of_three,
+            (
+                "127.attacker.example begins like an address and is a name: its owner says "
+                "what it means. Parse, and do not compare beginnings."
+            ): _by_prefix,
+            (
+                "localhost.attacker.example is a name of attacker.example. Compare the whole name."
+            ): _loopback_variant(name=lambda host: host.startswith("localhost")),
+            (
+                "::ffff:10.0.0.7 is 10.0.0.7, written as IPv6. Ask the IPv4 address that is in "
+                "it (`ipv4_mapped`)."
+            ): _any_mapped,
         },
-        hint="An address can be parsed (`ipaddress.ip_address`) and asked. What is no address is a name: which name may come in?",
+        hint=(
+            "An address can be parsed (`ipaddress.ip_address`) and asked. What is no address "
+            "is a name: which name may come in?"
+        ),
         target="teachvllm.entrypoints.watch:is_loopback",
         engine=_guard_for_real,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93i_exercises_engine.ipynb #9b32439b
 def _seen(ttft: float, itl: float = 0.02, tokens: int = 11, error: str = "") -> Any:
     times = [] if error else [ttft + i * itl for i in range(tokens)]
-    return _load.RequestFuncOutput(chunk_times=times, prompt_len=10, usage_tokens=tokens, error=error)
+    return _load.RequestFuncOutput(
+        chunk_times=times, prompt_len=10, usage_tokens=tokens, error=error
+    )
 
 
 def _goodput(outputs: list[Any], duration: float, bounds: dict[str, float]) -> float:
     attributes = {"ttft": "ttft", "tpot": "tpot", "e2el": "latency"}
     good = [one for one in outputs if one.success]
-    return sum(all(1000 * getattr(one, attributes[name]) <= most for name, most in bounds.items()) for one in good) / duration
+    return (
+        sum(
+            all(1000 * getattr(one, attributes[name]) <= most for name, most in bounds.items())
+            for one in good
+        )
+        / duration
+    )
 
 
 def _goodput_variant(
-    unit: float = 1000.0, kept: Callable[[Iterable[bool]], bool] = all, within: Callable[[float, float], bool] = lambda x, most: x <= most,
-    latency: str = "latency", every: bool = False, per: Callable[[list, float], float] = lambda outputs, duration: duration,
-) -> Callable:  # fmt: skip
+    unit: float = 1000.0,
+    kept: Callable[[Iterable[bool]], bool] = all,
+    within: Callable[[float, float], bool] = lambda x, most: x <= most,
+    latency: str = "latency",
+    every: bool = False,
+    per: Callable[[list, float], float] = lambda outputs, duration: duration,
+) -> Callable:
     def request_goodput(outputs: list[Any], duration: float, bounds: dict[str, float]) -> float:
         attributes = {"ttft": "ttft", "tpot": "tpot", "e2el": latency}
         judged = [one for one in outputs if every or one.success]
-        each = [kept([within(unit * getattr(one, attributes[name]), most) for name, most in bounds.items()]) for one in judged]
+        each = [
+            kept(
+                [
+                    within(unit * getattr(one, attributes[name]), most)
+                    for name, most in bounds.items()
+                ]
+            )
+            for one in judged
+        ]
         return sum(each) / per(outputs, duration)
 
     return request_goodput
@@ -312,22 +411,33 @@ def _goodput_of_means(outputs: list[Any], duration: float, bounds: dict[str, flo
 
 
 def _judging(said: str, outputs: list[Any], duration: float, **bounds: float) -> Case:
-    return Case(f"{said}, within {duration:g} s: NAME(outputs, {duration:g}, {bounds})", lambda answer: answer(outputs, duration, bounds))
+    return Case(
+        f"{said}, within {duration:g} s: NAME(outputs, {duration:g}, {bounds})",
+        lambda answer: answer(outputs, duration, bounds),
+    )
 
 
 def _goodput_for_real(answer: Callable) -> str:
-    bodies = [_load.make_body(_load.SampleRequest([5 + i] * 8, 8, 12), "", ignore_eos=True) for i in range(12)]
+    bodies = [
+        _load.make_body(_load.SampleRequest([5 + i] * 8, 8, 12), "", ignore_eos=True)
+        for i in range(12)
+    ]
     with _server() as url:
         model = _in_thread(lambda: asyncio.run(_load.find_model(url)))
         bodies = [body | {"model": model} for body in bodies]
         times = _load.arrival_times(len(bodies), 40.0)
-        outputs, duration = _in_thread(lambda: asyncio.run(_load.run_load(url, "/v1/completions", bodies, times)))
+        outputs, duration = _in_thread(
+            lambda: asyncio.run(_load.run_load(url, "/v1/completions", bodies, times))
+        )
     assert all(one.success for one in outputs), outputs[0].error
     bounds = {"ttft": 1000 * statistics.median(one.ttft for one in outputs), "e2el": 1e6}
     ours = _load.calculate_metrics(outputs, duration, bounds)["request_goodput"]
     assert math.isclose(answer(outputs, duration, bounds), ours)
     rate = len(outputs) / duration
-    return f"a real server answered {len(outputs)} requests, {rate:.1f} a second; with the median TTFT as the bound, {ours:.1f} of them were good"
+    return (
+        f"a real server answered {len(outputs)} requests, {rate:.1f} a second; with the median "
+        f"TTFT as the bound, {ours:.1f} of them were good"
+    )
 
 # %% ../../nbs/93i_exercises_engine.ipynb #8420bf23
 register(
@@ -336,25 +446,62 @@ register(
         chapter="73_bench_serve",
         cases=[
             _judging("two quick requests", [_seen(0.1), _seen(0.2)], 1.0, ttft=500),
-            _judging("four requests, one of them late", [_seen(0.1), _seen(0.2), _seen(4.0), _seen(0.3)], 2.0, ttft=500),
-            _judging("one keeps both bounds, one the TTFT, one the TPOT", [_seen(0.1), _seen(0.1, 0.3), _seen(4.0)], 1.0, ttft=500, tpot=50),
-            _judging("a bound for the whole answer", [_seen(0.1), _seen(0.1, tokens=60)], 1.0, e2el=1000),
-            _judging("one of two requests failed", [_seen(0.1), _seen(0.0, error="HTTP 503")], 1.0, ttft=500),
+            _judging(
+                "four requests, one of them late",
+                [_seen(0.1), _seen(0.2), _seen(4.0), _seen(0.3)],
+                2.0,
+                ttft=500,
+            ),
+            _judging(
+                "one keeps both bounds, one the TTFT, one the TPOT",
+                [_seen(0.1), _seen(0.1, 0.3), _seen(4.0)],
+                1.0,
+                ttft=500,
+                tpot=50,
+            ),
+            _judging(
+                "a bound for the whole answer", [_seen(0.1), _seen(0.1, tokens=60)], 1.0, e2el=1000
+            ),
+            _judging(
+                "one of two requests failed",
+                [_seen(0.1), _seen(0.0, error="HTTP 503")],
+                1.0,
+                ttft=500,
+            ),
             _judging("exactly at the bound", [_seen(0.5), _seen(0.6)], 1.0, ttft=500),
             _judging("a single token: its TPOT is 0", [_seen(0.1, tokens=1)], 1.0, tpot=50),
             _judging("no requests", [], 1.0, ttft=500),
         ],
         mistakes={
-            "This is the share of good requests. Goodput is a rate: good requests a second.": _goodput_variant(per=lambda outputs, _: len(outputs) or 1),
+            "This is the share of good requests. Goodput is a rate: good requests a second.": _goodput_variant(
+                per=lambda outputs, _: len(outputs) or 1
+            ),
             "The outputs have seconds, the bounds are milliseconds.": _goodput_variant(unit=1.0),
-            "This is the number of good requests. How long did the run take?": _goodput_variant(per=lambda outputs, duration: 1.0),
-            "The mean decides for all. Each request is judged by itself: that is the point of goodput.": _goodput_of_means,
-            "A request is good if it keeps all bounds, not if it keeps one of them.": _goodput_variant(kept=any),
-            "The end-to-end latency E2EL is called `latency` in `RequestFuncOutput`.": _goodput_variant(latency="e2el"),
-            "A request that failed has no times, and is good in no case: look at `success` first.": _goodput_variant(every=True),
-            "A request exactly at the bound has kept it.": _goodput_variant(within=lambda x, most: x < most),
+            "This is the number of good requests. How long did the run take?": _goodput_variant(
+                per=lambda outputs, duration: 1.0
+            ),
+            (
+                "The mean decides for all. Each request is judged by itself: that is the point "
+                "of goodput."
+            ): _goodput_of_means,
+            "A request is good if it keeps all bounds, not if it keeps one of them.": _goodput_variant(
+                kept=any
+            ),
+            "The end-to-end latency E2EL is called `latency` in `RequestFuncOutput`.": _goodput_variant(
+                latency="e2el"
+            ),
+            (
+                "A request that failed has no times, and is good in no case: look at `success` "
+                "first."
+            ): _goodput_variant(every=True),
+            "A request exactly at the bound has kept it.": _goodput_variant(
+                within=lambda x, most: x < most
+            ),
         },
-        hint="Which requests count at all, when has one kept every bound, and by what is the number divided?",
+        hint=(
+            "Which requests count at all, when has one kept every bound, and by what is the "
+            "number divided?"
+        ),
         oracle=_goodput,
         engine=_goodput_for_real,
     )
@@ -362,10 +509,12 @@ register(
 
 # %% ../../nbs/93i_exercises_engine.ipynb #d9f81619
 def _prefix_hits(prompts: list[list[int]], block_size: int) -> list[int]:
-    known, hits = set[tuple[int, ...]](), []
+    known = set[tuple[int, ...]]()
+    hits = []
     for prompt in prompts:
         chains = [tuple(prompt[:end]) for end in range(block_size, len(prompt) + 1, block_size)]
-        usable, found = (len(prompt) - 1) // block_size, 0
+        usable = (len(prompt) - 1) // block_size
+        found = 0
         while found < usable and chains[found] in known:
             found += 1
         hits.append(found * block_size)
@@ -373,13 +522,17 @@ def _prefix_hits(prompts: list[list[int]], block_size: int) -> list[int]:
     return hits
 
 
-def _hits_variant(chained: bool = True, all_of_it: bool = False, last_only: bool = False, unit: bool = False) -> Callable:
+def _hits_variant(
+    chained: bool = True, all_of_it: bool = False, last_only: bool = False, unit: bool = False
+) -> Callable:
     def prefix_hits(prompts: list[list[int]], block_size: int) -> list[int]:
-        known, hits = set[tuple[int, ...]](), []
+        known = set[tuple[int, ...]]()
+        hits = []
         for prompt in prompts:
             ends = range(block_size, len(prompt) + 1, block_size)
             keys = [tuple(prompt[0 if chained else end - block_size : end]) for end in ends]
-            usable, found = (len(prompt) - (not all_of_it)) // block_size, 0
+            usable = (len(prompt) - (not all_of_it)) // block_size
+            found = 0
             while found < usable and keys[found] in known:
                 found += 1
             hits.append(found * (1 if unit else block_size))
@@ -391,15 +544,26 @@ def _hits_variant(chained: bool = True, all_of_it: bool = False, last_only: bool
 
 def _hits_in_tokens(prompts: list[list[int]], block_size: int) -> list[int]:
     def common(one: list[int], two: list[int]) -> int:
-        return next((i for i, (a, b) in enumerate(zip(one, two)) if a != b), min(len(one), len(two)))
+        return next(
+            (i for i, (a, b) in enumerate(zip(one, two)) if a != b), min(len(one), len(two))
+        )
 
-    return [min(len(prompt) - 1, max((common(prompt, old) for old in prompts[:i]), default=0)) for i, prompt in enumerate(prompts)]
+    return [
+        min(len(prompt) - 1, max((common(prompt, old) for old in prompts[:i]), default=0))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def _hits_for_real(answer: Callable) -> str:
     system = list(range(100, 111))
-    prompts = [system + [i] * (1 + 3 * i) for i in range(6)] + [system[4:8] * 3, system + [3] * 10, list(range(16)), list(range(16))]
-    hits, before = list[int](), 0
+    prompts = [system + [i] * (1 + 3 * i) for i in range(6)] + [
+        system[4:8] * 3,
+        system + [3] * 10,
+        list(range(16)),
+        list(range(16)),
+    ]
+    hits = list[int]()
+    before = 0
     with _dummy_engine(200, block_size=4) as llm:
         for prompt in prompts:
             llm.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True), use_tqdm=False)
@@ -407,10 +571,15 @@ def _hits_for_real(answer: Callable) -> str:
             hits.append(after - before)
             before = after
     assert answer(prompts, 4) == hits, f"the engine found {hits}, you say {answer(prompts, 4)}"
-    return f"the real engine served {len(prompts)} prompts one after the other and found {hits} tokens: the same as you say"
+    return (
+        f"the real engine served {len(prompts)} prompts one after the other and found {hits} "
+        "tokens: the same as you say"
+    )
 
 # %% ../../nbs/93i_exercises_engine.ipynb #60f49da8
-_A, _B, _C = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]
+_A = [1, 2, 3, 4]
+_B = [5, 6, 7, 8]
+_C = [9, 9, 9, 9]
 register(
     Exercise(
         name="prefix_hits",
@@ -427,35 +596,66 @@ register(
         ],
         mistakes={
             "These are blocks. A hit rate is of tokens, so give tokens.": _hits_variant(unit=True),
-            "Only full blocks are found: what two prompts have in common beyond the last full block has to be computed again.": _hits_in_tokens,
-            "A block is found only behind the same beginning: its keys and values depend on all tokens before it. What is it known by?":
-                _hits_variant(chained=False),
-            "A prompt is never found as a whole: its last token must be computed, or there is nothing to sample from.": _hits_variant(all_of_it=True),
-            "You compare with the prompt before this one only. The cache has the blocks of all of them.": _hits_variant(last_only=True),
+            (
+                "Only full blocks are found: what two prompts have in common beyond the last "
+                "full block has to be computed again."
+            ): _hits_in_tokens,
+            (
+                "A block is found only behind the same beginning: its keys and values depend "
+                "on all tokens before it. What is it known by?"
+            ): _hits_variant(chained=False),
+            (
+                "A prompt is never found as a whole: its last token must be computed, or there "
+                "is nothing to sample from."
+            ): _hits_variant(all_of_it=True),
+            (
+                "You compare with the prompt before this one only. The cache has the blocks of "
+                "all of them."
+            ): _hits_variant(last_only=True),
         },
-        hint="By what is a block known: by its own tokens, or by all from the beginning? And which token must always be computed?",
+        hint=(
+            "By what is a block known: by its own tokens, or by all from the beginning? And "
+            "which token must always be computed?"
+        ),
         oracle=_prefix_hits,
         engine=_hits_for_real,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93i_exercises_engine.ipynb #8a57c082
 def _shape(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
-    return {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-            "head_dim": head_dim, "intermediate_size": 3 * hidden, "vocab_size": 96}  # fmt: skip
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": 3 * hidden,
+        "vocab_size": 96,
+    }
 
 
 def _num_weights(shape: dict[str, Any]) -> int:
-    hidden, heads = shape["hidden_size"], 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
+    hidden = shape["hidden_size"]
+    heads = 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
     layer = hidden * shape["head_dim"] * heads + 3 * hidden * shape["intermediate_size"]
     return shape["num_hidden_layers"] * layer + shape["vocab_size"] * hidden
 
 
 def _decode_variant(
-    both: int = 2, heads: str = "num_key_value_heads", layers: bool = True, sized: bool = True, each: bool = False, longest: bool = False
-) -> Callable:  # fmt: skip
-    def decode_seconds(shape: dict[str, Any], seq_lens: list[int], bandwidth: float, itemsize: int = 2) -> float:
-        per_token = both * shape[heads] * shape["head_dim"] * (shape["num_hidden_layers"] if layers else 1)
+    both: int = 2,
+    heads: str = "num_key_value_heads",
+    layers: bool = True,
+    sized: bool = True,
+    each: bool = False,
+    longest: bool = False,
+) -> Callable:
+    def decode_seconds(
+        shape: dict[str, Any], seq_lens: list[int], bandwidth: float, itemsize: int = 2
+    ) -> float:
+        per_token = (
+            both * shape[heads] * shape["head_dim"] * (shape["num_hidden_layers"] if layers else 1)
+        )
         tokens = max(seq_lens, default=0) if longest else sum(seq_lens)
         numbers = _num_weights(shape) * (len(seq_lens) if each else 1) + per_token * tokens
         return numbers * (itemsize if sized else 1) / bandwidth
@@ -468,7 +668,12 @@ _decode_seconds = _decode_variant()
 
 def _step_for_real(answer: Callable) -> str:
     shape = _shape(32, 2, 4, 2, 8) | {"intermediate_size": 64}  # TINY's
-    with _tiny_folder() as folder, LLM(folder, skip_tokenizer_init=True, **{**_OPTIONS, "num_gpu_blocks_override": 200}) as llm:
+    with (
+        _tiny_folder() as folder,
+        LLM(
+            folder, skip_tokenizer_init=True, **{**_OPTIONS, "num_gpu_blocks_override": 200}
+        ) as llm,
+    ):
         prompts = [[3 + i] * 40 for i in range(8)]
         with llm.record() as trace:
             llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True), use_tqdm=False)  # type: ignore[arg-type]
@@ -476,19 +681,26 @@ def _step_for_real(answer: Callable) -> str:
     lens = list(step.num_computed_tokens.values())
     real = sum(lens) * trace.block_bytes / trace.block_size
     read = answer(shape, lens, 1.0, 4) - answer(shape, [], 1.0, 4)
-    assert math.isclose(read, real), f"the engine's cache has {real:,.0f} bytes for {lens} tokens, you read {read:,.0f}"
+    assert math.isclose(read, real), (
+        f"the engine's cache has {real:,.0f} bytes for {lens} tokens, you read {read:,.0f}"
+    )
     source = torch.zeros(1 << 26, dtype=torch.uint8)
     began = time.perf_counter()
     target = source.clone()
     bandwidth = 2 * target.numel() / (time.perf_counter() - began)
-    limit, took = 1e6 * answer(shape, lens, bandwidth, 4), 1e6 * statistics.median(one.seconds for one in trace.steps[1:])
+    limit = 1e6 * answer(shape, lens, bandwidth, 4)
+    took = 1e6 * statistics.median(one.seconds for one in trace.steps[1:])
     return (
-        f"a real engine's cache has {real:,.0f} bytes for these {len(lens)} sequences, as many as you read; at the speed of a copy "
-        f"here your limit is {limit:.0f} µs, and its steps took {took:,.0f} µs (so small a model is all overhead)"
+        f"a real engine's cache has {real:,.0f} bytes for these {len(lens)} sequences, as "
+        "many as you read; at the speed of a copy "
+        f"here your limit is {limit:.0f} µs, and its steps took {took:,.0f} µs (so small a "
+        "model is all overhead)"
     )
 
 # %% ../../nbs/93i_exercises_engine.ipynb #350279b9
-_SAME, _FEWER = _shape(8, 1, 2, 2, 4), _shape(16, 3, 4, 2, 8)  # as many KV heads as query heads; half as many
+# as many KV heads as query heads; half as many
+_SAME = _shape(8, 1, 2, 2, 4)
+_FEWER = _shape(16, 3, 4, 2, 8)
 register(
     Exercise(
         name="decode_seconds",
@@ -504,14 +716,24 @@ register(
         mistakes={
             "These are numbers, not bytes: how many bytes has one?": _decode_variant(sized=False),
             "A token has a key and a value.": _decode_variant(both=1),
-            "The weights are read once for the whole batch, not once for each sequence: this is why batching pays.": _decode_variant(each=True),
-            "Each sequence reads the keys and values of its own tokens: add up the lengths.": _decode_variant(longest=True),
-            "Keys and values have fewer heads than queries have: which of the two does the cache hold?":
-                _decode_variant(heads="num_attention_heads"),
+            (
+                "The weights are read once for the whole batch, not once for each sequence: "
+                "this is why batching pays."
+            ): _decode_variant(each=True),
+            "Each sequence reads the keys and values of its own tokens: add up the lengths.": _decode_variant(
+                longest=True
+            ),
+            (
+                "Keys and values have fewer heads than queries have: which of the two does the "
+                "cache hold?"
+            ): _decode_variant(heads="num_attention_heads"),
             "Each layer has keys and values of its own.": _decode_variant(layers=False),
         },
-        hint="What must be read in a step: once for all sequences, and once for each? How many numbers is that, and how many bytes?",
+        hint=(
+            "What must be read in a step: once for all sequences, and once for each? How many "
+            "numbers is that, and how many bytes?"
+        ),
         oracle=_decode_seconds,
         engine=_step_for_real,
     )
-)  # fmt: skip
+)

@@ -85,7 +85,8 @@ def _steps(*orders: str) -> _check.Case:
             done.append(args[0])
             return [None, None]
 
-        queue, said = answer(collective_rpc), []
+        queue = answer(collective_rpc)
+        said = []
         for order in orders:
             try:
                 said.append(queue.collect() if order == "collect" else queue.submit(order))
@@ -146,7 +147,9 @@ class _NextCollectRaises(_StepsInFlight):
 def _serve_with_steps(answer: _Any) -> str:
     class Delegating(_UniProcExecutor):
         def _init_executor(self) -> None:
-            self.steps, self.most, self.now = answer(lambda method, args=(): self.collective_rpc(method, args=args)), 0, 0
+            self.steps = answer(lambda method, args=(): self.collective_rpc(method, args=args))
+            self.most = 0
+            self.now = 0
             super()._init_executor()
 
         def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -161,10 +164,14 @@ def _serve_with_steps(answer: _Any) -> str:
             self.now -= 1
             return self.steps.collect()
 
-    most, (ours, _) = [0], _check.serve_prompts()
+    most = [0]
+    (ours, _) = _check.serve_prompts()
     tokens, _ = _check.serve_prompts(distributed_executor_backend=Delegating, async_scheduling=True)
     assert tokens == ours, "the tokens are not those of one step at a time"
-    return f"an executor with it served six requests with up to {most[0]} steps in flight; the tokens are the same"
+    return (
+        f"an executor with it served six requests with up to {most[0]} steps in flight; the "
+        "tokens are the same"
+    )
 
 # %% ../../nbs/93g_exercises_executor.ipynb #05c67464
 _check.register(
@@ -172,35 +179,55 @@ _check.register(
         name="StepsInFlight",
         chapter="50_executor",
         cases=[
-            _rooms((9, 6), (7, 6), (8, 6)), _rooms((900, 64), (700, 64), (850, 32)), _steps("a", "collect", "b", "collect"),
-            _steps("a", "b", "collect", "collect"), _steps("bad", "b", "collect", "collect"),
+            _rooms((9, 6), (7, 6), (8, 6)),
+            _rooms((900, 64), (700, 64), (850, 32)),
+            _steps("a", "collect", "b", "collect"),
+            _steps("a", "b", "collect", "collect"),
+            _steps("bad", "b", "collect", "collect"),
             _steps("a", "bad", "collect", "collect"),
         ],
         mistakes={
-            "That is the first worker's room. A block id must mean something on every worker, so look at all answers.":
-                _FirstWorker,
-            "`min` of pairs compares the first numbers only. GPU and CPU blocks may be scarce on different workers: two minima.":
-                _SmallestPair,
-            "All workers sample the same tokens, so a step has one result. `collective_rpc` gives a list: what do you return?":
-                _AllAnswers,
-            "The newest step was collected. Results come in the order in which steps were sent: which end of the queue?":
-                _NewestFirst,
-            "The error came in `submit`, where the engine is busy with another step. Keep it; when should it be raised?":
-                _RaisesAtOnce,
-            "A step that failed is forgotten, so its `collect` gets another step's tokens. It needs a place in the queue, too.":
-                _ForgetsTheBad,
-            "An older step raised the error of a newer one. An error waits for its turn, as a result does.": _NextCollectRaises,
+            (
+                "That is the first worker's room. A block id must mean something on every "
+                "worker, so look at all answers."
+            ): _FirstWorker,
+            (
+                "`min` of pairs compares the first numbers only. GPU and CPU blocks may be "
+                "scarce on different workers: two minima."
+            ): _SmallestPair,
+            (
+                "All workers sample the same tokens, so a step has one result. "
+                "`collective_rpc` gives a list: what do you return?"
+            ): _AllAnswers,
+            (
+                "The newest step was collected. Results come in the order in which steps were "
+                "sent: which end of the queue?"
+            ): _NewestFirst,
+            (
+                "The error came in `submit`, where the engine is busy with another step. Keep "
+                "it; when should it be raised?"
+            ): _RaisesAtOnce,
+            (
+                "A step that failed is forgotten, so its `collect` gets another step's tokens. "
+                "It needs a place in the queue, too."
+            ): _ForgetsTheBad,
+            (
+                "An older step raised the error of a newer one. An error waits for its turn, "
+                "as a result does."
+            ): _NextCollectRaises,
         },
         hint="What is in the queue after each call, and which end do you take from?",
         oracle=_StepsInFlight,
         engine=_serve_with_steps,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93g_exercises_executor.ipynb #aa0eb66f
 def _play(pipe: _Any, rank: int, script: list[_Any], heard: list[int], is_taken: _Any) -> None:
-    """A worker of the cases. In `script`: a worker's rank (wait until its answer was taken, but at most 2 s), 'die',
-    'late' (an old answer), an exception, or 'answer'. In `heard` it notes that it got the order."""
+    """A worker of the cases. In `script`: a worker's rank (wait until its answer was taken, but at
+    most 2 s), 'die', 'late' (an old answer), an exception, or 'answer'. In `heard` it notes that it
+    got the order.
+    """
     with _suppress(EOFError, OSError):  # the case is over
         number, order = pipe.recv()
         heard.append(rank)
@@ -218,12 +245,16 @@ def _play(pipe: _Any, rank: int, script: list[_Any], heard: list[int], is_taken:
 # %% ../../nbs/93g_exercises_executor.ipynb #2bd45161
 def _told(said: str, ranks: list[int], *scripts: list[_Any]) -> _check.Case:
     def run(answer: _Any) -> _Any:
-        ends, heard = [_Pipe() for _ in scripts], list[int]()
+        ends = [_Pipe() for _ in scripts]
+        heard = list[int]()
 
         def is_taken(rank: int) -> bool:
             return not threads[rank].is_alive() and not ends[rank][0].poll()
 
-        args = [(theirs, i, script, heard, is_taken) for i, ((_, theirs), script) in enumerate(zip(ends, scripts))]
+        args = [
+            (theirs, i, script, heard, is_taken)
+            for i, ((_, theirs), script) in enumerate(zip(ends, scripts))
+        ]
         threads = [_threading.Thread(target=_play, args=one, daemon=True) for one in args]
         for thread in threads:
             thread.start()
@@ -236,10 +267,16 @@ def _told(said: str, ranks: list[int], *scripts: list[_Any]) -> _check.Case:
             return f"raises {error!r}"
         finally:
             for ours, _ in ends:
-                ours.close()  # a worker that waits for an order waits no longer; one that was sent it can still read it
+                # a worker that waits for an order waits no longer; one that was sent it can still
+                # read it
+                ours.close()
         for thread in threads:
             thread.join()
-        got = [repr(one) if isinstance(one, Exception) else one for one in got] if isinstance(got, list) else got
+        got = (
+            [repr(one) if isinstance(one, Exception) else one for one in got]
+            if isinstance(got, list)
+            else got
+        )
         deaf = [i for i in range(len(ends)) if i not in heard]
         return (got, f"the workers {deaf} have read no order") if deaf else got
 
@@ -258,7 +295,9 @@ def _ask(pipes: list, number: int, order: _Any, ranks: list[int], wrong: str = "
             try:
                 answered, what = pipe.recv()
             except EOFError:
-                raise _EngineDeadError("a worker is dead" if wrong == "nameless" else f"worker rank={rank} is dead") from None
+                raise _EngineDeadError(
+                    "a worker is dead" if wrong == "nameless" else f"worker rank={rank} is dead"
+                ) from None
             if isinstance(what, Exception) and wrong != "returned":
                 raise what
             if answered == number or wrong == "old":
@@ -287,7 +326,8 @@ class _Piped(_ExecutorBase):
     ask: _Any = None  # the answer
 
     def _init_executor(self) -> None:
-        self.number, self.pipes = 0, []
+        self.number = 0
+        self.pipes = []
         for _ in range(2):
             ours, theirs = _Pipe()
             self.pipes.append(ours)
@@ -300,7 +340,9 @@ class _Piped(_ExecutorBase):
             number, (method, args, kwargs) = message
             pipe.send((number, wrapper.execute_method(method, *args, **kwargs)))
 
-    def collective_rpc(self, method: _Any, timeout: _Any = None, args: tuple = (), kwargs: dict | None = None) -> list:
+    def collective_rpc(
+        self, method: _Any, timeout: _Any = None, args: tuple = (), kwargs: dict | None = None
+    ) -> list:
         self.number += 1
         return _Piped.ask(self.pipes, self.number, (method, args, kwargs or {}), [0, 1])
 
@@ -314,7 +356,10 @@ def _serve_with_pipes(answer: _Any) -> str:
     ours, _ = _check.serve_prompts()
     tokens, _ = _check.serve_prompts(distributed_executor_backend=_Piped)
     assert tokens == ours, "the tokens are not those of one worker"
-    return "two workers behind two pipes served six requests with it; the tokens are those of one worker"
+    return (
+        "two workers behind two pipes served six requests with it; the tokens are those of one "
+        "worker"
+    )
 
 # %% ../../nbs/93g_exercises_executor.ipynb #ebe8c295
 _check.register(
@@ -328,49 +373,77 @@ _check.register(
             _told("an old answer, to call 6, is still in the pipe", [0], ["late", "answer"], []),
             _told("worker 1 raises", [0, 1], ["answer"], [LookupError("no such block")]),
             _told("worker 0 hangs, worker 1 dies", [0, 1], [], ["die"]),
-            _told("worker 0 is to answer and hangs; worker 1, which is not, dies", [0], [], ["die"]),
+            _told(
+                "worker 0 is to answer and hangs; worker 1, which is not, dies", [0], [], ["die"]
+            ),
         ],
         mistakes={
-            "A worker that is not to answer did not even get the order. All carry out a step; `ranks` only says who answers.":
-                _partial(_ask, wrong="some"),
-            "The answers came in the order of arrival. The caller wants them by rank: collect first, then put them in order.":
-                _partial(_ask, wrong="arrival"),
-            "An answer to an earlier call was taken for this one. What is the number good for?": _partial(_ask, wrong="old"),
-            "An exception is an answer, too, but it must be raised here, not returned.": _partial(_ask, wrong="returned"),
-            "A dead worker's rank is not in the message. Which of eight GPUs is the operator to look at?":
-                _partial(_ask, wrong="nameless"),
-            "You listen only to workers that are to answer. One that is not may die as well, and the others wait for it.":
-                _partial(_ask, wrong="deaf"),
-            "You wait for worker 0, which waits for worker 1, which is dead. Wait for all pipes at once, and see which has news.":
-                _one_by_one,
+            (
+                "A worker that is not to answer did not even get the order. All carry out a "
+                "step; `ranks` only says who answers."
+            ): _partial(_ask, wrong="some"),
+            (
+                "The answers came in the order of arrival. The caller wants them by rank: "
+                "collect first, then put them in order."
+            ): _partial(_ask, wrong="arrival"),
+            (
+                "An answer to an earlier call was taken for this one. What is the number good for?"
+            ): _partial(_ask, wrong="old"),
+            "An exception is an answer, too, but it must be raised here, not returned.": _partial(
+                _ask, wrong="returned"
+            ),
+            (
+                "A dead worker's rank is not in the message. Which of eight GPUs is the "
+                "operator to look at?"
+            ): _partial(_ask, wrong="nameless"),
+            (
+                "You listen only to workers that are to answer. One that is not may die as "
+                "well, and the others wait for it."
+            ): _partial(_ask, wrong="deaf"),
+            (
+                "You wait for worker 0, which waits for worker 1, which is dead. Wait for all "
+                "pipes at once, and see which has news."
+            ): _one_by_one,
         },
-        hint="Which pipes have news? For each of them: is it closed, an old answer, an exception, or the answer?",
+        hint=(
+            "Which pipes have news? For each of them: is it closed, an old answer, an "
+            "exception, or the answer?"
+        ),
         oracle=_ask,
         engine=_serve_with_pipes,
         seconds=5.0,  # two of the mistakes wait that long
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93g_exercises_executor.ipynb #5ceb96b6
-def _rank_workers(places: list[tuple[str, str]], here: str, wrong: str = "") -> list[tuple[int, int]]:
+def _rank_workers(
+    places: list[tuple[str, str]], here: str, wrong: str = ""
+) -> list[tuple[int, int]]:
     "The oracle; `wrong` makes mistakes of it."
 
     def key(i: int) -> tuple:
         node, address = places[i]
         return {
-            "unsorted": (i,), "driver": (address, node, i), "id": (node != here, node, i), "address": (node != here, address, i),
-        }.get(wrong, (node != here, address, node, i))  # fmt: skip
+            "unsorted": (i,),
+            "driver": (address, node, i),
+            "id": (node != here, node, i),
+            "address": (node != here, address, i),
+        }.get(wrong, (node != here, address, node, i))
 
     order = sorted(range(len(places)), key=key)
     nodes = [places[i][0] for i in order]
     local = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
     if wrong == "inverse":
         return [(order.index(i), local[order.index(i)]) for i in range(len(order))]
-    return [(i, {"rank": rank, "one": local[rank] + 1}.get(wrong, local[rank])) for rank, i in enumerate(order)]
+    return [
+        (i, {"rank": rank, "one": local[rank] + 1}.get(wrong, local[rank]))
+        for rank, i in enumerate(order)
+    ]
 
 # %% ../../nbs/93g_exercises_executor.ipynb #a11e6a58
 def _count_groups(answer: _Any) -> str:
-    rng, within = _random.Random(0), [0, 0]
+    rng = _random.Random(0)
+    within = [0, 0]
     for _ in range(100):
         places = [(node, f"10.0.0.{node}") for node in "1223344455556666"]
         rng.shuffle(places)
@@ -378,7 +451,8 @@ def _count_groups(answer: _Any) -> str:
             nodes = [places[i][0] for i, _ in ranks]
             within[column] += sum(nodes[i] == nodes[i + 1] for i in range(0, 16, 2))
     return (
-        f"in 100 clusters of 16 workers with tensor_parallel_size=2, {within[0]} of 800 groups lie on one node; "
+        f"in 100 clusters of 16 workers with tensor_parallel_size=2, {within[0]} of 800 "
+        "groups lie on one node; "
         f"in the order in which Ray names its actors, {within[1]} do"
     )
 
@@ -388,35 +462,64 @@ _check.register(
         name="rank_workers",
         chapter="50b_ray_executor",
         cases=[
-            _check.call([("A", "10.0.0.1")], "A"), _check.call([("A", "10.0.0.1"), ("B", "10.0.0.2")], "A"),
-            _check.call([("A", "10.0.0.1"), ("B", "10.0.0.2"), ("B", "10.0.0.2"), ("A", "10.0.0.1")], "A"),
+            _check.call([("A", "10.0.0.1")], "A"),
+            _check.call([("A", "10.0.0.1"), ("B", "10.0.0.2")], "A"),
+            _check.call(
+                [("A", "10.0.0.1"), ("B", "10.0.0.2"), ("B", "10.0.0.2"), ("A", "10.0.0.1")], "A"
+            ),
             _check.call([("A", "10.0.0.1"), ("B", "10.0.0.2"), ("A", "10.0.0.1")], "B"),
             _check.call([("A", "10.0.0.3"), ("B", "10.0.0.2"), ("C", "10.0.0.1")], "A"),
-            _check.call([("A", "10.0.0.1"), ("C", "10.0.0.2"), ("B", "10.0.0.2"), ("C", "10.0.0.2"), ("B", "10.0.0.2")], "A"),
+            _check.call(
+                [
+                    ("A", "10.0.0.1"),
+                    ("C", "10.0.0.2"),
+                    ("B", "10.0.0.2"),
+                    ("C", "10.0.0.2"),
+                    ("B", "10.0.0.2"),
+                ],
+                "A",
+            ),
         ],
         mistakes={
             "Local ranks count from 0 on each node.": _partial(_rank_workers, wrong="one"),
-            "That is the rank again. The local rank is a worker's place among those of its own node.":
-                _partial(_rank_workers, wrong="rank"),
-            "The workers stand as Ray gave them, nodes in turn. Neighbours in rank should be neighbours in place.":
-                _partial(_rank_workers, wrong="unsorted"),
-            "You say for each actor which rank it has. Asked is for each rank which actor it is.":
-                _partial(_rank_workers, wrong="inverse"),
-            "Another node comes before the driver's. Whatever its address, `here` is first.":
-                _partial(_rank_workers, wrong="driver"),
-            "The nodes stand in the order of their ids. Asked is that of their addresses.": _partial(_rank_workers, wrong="id"),
-            "Two nodes with one address are mixed. What tells them apart?": _partial(_rank_workers, wrong="address"),
+            (
+                "That is the rank again. The local rank is a worker's place among those of its "
+                "own node."
+            ): _partial(_rank_workers, wrong="rank"),
+            (
+                "The workers stand as Ray gave them, nodes in turn. Neighbours in rank should "
+                "be neighbours in place."
+            ): _partial(_rank_workers, wrong="unsorted"),
+            (
+                "You say for each actor which rank it has. Asked is for each rank which actor "
+                "it is."
+            ): _partial(_rank_workers, wrong="inverse"),
+            "Another node comes before the driver's. Whatever its address, `here` is first.": _partial(
+                _rank_workers, wrong="driver"
+            ),
+            "The nodes stand in the order of their ids. Asked is that of their addresses.": _partial(
+                _rank_workers, wrong="id"
+            ),
+            "Two nodes with one address are mixed. What tells them apart?": _partial(
+                _rank_workers, wrong="address"
+            ),
         },
-        hint="Sort by several things, in turn: the driver's node or not, the address, the id, and at last Ray's order.",
+        hint=(
+            "Sort by several things, in turn: the driver's node or not, the address, the id, "
+            "and at last Ray's order."
+        ),
         oracle=_rank_workers,
         engine=_count_groups,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93g_exercises_executor.ipynb #8bd839ae
 def _plain(out: _Any) -> _Any:
     "A step without the functions of its requests, whose addresses differ between processes."
-    seqs = [_replace(seq, sampling_params=_replace(seq.sampling_params, logits_processors=None)) for seq in out.new_seqs]
+    seqs = [
+        _replace(seq, sampling_params=_replace(seq.sampling_params, logits_processors=None))
+        for seq in out.new_seqs
+    ]
     return _replace(out, new_seqs=seqs)
 
 
@@ -437,7 +540,9 @@ def _only_new_seqs(out: _Any) -> int:
 
 
 def _without_order(out: _Any) -> int:
-    return _step_digest(_replace(out, num_scheduled_tokens=dict(sorted(out.num_scheduled_tokens.items()))))
+    return _step_digest(
+        _replace(out, num_scheduled_tokens=dict(sorted(out.num_scheduled_tokens.items())))
+    )
 
 
 def _only_counts(out: _Any) -> int:
@@ -448,15 +553,27 @@ def _sum_of_bytes(out: _Any) -> int:
     return sum(repr(_plain(out)).encode())
 
 # %% ../../nbs/93g_exercises_executor.ipynb #7b72e3b3
-def _step(prompt: tuple[int, ...] = (), params: _SamplingParams | None = None, blocks: int = 7, rows: tuple = (3, 5)) -> _Any:
-    new = [_NewSequenceData(9, list(prompt), len(prompt), 0, [1], params or _SamplingParams(), [], 0)] if prompt else []
-    return _SchedulerOutput(new_seqs=new, num_scheduled_tokens=dict.fromkeys(rows, 1), new_block_ids={3: [blocks]})
+def _step(
+    prompt: tuple[int, ...] = (),
+    params: _SamplingParams | None = None,
+    blocks: int = 7,
+    rows: tuple = (3, 5),
+) -> _Any:
+    new = (
+        [_NewSequenceData(9, list(prompt), len(prompt), 0, [1], params or _SamplingParams(), [], 0)]
+        if prompt
+        else []
+    )
+    return _SchedulerOutput(
+        new_seqs=new, num_scheduled_tokens=dict.fromkeys(rows, 1), new_block_ids={3: [blocks]}
+    )
 
 
 def _compared(said: str, one: _Any, two: _Any) -> _check.Case:
     def run(answer: _Any) -> _Any:
         with _patch("builtins.hash", lambda _: _random.getrandbits(60)):
-            first, second = answer(one), answer(two)
+            first = answer(one)
+            second = answer(two)
         if not isinstance(first, int):
             return first
         return "equal" if first == second else "different"
@@ -484,8 +601,13 @@ def _number_the_steps(answer: _Any) -> str:
         _check.serve_prompts(distributed_executor_backend=Numbering, **more)
     assert runs[0] == runs[1], "two engines that decided the same have different numbers"
     first = next((i for i, (a, b) in enumerate(zip(runs[0], runs[2])) if a != b), None)
-    assert first is not None, "an engine with max_num_seqs=4 decides otherwise, and yet its steps have the same numbers"
-    return f"two engines agreed in all {len(runs[0])} steps; one with max_num_seqs=4 differed first in step {first + 1}"
+    assert first is not None, (
+        "an engine with max_num_seqs=4 decides otherwise, and yet its steps have the same numbers"
+    )
+    return (
+        f"two engines agreed in all {len(runs[0])} steps; one with max_num_seqs=4 differed "
+        f"first in step {first + 1}"
+    )
 
 # %% ../../nbs/93g_exercises_executor.ipynb #5fe2dabc
 _check.register(
@@ -495,29 +617,54 @@ _check.register(
         cases=[
             _compared("the same orders, made twice", _step((4, 5, 6)), _step((4, 5, 6))),
             _compared("the prompts (4, 5) and (4, 6)", _step((4, 5)), _step((4, 6))),
-            _compared("a sequence got block 7, and block 8", _step((4, 5, 6)), _step((4, 5, 6), blocks=8)),
+            _compared(
+                "a sequence got block 7, and block 8", _step((4, 5, 6)), _step((4, 5, 6), blocks=8)
+            ),
             _compared("the prompts (4, 5) and (5, 4)", _step((4, 5)), _step((5, 4))),
             _compared("the same rows in another order", _step(rows=(3, 5)), _step(rows=(5, 3))),
-            _compared("the same request with a function of the user's, which has another address in each process",
-                      _step((4, 5), _filtered()), _step((4, 5), _filtered())),
+            _compared(
+                (
+                    "the same request with a function of the user's, which has another address "
+                    "in each process"
+                ),
+                _step((4, 5), _filtered()),
+                _step((4, 5), _filtered()),
+            ),
         ],
         mistakes={
-            "`hash` of a text is drawn anew in each process. Take a checksum that is the same everywhere.": _with_hash,
+            (
+                "`hash` of a text is drawn anew in each process. Take a checksum that is the "
+                "same everywhere."
+            ): _with_hash,
             "The number of tokens alone says little: which tokens, and which blocks?": _only_counts,
-            "Only the new sequences are in it. Ranks may also give different blocks to an old one.": _only_new_seqs,
+            (
+                "Only the new sequences are in it. Ranks may also give different blocks to an "
+                "old one."
+            ): _only_new_seqs,
             "The order is lost: a sum is the same for swapped numbers.": _sum_of_bytes,
-            "The order of the rows is lost. The workers add up their shares row by row, so it counts.": _without_order,
-            "A function is printed with its address, which no other process has. Leave `logits_processors` out.": _with_functions,
+            (
+                "The order of the rows is lost. The workers add up their shares row by row, so "
+                "it counts."
+            ): _without_order,
+            (
+                "A function is printed with its address, which no other process has. Leave "
+                "`logits_processors` out."
+            ): _with_functions,
         },
-        hint="A step as text, without what belongs to one process only; then a checksum of its bytes.",
+        hint=(
+            "A step as text, without what belongs to one process only; then a checksum of its "
+            "bytes."
+        ),
         oracle=_step_digest,
         engine=_number_the_steps,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93g_exercises_executor.ipynb #13bd54bd
 def _overlapped(prices: _CostModel, work: _np.ndarray) -> float:
-    fixed, tokens, seqs, context, pairs, copied, swapped = (_np.array(list(vars(prices).values())) * work).tolist()
+    fixed, tokens, seqs, context, pairs, copied, swapped = (
+        _np.array(list(vars(prices).values())) * work
+    ).tolist()
     return max(fixed + context, tokens + pairs) + seqs + copied + swapped
 
 
@@ -536,8 +683,11 @@ def _costs(wrong: str, prices: _CostModel, work: _np.ndarray) -> float:
     }[wrong]
 
 
-def _priced(said: str, *scheduled: tuple[int, int], copied: int = 0, swapped: int = 0) -> _check.Case:
-    prices, work = _CostModel(8.0, 0.1, 0.5, 0.01, 0.001, 2.0, 3.0), _step_work(scheduled, copied, swapped)
+def _priced(
+    said: str, *scheduled: tuple[int, int], copied: int = 0, swapped: int = 0
+) -> _check.Case:
+    prices = _CostModel(8.0, 0.1, 0.5, 0.01, 0.001, 2.0, 3.0)
+    work = _step_work(scheduled, copied, swapped)
     tried = f"NAME(CostModel(8, .1, .5, .01, .001, 2, 3), {work.tolist()}): {said}"
     return _check.Case(tried, lambda answer: answer(prices, work.copy()))
 
@@ -553,7 +703,11 @@ def _simulate_overlap(answer: _Any) -> str:
                 clock.append(self)
 
         if charge:
-            overlap = type("Overlap", (_CostModel,), {"seconds": lambda self, work, charge=charge: float(charge(self, work))})
+            overlap = type(
+                "Overlap",
+                (_CostModel,),
+                {"seconds": lambda self, work, charge=charge: float(charge(self, work))},
+            )
             Priced.cost_model = overlap(fixed=2e-3, per_token=0.2e-3)
         else:
             Priced.cost_model = _CostModel(fixed=2e-3, per_token=0.2e-3)
@@ -561,7 +715,10 @@ def _simulate_overlap(answer: _Any) -> str:
         seconds.append(clock[0].seconds)
     assert seconds[1] < seconds[0], "overlapping cannot take longer than one after the other"
     added, yours = (1e3 * each for each in seconds)
-    return f"six requests take {added:.1f} ms on the virtual clock if prices add up, and {yours:.1f} ms with it"
+    return (
+        f"six requests take {added:.1f} ms on the virtual clock if prices add up, and "
+        f"{yours:.1f} ms with it"
+    )
 
 # %% ../../nbs/93g_exercises_executor.ipynb #07163d4e
 _check.register(
@@ -569,26 +726,44 @@ _check.register(
         name="overlapped_seconds",
         chapter="51_simulator",
         cases=[
-            _priced("one decode", (1, 5)), _priced("a prompt of 100 tokens", (100, 100)),
+            _priced("one decode", (1, 5)),
+            _priced("a prompt of 100 tokens", (100, 100)),
             _priced("one decode, long text", (1, 3000)),
             _priced("a prompt of 60", (60, 60)),
-            _priced("two decodes, blocks are copied and swapped", (1, 5), (1, 9), copied=1, swapped=4),
+            _priced(
+                "two decodes, blocks are copied and swapped", (1, 5), (1, 9), copied=1, swapped=4
+            ),
             _priced("only swapping: no token is computed", swapped=2),
         ],
         mistakes={
-            "These are all prices added up, as if the GPU did one thing at a time. Which two sums run side by side?":
-                _partial(_costs, "sum"),
-            "The quicker of the two decides nothing: the step ends when both have ended.": _partial(_costs, "min"),
-            "Sampling, copying and swapping come on top: they are not a third thing that overlaps.":
-                _partial(_costs, "all"),
-            "The cache of past tokens is read from memory like the weights. On which side does `per_context` belong?":
-                _partial(_costs, "no cache"),
-            "Comparing tokens is arithmetic. On which side does `per_pair` belong?": _partial(_costs, "no pairs"),
-            "A step without tokens reads no weights. Multiply `fixed` by the first number of `work`, too.":
-                _partial(_costs, "price"),
+            (
+                "These are all prices added up, as if the GPU did one thing at a time. Which "
+                "two sums run side by side?"
+            ): _partial(_costs, "sum"),
+            "The quicker of the two decides nothing: the step ends when both have ended.": _partial(
+                _costs, "min"
+            ),
+            (
+                "Sampling, copying and swapping come on top: they are not a third thing that "
+                "overlaps."
+            ): _partial(_costs, "all"),
+            (
+                "The cache of past tokens is read from memory like the weights. On which side "
+                "does `per_context` belong?"
+            ): _partial(_costs, "no cache"),
+            "Comparing tokens is arithmetic. On which side does `per_pair` belong?": _partial(
+                _costs, "no pairs"
+            ),
+            (
+                "A step without tokens reads no weights. Multiply `fixed` by the first number "
+                "of `work`, too."
+            ): _partial(_costs, "price"),
         },
-        hint="Make two sums: what the memory delivers, and what is computed. What is left is added to the larger one.",
+        hint=(
+            "Make two sums: what the memory delivers, and what is computed. What is left is "
+            "added to the larger one."
+        ),
         oracle=_overlapped,
         engine=_simulate_overlap,
     )
-)  # fmt: skip
+)

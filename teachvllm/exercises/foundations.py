@@ -19,7 +19,16 @@ import torch
 
 from ..arg_utils import EngineArgs
 from ..config import ModelConfig
-from .check import TINY, Case, Exercise, call, compare_speed, register, serve_prompts, stand_in
+from teachvllm.exercises.check import (
+    TINY,
+    Case,
+    Exercise,
+    call,
+    compare_speed,
+    register,
+    serve_prompts,
+    stand_in,
+)
 from ..llm import LLM
 from ..sampling_params import SamplingParams
 from ..sequence import Sequence, SequenceStatus
@@ -27,10 +36,17 @@ from ..worker.model_runner import Batch
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #f1cc2c30
 _OPTIONS: dict[str, Any] = {
-    "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_model_len": 96,
-    "block_size": 4, "attention_backend": "torch_sdpa", "enforce_eager": True, "max_num_batched_tokens": 96,
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 96,
+    "block_size": 4,
+    "attention_backend": "torch_sdpa",
+    "enforce_eager": True,
+    "max_num_batched_tokens": 96,
     "disable_log_stats": True,
-}  # fmt: skip
+}
 
 
 @contextlib.contextmanager
@@ -42,7 +58,9 @@ def _tiny_model(**changes: Any) -> Iterator[str]:
 
 
 def _serve_both(target: str, stand: Any, **options: Any) -> str:
-    "Serve the requests with ours and with `stand` in the place of `target`; the tokens must be the same."
+    """Serve the requests with ours and with `stand` in the place of `target`; the tokens must be
+    the same.
+    """
     rounds = []
     for _ in range(2):
         ours, seconds = serve_prompts(**options)
@@ -89,7 +107,10 @@ def _fill_slots(answer: Any) -> str:
             num_slots += len(rows)
 
     said = _serve_both("teachvllm.worker.model_runner:Batch", Filled)
-    return f"the worker wrote {num_slots // 2} keys and values into the slots that it computed, and made {said}"
+    return (
+        f"the worker wrote {num_slots // 2} keys and values into the slots that it computed, "
+        f"and made {said}"
+    )
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #9bbaa8bf
 register(
@@ -97,23 +118,34 @@ register(
         name="slot_of",
         chapter="00_tour",
         cases=[
-            call([7, 3], 2, 4), call([7, 3], 4, 4), call([7, 3], 7, 4), call([5, 0, 2], 9, 4), call([6, 1], 17, 16),
+            call([7, 3], 2, 4),
+            call([7, 3], 4, 4),
+            call([7, 3], 7, 4),
+            call([5, 0, 2], 9, 4),
+            call([6, 1], 17, 16),
             call([9, 4], 1, 1),
-        ],  # fmt: skip
+        ],
         mistakes={
-            "This is the place in the request's own text, as if it lay in one piece. Where is the block table?": (
-                lambda t, p, n: p
-            ),
-            "A block's number is not its first slot: how many slots lie before block 7, if each block has 4?": (
-                _slot_without_size
-            ),
-            "This is the first slot of the right block. The token has a place inside the block, too.": _slot_without_place,
-            "Quotient and remainder have changed places: which of `//` and `%` says the entry of the table?": (
-                _slot_turned_round
-            ),
+            (
+                "This is the place in the request's own text, as if it lay in one piece. Where "
+                "is the block table?"
+            ): (lambda t, p, n: p),
+            (
+                "A block's number is not its first slot: how many slots lie before block 7, if "
+                "each block has 4?"
+            ): (_slot_without_size),
+            (
+                "This is the first slot of the right block. The token has a place inside the "
+                "block, too."
+            ): _slot_without_place,
+            (
+                "Quotient and remainder have changed places: which of `//` and `%` says the "
+                "entry of the table?"
+            ): (_slot_turned_round),
             "One too small: positions, entries and slots are all counted from 0.": _slot_from_one,
         },
-        hint="Take position 9 with blocks of 4 by hand: which entry of the table, and which place in that block? Then count "
+        hint="Take position 9 with blocks of 4 by hand: which entry of the table, and which "
+        "place in that block? Then count "
         "the slots before it.",
         oracle=_right_slot,
         engine=_fill_slots,
@@ -121,15 +153,34 @@ register(
 )
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #86859198
-def _shape(layers: int, heads: int, kv_heads: int | None, width: int, dtype: str, head_dim: int | None = None) -> ModelConfig:
+def _shape(
+    layers: int,
+    heads: int,
+    kv_heads: int | None,
+    width: int,
+    dtype: str,
+    head_dim: int | None = None,
+) -> ModelConfig:
     "A configuration of these sizes, of a model that lies nowhere."
-    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": width, "max_position_embeddings": 64}
+    sizes = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "hidden_size": width,
+        "max_position_embeddings": 64,
+    }
     hf_config = types.SimpleNamespace(**sizes, num_key_value_heads=kv_heads, head_dim=head_dim)
     return ModelConfig("shape", Path("."), hf_config, Path("."), 64, dtype=dtype)
 
 
 def _bytes_case(*sizes: Any) -> Case:
-    names = ("num_layers", "num_attention_heads", "num_kv_heads", "hidden_size", "dtype", "head_size")
+    names = (
+        "num_layers",
+        "num_attention_heads",
+        "num_kv_heads",
+        "hidden_size",
+        "dtype",
+        "head_size",
+    )
     shown = ", ".join(f"{name}={size}" for name, size in zip(names, sizes) if size is not None)
     return Case(f"NAME(config), {shown}", lambda answer: answer(_shape(*sizes)))
 
@@ -147,7 +198,13 @@ def _bytes_of_all_heads(config: Any) -> int:
 
 
 def _bytes_of_divided_head(config: Any) -> int:
-    return 2 * config.num_layers * config.num_kv_heads * (config.hidden_size // config.num_attention_heads) * _itemsize(config)
+    return (
+        2
+        * config.num_layers
+        * config.num_kv_heads
+        * (config.hidden_size // config.num_attention_heads)
+        * _itemsize(config)
+    )
 
 
 def _bytes_of_two(config: Any) -> int:
@@ -161,9 +218,14 @@ def _count_blocks(answer: Any) -> str:
         num_bytes = 28 * _OPTIONS["block_size"] * answer(config)
         with LLM(folder, **_OPTIONS, kv_cache_memory_bytes=num_bytes) as llm:
             llm.generate([1, 2, 3], SamplingParams(max_tokens=3), use_tqdm=False)
-            num_blocks = llm.llm_engine.engine_core.engine_core.scheduler.block_manager.num_gpu_blocks
+            num_blocks = (
+                llm.llm_engine.engine_core.engine_core.scheduler.block_manager.num_gpu_blocks
+            )
     assert num_blocks == 28, f"of {num_bytes} bytes the engine made {num_blocks} blocks, not 28"
-    return f"it was told to take {num_bytes:,} bytes, your number for 28 blocks, and made {num_blocks} blocks of them"
+    return (
+        f"it was told to take {num_bytes:,} bytes, your number for 28 blocks, and made "
+        f"{num_blocks} blocks of them"
+    )
 
 
 register(
@@ -171,26 +233,41 @@ register(
         name="kv_bytes_per_token",
         chapter="01_config",
         cases=[
-            _bytes_case(3, 6, 2, 96, "bfloat16"), _bytes_case(1, 1, 1, 8, "float32"), _bytes_case(12, 12, None, 768, "float16"),
-            _bytes_case(2, 4, 2, 64, "float32", 32), _bytes_case(32, 32, 8, 4096, "bfloat16"),
-        ],  # fmt: skip
+            _bytes_case(3, 6, 2, 96, "bfloat16"),
+            _bytes_case(1, 1, 1, 8, "float32"),
+            _bytes_case(12, 12, None, 768, "float16"),
+            _bytes_case(2, 4, 2, 64, "float32", 32),
+            _bytes_case(32, 32, 8, 4096, "bfloat16"),
+        ],
         mistakes={
-            "A token leaves a key and a value: two vectors, not one.": lambda c: _right_bytes(c) // 2,
-            "Heads of queries are counted here. Only the heads that have keys and values of their own are kept.": (
-                _bytes_of_all_heads
+            "A token leaves a key and a value: two vectors, not one.": lambda c: (
+                _right_bytes(c) // 2
             ),
-            "This is one layer. Each layer keeps keys and values of its own.": lambda c: _right_bytes(c) // c.num_layers,
+            (
+                "Heads of queries are counted here. Only the heads that have keys and values "
+                "of their own are kept."
+            ): (_bytes_of_all_heads),
+            "This is one layer. Each layer keeps keys and values of its own.": lambda c: (
+                _right_bytes(c) // c.num_layers
+            ),
             "Bits, not bytes: `itemsize` is in bytes already.": lambda c: 8 * _right_bytes(c),
-            "Two bytes a number are right for 16-bit types only: ask `config.dtype` for the size.": _bytes_of_two,
-            "The head size is divided out of the width here. Some models set it: the configuration has a property that knows.": (
-                _bytes_of_divided_head
-            ),
+            (
+                "Two bytes a number are right for 16-bit types only: ask `config.dtype` for "
+                "the size."
+            ): _bytes_of_two,
+            (
+                "The head size is divided out of the width here. Some models set it: the "
+                "configuration has a property that knows."
+            ): (_bytes_of_divided_head),
         },
-        hint="Multiply: 2, layers, KV heads, head size, bytes a number. Which of these did the wrong result leave out?",
+        hint=(
+            "Multiply: 2, layers, KV heads, head size, bytes a number. Which of these did the "
+            "wrong result leave out?"
+        ),
         oracle=_right_bytes,
         engine=_count_blocks,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #a6a04127
 _EVEN = (0.5, 0.25, 0.15, 0.1)
@@ -221,21 +298,31 @@ def _distribution(variant: str = "") -> Any:
             top[p.top_k :] = 0
         share = whole if variant == "of all" else top.sum()
         likelier = top.cumsum() - (0 if variant == "not crossed" else top)
-        kept = likelier <= p.top_p * share if variant == "not crossed" else likelier < p.top_p * share
+        kept = (
+            likelier <= p.top_p * share if variant == "not crossed" else likelier < p.top_p * share
+        )
         floor = p.min_p * (1 if variant == "absolute" else top[0])
         top = np.where((kept | (p.top_p == 1)) & (top >= floor), top, 0)
         result = np.zeros_like(top)
-        result[slice(None) if variant == "sorted" else order] = top if variant == "not scaled" else top / top.sum()
+        result[slice(None) if variant == "sorted" else order] = (
+            top if variant == "not scaled" else top / top.sum()
+        )
         return result
 
     return answer
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #9afa006e
 def _draw_with(answer: Any) -> str:
-    "Requests with four settings of the knobs: with the engine's own, and with the answer's distribution in their place."
+    """Requests with four settings of the knobs: with the engine's own, and with the answer's
+    distribution in their place.
+    """
     settings: list[dict[str, Any]] = [
-        {"temperature": 0.7}, {"top_k": 5}, {"top_k": 20, "top_p": 0.5}, {"temperature": 0.2, "min_p": 0.5}, {"temperature": 0},
-    ]  # fmt: skip
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_k": 20, "top_p": 0.5},
+        {"temperature": 0.2, "min_p": 0.5},
+        {"temperature": 0},
+    ]
     calls = 0
 
     def processor(knobs: dict[str, Any]) -> Any:
@@ -250,9 +337,12 @@ def _draw_with(answer: Any) -> str:
     common: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True}
     own = [SamplingParams(seed=i, **common, **knobs) for i, knobs in enumerate(settings)]
     # It cuts nothing, but the engine draws as after a cut:
-    tiny: list[dict[str, Any]] = [{"min_p": 1e-9} if len(knobs) > 1 or "top_k" in knobs else {} for knobs in settings]
+    tiny: list[dict[str, Any]] = [
+        {"min_p": 1e-9} if len(knobs) > 1 or "top_k" in knobs else {} for knobs in settings
+    ]
     replaced = [
-        SamplingParams(seed=i, **common, **tiny[i], logits_processors=[processor(knobs)]) for i, knobs in enumerate(settings)
+        SamplingParams(seed=i, **common, **tiny[i], logits_processors=[processor(knobs)])
+        for i, knobs in enumerate(settings)
     ]
     prompts = [[10 + i, 20, 30 + i] for i in range(len(settings))]
     with _tiny_model() as folder, LLM(folder, **_OPTIONS, num_gpu_blocks_override=64) as llm:
@@ -260,7 +350,8 @@ def _draw_with(answer: Any) -> str:
     ours, yours = ([output.outputs[0].token_ids for output in both] for both in outputs)
     assert ours == yours, "with the same seeds other tokens were drawn"
     return (
-        f"as a logits processor it was asked {calls} times, and with the same seeds the same {sum(map(len, ours))} tokens "
+        f"as a logits processor it was asked {calls} times, and with the same seeds the "
+        f"same {sum(map(len, ours))} tokens "
         "were drawn"
     )
 
@@ -270,27 +361,42 @@ register(
         name="next_token_distribution",
         chapter="02_sampling_params",
         cases=[
-            _knobs_case(), _knobs_case((0.1, 0.6, 0.3)), _knobs_case(temperature=0.5), _knobs_case(top_k=2),
+            _knobs_case(),
+            _knobs_case((0.1, 0.6, 0.3)),
+            _knobs_case(temperature=0.5),
+            _knobs_case(top_k=2),
             _knobs_case(top_p=0.6),
-            _knobs_case(min_p=0.24), _knobs_case(top_k=2, top_p=0.6),
-            _knobs_case((0.2, 0.45, 0.35), temperature=2.0, top_p=0.7), _knobs_case(temperature=0),
-        ],  # fmt: skip
+            _knobs_case(min_p=0.24),
+            _knobs_case(top_k=2, top_p=0.6),
+            _knobs_case((0.2, 0.45, 0.35), temperature=2.0, top_p=0.7),
+            _knobs_case(temperature=0),
+        ],
         mistakes={
-            "The result is sorted: each probability must stay at its token's place.": _distribution("sorted"),
-            "The logits are divided by the temperature, so that a small one sharpens; here they are multiplied.": (
-                _distribution("multiplied")
+            "The result is sorted: each probability must stay at its token's place.": _distribution(
+                "sorted"
             ),
+            (
+                "The logits are divided by the temperature, so that a small one sharpens; here "
+                "they are multiplied."
+            ): (_distribution("multiplied")),
             "What is left after a cut must sum to one again.": _distribution("not scaled"),
-            "The token that crosses `top_p` belongs to the nucleus: those before it do not hold enough.": (
-                _distribution("not crossed")
+            (
+                "The token that crosses `top_p` belongs to the nucleus: those before it do not "
+                "hold enough."
+            ): (_distribution("not crossed")),
+            "`min_p` is a fraction of the likeliest token's probability, not a probability.": _distribution(
+                "absolute"
             ),
-            "`min_p` is a fraction of the likeliest token's probability, not a probability.": _distribution("absolute"),
-            "`top_p` counts within what `top_k` left: here it still counts what was cut.": _distribution("of all"),
-            "Temperature 0 is greedy: all probability goes to the likeliest token, and nothing is divided by 0.": (
-                _distribution("not greedy")
+            "`top_p` counts within what `top_k` left: here it still counts what was cut.": _distribution(
+                "of all"
             ),
+            (
+                "Temperature 0 is greedy: all probability goes to the likeliest token, and "
+                "nothing is divided by 0."
+            ): (_distribution("not greedy")),
         },
-        hint="Go through it in this order: temperature, softmax, top_k, top_p within what is left, min_p, and scale to a sum "
+        hint="Go through it in this order: temperature, softmax, top_k, top_p within what is "
+        "left, min_p, and scale to a sum "
         "of one.",
         oracle=_distribution(),
         engine=_draw_with,
@@ -298,16 +404,30 @@ register(
 )
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #2bfad9db
-def _sequence_case(said: str, num_output: int = 0, in_flight: int = 0, cached: int = 0, behind: int = 0) -> Case:
+def _sequence_case(
+    said: str, num_output: int = 0, in_flight: int = 0, cached: int = 0, behind: int = 0
+) -> Case:
     def run(answer: Any) -> dict[str, Any]:
         seq = Sequence(4, [11, 12, 13, 14, 15], seed=7, max_len=20)
         seq.token_ids += range(100, 100 + num_output)
-        seq.num_computed_tokens, seq.status = len(seq.token_ids) - behind, SequenceStatus.RUNNING
-        seq.num_output_placeholders, seq.num_cached_blocks, seq.cumulative_logprob = in_flight, cached, -0.5 * num_output
+        seq.num_computed_tokens = len(seq.token_ids) - behind
+        seq.status = SequenceStatus.RUNNING
+        seq.num_output_placeholders = in_flight
+        seq.num_cached_blocks = cached
+        seq.cumulative_logprob = -0.5 * num_output
         seq.block_hashes = [b"first block"] * cached
         answer(seq)
-        names = ("token_ids", "num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "num_cached_blocks")
-        shown = {name: getattr(seq, name) for name in (*names, "block_hashes", "seed", "cumulative_logprob")}
+        names = (
+            "token_ids",
+            "num_prompt_tokens",
+            "num_computed_tokens",
+            "num_output_placeholders",
+            "num_cached_blocks",
+        )
+        shown = {
+            name: getattr(seq, name)
+            for name in (*names, "block_hashes", "seed", "cumulative_logprob")
+        }
         return {**shown, "status": seq.status.name}
 
     return Case(f"NAME(seq), {said}; then, what `seq` holds", run)
@@ -315,7 +435,12 @@ def _sequence_case(said: str, num_output: int = 0, in_flight: int = 0, cached: i
 
 def _forget(seq: Any, **wrong: Any) -> None:
     "The right answer, but for `wrong`: attributes and their values."
-    zero = {"num_computed_tokens": 0, "num_output_placeholders": 0, "num_cached_blocks": 0, "status": SequenceStatus.WAITING}
+    zero = {
+        "num_computed_tokens": 0,
+        "num_output_placeholders": 0,
+        "num_cached_blocks": 0,
+        "status": SequenceStatus.WAITING,
+    }
     vars(seq).update(zero | wrong)
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #e6f3463d
@@ -329,8 +454,13 @@ def _preempt_with(answer: Any) -> str:
         answer(seq)
         seq.status = SequenceStatus[seq.status.name]
 
-    said = _serve_both("teachvllm.sequence:Sequence.reset_for_recompute", reset, num_gpu_blocks_override=20)
-    return f"{num_calls // 2} times a running request lost its memory, and was reset by it; the answers have {said}"
+    said = _serve_both(
+        "teachvllm.sequence:Sequence.reset_for_recompute", reset, num_gpu_blocks_override=20
+    )
+    return (
+        f"{num_calls // 2} times a running request lost its memory, and was reset by it; the "
+        f"answers have {said}"
+    )
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #1f14dce4
 def _forget_and_begin_again(seq: Any) -> None:
@@ -343,35 +473,44 @@ register(
         chapter="03_sequence",
         cases=[
             _sequence_case("5 tokens of prompt, all computed"),
-            _sequence_case("5 of prompt and 3 of output, all but the last computed", num_output=3, behind=1),
+            _sequence_case(
+                "5 of prompt and 3 of output, all but the last computed", num_output=3, behind=1
+            ),
             _sequence_case("the same with one token in flight", num_output=3, in_flight=1),
             _sequence_case("8 tokens, its first block cached", num_output=3, behind=1, cached=1),
         ],
         mistakes={
-            "It is still RUNNING: without its blocks it cannot be in a step. Which status has one that may come back?": (
-                lambda s: _forget(s, status=SequenceStatus.RUNNING)
-            ),
-            "The prompt still counts as computed, but its keys and values were in the blocks, too.": (
-                lambda s: _forget(s, num_computed_tokens=s.num_prompt_tokens)
-            ),
-            "The tokens are gone. They are all that the lost keys and values can be computed from: keep them.": (
-                lambda s: _forget(s, token_ids=[])
-            ),
-            "The output is gone: its user has perhaps read it. Only the cache is forgotten, no token.": (
-                lambda s: _forget(s, token_ids=s.token_ids[: s.num_prompt_tokens])
-            ),
-            "The sequence begins again here as if its output were prompt. What it has counted so far must survive.": (
-                _forget_and_begin_again
-            ),
-            "A token in flight is lost with the step that made it: it must not be counted any more.": (
-                lambda s: _forget(s, num_output_placeholders=s.num_output_placeholders)
-            ),
+            (
+                "It is still RUNNING: without its blocks it cannot be in a step. Which status "
+                "has one that may come back?"
+            ): (lambda s: _forget(s, status=SequenceStatus.RUNNING)),
+            (
+                "The prompt still counts as computed, but its keys and values were in the "
+                "blocks, too."
+            ): (lambda s: _forget(s, num_computed_tokens=s.num_prompt_tokens)),
+            (
+                "The tokens are gone. They are all that the lost keys and values can be "
+                "computed from: keep them."
+            ): (lambda s: _forget(s, token_ids=[])),
+            (
+                "The output is gone: its user has perhaps read it. Only the cache is "
+                "forgotten, no token."
+            ): (lambda s: _forget(s, token_ids=s.token_ids[: s.num_prompt_tokens])),
+            (
+                "The sequence begins again here as if its output were prompt. What it has "
+                "counted so far must survive."
+            ): (_forget_and_begin_again),
+            (
+                "A token in flight is lost with the step that made it: it must not be counted "
+                "any more."
+            ): (lambda s: _forget(s, num_output_placeholders=s.num_output_placeholders)),
             "Its first blocks still count as cached by it, but it has no blocks.": (
                 lambda s: _forget(s, num_cached_blocks=s.num_cached_blocks)
             ),
-            "The hashes follow from the tokens, and the tokens stay: with them its old blocks may be found again.": (
-                lambda s: _forget(s, block_hashes=[])
-            ),
+            (
+                "The hashes follow from the tokens, and the tokens stay: with them its old "
+                "blocks may be found again."
+            ): (lambda s: _forget(s, block_hashes=[])),
         },
         hint="Three counts go to 0 and the status changes; nothing else does.",
         target="teachvllm.sequence:Sequence.reset_for_recompute",

@@ -28,9 +28,20 @@ from ..transformers_utils import DEFAULT_MODEL as _DEFAULT_MODEL
 def _tiny_llm(vocab_size: int = 96, **options: _Any) -> _LLM:
     "The tiny model of `serve_prompts`; its folder is read once, so it may go."
     with _tempfile.TemporaryDirectory() as folder:
-        (_Path(folder) / "config.json").write_text(_json.dumps({**_check.TINY, "vocab_size": vocab_size}))
-        usual: dict[str, _Any] = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "max_model_len": 96}
-        usual |= {"num_gpu_blocks_override": 64, "attention_backend": "torch_sdpa", "enforce_eager": True}
+        (_Path(folder) / "config.json").write_text(
+            _json.dumps({**_check.TINY, "vocab_size": vocab_size})
+        )
+        usual: dict[str, _Any] = {
+            "load_format": "dummy",
+            "dtype": "float32",
+            "device": "cpu",
+            "max_model_len": 96,
+        }
+        usual |= {
+            "num_gpu_blocks_override": 64,
+            "attention_backend": "torch_sdpa",
+            "enforce_eager": True,
+        }
         usual["disable_log_stats"] = True
         text = {} if "tokenizer" in options else {"skip_tokenizer_init": True}
         return _LLM(folder, **{**usual, **text, **options})
@@ -50,10 +61,13 @@ def _fails_at(where: str, error: type[BaseException] = ZeroDivisionError) -> _ch
             return do
 
         scheduler = _Namespace(
-            schedule=verb("schedule", "the orders"), update_from_output=verb("update_from_output", ["news"]),
+            schedule=verb("schedule", "the orders"),
+            update_from_output=verb("update_from_output", ["news"]),
             recover=lambda why: verb("recover", None)(why),
-        )  # fmt: skip
-        executor = _Namespace(execute_model=verb("execute_model", "the tokens"), reset=verb("reset", None))
+        )
+        executor = _Namespace(
+            execute_model=verb("execute_model", "the tokens"), reset=verb("reset", None)
+        )
         try:
             result = answer(scheduler, executor)
         except error as raised:
@@ -61,7 +75,9 @@ def _fails_at(where: str, error: type[BaseException] = ZeroDivisionError) -> _ch
         return result, log
 
     how = f"{where} raises {error.__name__}" if where else "nothing fails"
-    return _check.Case(f"NAME(scheduler, executor), where {how}: what comes out, and what they were asked", run)
+    return _check.Case(
+        f"NAME(scheduler, executor), where {how}: what comes out, and what they were asked", run
+    )
 
 
 def _safe_step(scheduler: _Any, executor: _Any, wrong: str = "") -> _Any:
@@ -117,14 +133,24 @@ def _serve_by_steps(answer: _Any) -> str:
         text = f"the core's step was yours {calls[0]} times, and the tokens are the same"
         with _tiny_llm(distributed_executor_backend=FailsOnce, max_num_seqs=2) as llm:
             for i in range(4):
-                llm.llm_engine.add_request(str(i), [5 + i] * 9, _SamplingParams(max_tokens=6, ignore_eos=True))
+                llm.llm_engine.add_request(
+                    str(i), [5 + i] * 9, _SamplingParams(max_tokens=6, ignore_eos=True)
+                )
             ends: dict[str, _Any] = {}
             while llm.llm_engine.has_unfinished_requests():
                 try:
-                    ends.update({one.request_id: one.outputs[0].finish_reason for one in llm.llm_engine.step() if one.finished})
+                    ends.update(
+                        {
+                            one.request_id: one.outputs[0].finish_reason
+                            for one in llm.llm_engine.step()
+                            if one.finished
+                        }
+                    )
                 except RuntimeError:
                     text += "; then a step failed, and the four requests ended by"
-    assert sorted(ends.values()) == ["error", "error", "length", "length"], f"after a failed step the requests ended so: {ends}"
+    assert sorted(ends.values()) == ["error", "error", "length", "length"], (
+        f"after a failed step the requests ended so: {ends}"
+    )
     return f"{text} {', '.join(ends[str(i)] for i in range(4))}"
 
 # %% ../../nbs/93fa_exercises_front.ipynb #183b9a47
@@ -133,34 +159,54 @@ _check.register(
         name="safe_step",
         chapter="52_engine_core",
         cases=[
-            _fails_at(""), _fails_at("execute_model"), _fails_at("execute_model", KeyboardInterrupt),
-            _fails_at("schedule"), _fails_at("update_from_output"),
+            _fails_at(""),
+            _fails_at("execute_model"),
+            _fails_at("execute_model", KeyboardInterrupt),
+            _fails_at("schedule"),
+            _fails_at("update_from_output"),
         ],
         mistakes={
-            "The scheduler was given its own orders back. It learns from what the executor returned.":
-                _partial(_safe_step, wrong="orders"),
-            "The caller never hears of the failure. After tidying up, the exception goes on.":
-                _partial(_safe_step, wrong="swallowed"),
-            "The step failed, and nothing was tidied up: scheduler and workers now disagree about what the cache holds.":
-                _partial(_safe_step, wrong="nothing"),
-            "The workers still know the sequences of the failed step. Who tells them to forget?":
-                _partial(_safe_step, wrong="no reset"),
-            "The scheduler still counts the failed step's tokens as computed. Who tells it?":
-                _partial(_safe_step, wrong="no recover"),
-            "`recover` gives blocks away while workers may still write to them: first the workers, then the scheduler.":
-                _partial(_safe_step, wrong="late reset"),
-            "Ctrl-C is no `Exception`, but it ends a step as well. Which class is above both?":
-                _partial(_safe_step, wrong="Exception"),
-            "Deciding can fail, too, when half of a step's blocks are taken. `schedule` belongs under the same protection.":
-                _partial(_safe_step, wrong="schedule outside"),
-            "Learning can fail, too, when half of the tokens are noted. `update_from_output` belongs under the same protection.":
-                _partial(_safe_step, wrong="update outside"),
+            (
+                "The scheduler was given its own orders back. It learns from what the executor "
+                "returned."
+            ): _partial(_safe_step, wrong="orders"),
+            (
+                "The caller never hears of the failure. After tidying up, the exception goes on."
+            ): _partial(_safe_step, wrong="swallowed"),
+            (
+                "The step failed, and nothing was tidied up: scheduler and workers now "
+                "disagree about what the cache holds."
+            ): _partial(_safe_step, wrong="nothing"),
+            (
+                "The workers still know the sequences of the failed step. Who tells them to forget?"
+            ): _partial(_safe_step, wrong="no reset"),
+            "The scheduler still counts the failed step's tokens as computed. Who tells it?": _partial(
+                _safe_step, wrong="no recover"
+            ),
+            (
+                "`recover` gives blocks away while workers may still write to them: first the "
+                "workers, then the scheduler."
+            ): _partial(_safe_step, wrong="late reset"),
+            (
+                "Ctrl-C is no `Exception`, but it ends a step as well. Which class is above both?"
+            ): _partial(_safe_step, wrong="Exception"),
+            (
+                "Deciding can fail, too, when half of a step's blocks are taken. `schedule` "
+                "belongs under the same protection."
+            ): _partial(_safe_step, wrong="schedule outside"),
+            (
+                "Learning can fail, too, when half of the tokens are noted. "
+                "`update_from_output` belongs under the same protection."
+            ): _partial(_safe_step, wrong="update outside"),
         },
-        hint="Three calls when all goes well. Two calls and a `raise` when anything at all goes wrong.",
+        hint=(
+            "Three calls when all goes well. Two calls and a `raise` when anything at all goes "
+            "wrong."
+        ),
         oracle=_safe_step,
         engine=_serve_by_steps,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93fa_exercises_front.ipynb #3f53aafd
 class _Letter:
@@ -185,7 +231,9 @@ def _sends(names: str, in_flight: str = "") -> _check.Case:
         said = "".join(map(repr, chosen)) if isinstance(chosen, list) else chosen
         return said if names_sent == in_flight else (said, f"and in_flight has become {names_sent}")
 
-    return _check.Case(f"NAME({list(names)}, in_flight={list(in_flight)}), where small letters have no work", run)
+    return _check.Case(
+        f"NAME({list(names)}, in_flight={list(in_flight)}), where small letters have no work", run
+    )
 
 # %% ../../nbs/93fa_exercises_front.ipynb #d43db82e
 def _to_submit(schedulers: list, in_flight: _Any, wrong: str = "") -> list:
@@ -202,18 +250,23 @@ def _to_submit(schedulers: list, in_flight: _Any, wrong: str = "") -> list:
 
 # %% ../../nbs/93fa_exercises_front.ipynb #97222463
 class _Stages(_DummyExecutor):
-    "Two stages and a virtual clock: a step of n sequences takes n ms in each, and a batch is in one stage at a time."
+    """Two stages and a virtual clock: a step of n sequences takes n ms in each, and a batch is in
+    one stage at a time.
+    """
 
     last = ""
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        self.free, self.busy, self.now = [0.0, 0.0], 0.0, 0.0
+        self.free = [0.0, 0.0]
+        self.busy = 0.0
+        self.now = 0.0
         self.ends: _deque[float] = _deque()
 
     def submit(self, out: _Any) -> None:
         super().submit(out)
-        ready, length = self.now, float(len(out.num_scheduled_tokens))
+        ready = self.now
+        length = float(len(out.num_scheduled_tokens))
         for stage in range(2):
             self.free[stage] = ready = max(ready, self.free[stage]) + length
             self.busy += length / 2
@@ -221,7 +274,9 @@ class _Stages(_DummyExecutor):
 
     def collect(self) -> _Any:
         self.now = max(self.now, self.ends.popleft())
-        _Stages.last = f"{self.now:.0f} ms, of which a stage waits {1 - self.busy / max(self.now, 1):.0%}"
+        _Stages.last = (
+            f"{self.now:.0f} ms, of which a stage waits {1 - self.busy / max(self.now, 1):.0%}"
+        )
         return super().collect()
 
 # %% ../../nbs/93fa_exercises_front.ipynb #fe16eb70
@@ -243,32 +298,58 @@ def _serve_in_stages(answer: _Any) -> str:
     answer = one_batch
     with _check.stand_in("teachvllm.engine.core:EngineCore.step", step):
         _check.serve_prompts(**options)
-    return f"two stages served six requests in {yours}; sending one batch at a time it is {_Stages.last}"
+    return (
+        f"two stages served six requests in {yours}; sending one batch at a time it is "
+        f"{_Stages.last}"
+    )
 
 
 _check.register(
     _check.Exercise(
         name="batches_to_submit",
         chapter="53_pipeline_parallel",
-        cases=[_sends("A"), _sends("AB"), _sends("AB", "A"), _sends("Ab"), _sends("AB", "BA"), _sends("Ab", "A"), _sends("ab")],
+        cases=[
+            _sends("A"),
+            _sends("AB"),
+            _sends("AB", "A"),
+            _sends("Ab"),
+            _sends("AB", "BA"),
+            _sends("Ab", "A"),
+            _sends("ab"),
+        ],
         mistakes={
-            "One batch at a time: that is the bubble. Every batch that can go should go.": _partial(_to_submit, wrong="one"),
-            "While a batch is on its way you send none. Then the other stage has nothing to do: that is the bubble.":
-                _partial(_to_submit, wrong="empty only"),
-            "A batch that is on its way was sent again. The newest tokens of its sequences are not known yet.":
-                _partial(_to_submit, wrong="twice"),
-            "A virtual engine without work was sent through the stages beside one that has some.":
-                _partial(_to_submit, wrong="idle"),
-            "Something is on its way, so a step without work is not needed: the core has that result to wait for.":
-                _partial(_to_submit, wrong="always"),
-            "Nothing has work, nothing is on its way. Then no step would say which sequences have ended: send the free ones.":
-                _partial(_to_submit, wrong="never"),
+            "One batch at a time: that is the bubble. Every batch that can go should go.": _partial(
+                _to_submit, wrong="one"
+            ),
+            (
+                "While a batch is on its way you send none. Then the other stage has nothing "
+                "to do: that is the bubble."
+            ): _partial(_to_submit, wrong="empty only"),
+            (
+                "A batch that is on its way was sent again. The newest tokens of its sequences "
+                "are not known yet."
+            ): _partial(_to_submit, wrong="twice"),
+            (
+                "A virtual engine without work was sent through the stages beside one that has "
+                "some."
+            ): _partial(_to_submit, wrong="idle"),
+            (
+                "Something is on its way, so a step without work is not needed: the core has "
+                "that result to wait for."
+            ): _partial(_to_submit, wrong="always"),
+            (
+                "Nothing has work, nothing is on its way. Then no step would say which "
+                "sequences have ended: send the free ones."
+            ): _partial(_to_submit, wrong="never"),
         },
-        hint="Which schedulers are not in flight? Which of these have work? And if there is nothing to send or to wait for?",
+        hint=(
+            "Which schedulers are not in flight? Which of these have work? And if there is "
+            "nothing to send or to wait for?"
+        ),
         oracle=_to_submit,
         engine=_serve_in_stages,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93fa_exercises_front.ipynb #c239c79c
 def _begin(text: str, stop: str, num_new: int) -> int:
@@ -303,14 +384,18 @@ def _longest(found: list, default: None) -> _Any:
     return min(found, key=lambda pair: (pair[0], -len(pair[1])), default=None)
 
 
-def _search(text: str, stops: list[str], num_new: int, begin: _Any = _begin, choose: _Any = min) -> _Any:
+def _search(
+    text: str, stops: list[str], num_new: int, begin: _Any = _begin, choose: _Any = min
+) -> _Any:
     "A `stop_string_at` that begins and chooses as it is told."
     found = [(text.find(stop, begin(text, stop, num_new)), stop) for stop in stops]
     return choose([pair for pair in found if pair[0] >= 0], default=None)
 
 # %% ../../nbs/93fa_exercises_front.ipynb #e20523cd
 def _serve_with_stops(answer: _Any) -> str:
-    params = [_SamplingParams(temperature=1.0, seed=i, max_tokens=16, ignore_eos=True) for i in range(6)]
+    params = [
+        _SamplingParams(temperature=1.0, seed=i, max_tokens=16, ignore_eos=True) for i in range(6)
+    ]
     prompts = [[300 + 7 * i + j for j in range(6)] for i in range(6)]
     with _tiny_llm(vocab_size=49152, tokenizer=_DEFAULT_MODEL) as llm:
         texts = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -318,13 +403,20 @@ def _serve_with_stops(answer: _Any) -> str:
             one.stop = [text[13:18], text[21:23], "no such text"]
         results = []
         for stopper in (None, answer):
-            with _check.stand_in("teachvllm.engine.output_processor:stop_string_at", stopper or _search) as calls:
-                outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+            with _check.stand_in(
+                "teachvllm.engine.output_processor:stop_string_at", stopper or _search
+            ) as calls:
+                outputs = [
+                    output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)
+                ]
             results.append([(one.text, one.finish_reason, one.stop_reason) for one in outputs])
     assert results[0] == results[1], f"texts differ: {_check.difference(results[1], results[0])}"
     stopped = sum(reason == "stop" for _, reason, _ in results[1])
     assert stopped > 0, "none of the six answers ended at a stop string, so nothing was tried"
-    return f"the front asked it {calls[0]} times; {stopped} of 6 answers ended at a stop string, with the same texts as with ours"
+    return (
+        f"the front asked it {calls[0]} times; {stopped} of 6 answers ended at a stop string, "
+        "with the same texts as with ours"
+    )
 
 
 _check.register(
@@ -332,39 +424,62 @@ _check.register(
         name="stop_string_at",
         chapter="59_output_processor",
         cases=[
-            _check.call("one two", ["two"], 3), _check.call("one two", ["no"], 3), _check.call("one two", ["e two"], 2),
-            _check.call("one two", ["on"], 2), _check.call("one two", ["ne"], 4), _check.call("one two", ["wo"], 1),
-            _check.call("one two three", ["three", "two"], 9), _check.call("one two", ["two", "tw"], 3),
+            _check.call("one two", ["two"], 3),
+            _check.call("one two", ["no"], 3),
+            _check.call("one two", ["e two"], 2),
+            _check.call("one two", ["on"], 2),
+            _check.call("one two", ["ne"], 4),
+            _check.call("one two", ["wo"], 1),
+            _check.call("one two three", ["three", "two"], 9),
+            _check.call("one two", ["two", "tw"], 3),
             _check.call("abcd", ["abc"], 3),
             _check.call("", ["a"], 0),
         ],
         mistakes={
-            "Only the new characters were searched. A stop string may begin in an older token: how far to the left can it begin?":
-                _partial(_search, begin=_only_new),
-            "This one ended before the new characters, when it was looked for already. Where does the search have to begin?":
-                _partial(_search, begin=_everywhere),
-            "One character too far to the left: its last character must be a new one.": _partial(_search, begin=_too_early),
-            "One character too far to the right: only its last character needs to be a new one.":
-                _partial(_search, begin=_too_late),
-            "That is the first in the list. Which of them begins earliest in the text?": _partial(_search, choose=_first_listed),
-            "Two begin at the same place. The shorter one was complete first, so the text ends there because of it.":
-                _partial(_search, choose=_longest),
-            "The search began at a negative index, which Python counts from the end of the text.":
-                _partial(_search, begin=_below_zero),
+            (
+                "Only the new characters were searched. A stop string may begin in an older "
+                "token: how far to the left can it begin?"
+            ): _partial(_search, begin=_only_new),
+            (
+                "This one ended before the new characters, when it was looked for already. "
+                "Where does the search have to begin?"
+            ): _partial(_search, begin=_everywhere),
+            "One character too far to the left: its last character must be a new one.": _partial(
+                _search, begin=_too_early
+            ),
+            (
+                "One character too far to the right: only its last character needs to be a new one."
+            ): _partial(_search, begin=_too_late),
+            "That is the first in the list. Which of them begins earliest in the text?": _partial(
+                _search, choose=_first_listed
+            ),
+            (
+                "Two begin at the same place. The shorter one was complete first, so the text "
+                "ends there because of it."
+            ): _partial(_search, choose=_longest),
+            (
+                "The search began at a negative index, which Python counts from the end of the "
+                "text."
+            ): _partial(_search, begin=_below_zero),
         },
-        hint="For one stop string: its last character is new. Where, at the earliest, is its first?",
+        hint=(
+            "For one stop string: its last character is new. Where, at the earliest, is its first?"
+        ),
         target="teachvllm.engine.output_processor:stop_string_at",
         engine=_serve_with_stops,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93fa_exercises_front.ipynb #94c9ab50
 class _CountingEngine:
-    "The engine of the cases. A request's prompt is the number of steps that it needs; step `fails` raises `error`."
+    """The engine of the cases. A request's prompt is the number of steps that it needs; step
+    `fails` raises `error`.
+    """
 
     def __init__(self, fails: int, error: type[BaseException]):
         self.left: dict[str, int] = {}
-        self.fails, self.error = fails, error
+        self.fails = fails
+        self.error = error
 
     def add_request(self, request_id: str, prompt: int, params: _Any) -> None:
         if prompt < 0:
@@ -387,18 +502,30 @@ class _CountingEngine:
             self.left.pop(name, None)
 
 # %% ../../nbs/93fa_exercises_front.ipynb #ca5da732
-def _batch(requests: dict[str, int], fails: int = 0, error: type[BaseException] = ZeroDivisionError) -> _check.Case:
+def _batch(
+    requests: dict[str, int], fails: int = 0, error: type[BaseException] = ZeroDivisionError
+) -> _check.Case:
     def run(answer: _Any) -> _Any:
         engine = _CountingEngine(fails, error)
         try:
             outputs: _Any = answer(engine, {name: (n, "params") for name, n in requests.items()})
-            came = outputs if not isinstance(outputs, list) else [getattr(output, "request_id", output) for output in outputs]
+            came = (
+                outputs
+                if not isinstance(outputs, list)
+                else [getattr(output, "request_id", output) for output in outputs]
+            )
         except (ValueError, error) as raised:
             came = f"raises {type(raised).__name__}: {raised}"
         return came, {"left in the engine": sorted(engine.left)}
 
     how = f", where step {fails} raises {error.__name__}" if fails else ""
-    return _check.Case(f"NAME(engine, requests), requests that need so many steps (-1: is refused): {requests}{how}", run)
+    return _check.Case(
+        (
+            "NAME(engine, requests), requests that need so many steps (-1: is refused): "
+            f"{requests}{how}"
+        ),
+        run,
+    )
 
 # %% ../../nbs/93fa_exercises_front.ipynb #9d021f63
 def _in_order(engine: _Any, requests: dict, wrong: str = "") -> list:
@@ -416,7 +543,9 @@ def _in_order(engine: _Any, requests: dict, wrong: str = "") -> list:
         if wrong == "swallowed":
             return []
         raise
-    names = {"arrival": list(outputs), "sorted": sorted(outputs), "last step": list(outputs)}.get(wrong, requests)
+    names = {"arrival": list(outputs), "sorted": sorted(outputs), "last step": list(outputs)}.get(
+        wrong, requests
+    )
     return [outputs[name] for name in names]
 
 
@@ -427,7 +556,9 @@ def _adds_outside(engine: _Any, requests: dict) -> list:
 
 
 def _methods(engine: _Any) -> dict[str, _Any]:
-    return {name: getattr(engine, name) for name in ("has_unfinished_requests", "step", "abort_request")}
+    return {
+        name: getattr(engine, name) for name in ("has_unfinished_requests", "step", "abort_request")
+    }
 
 # %% ../../nbs/93fa_exercises_front.ipynb #a20942e2
 def _serve_in_order(answer: _Any) -> str:
@@ -441,13 +572,22 @@ def _serve_in_order(answer: _Any) -> str:
         assert tokens == ours, "the answers are not those of our loop"
         with _tiny_llm() as llm:
             try:
-                llm.generate([[1, 2], [3], [4, 999]], params, use_tqdm=False)  # 999 is no token of this model
+                # 999 is no token of this model
+                llm.generate([[1, 2], [3], [4, 999]], params, use_tqdm=False)
             except ValueError as error:
                 said = str(error)
-            assert not llm.llm_engine.has_unfinished_requests(), "a refused batch left requests in the engine"
-            lengths = [len(one.outputs[0].token_ids) for one in llm.generate([[1, 2], [3], [4]], params, use_tqdm=False)]
+            assert not llm.llm_engine.has_unfinished_requests(), (
+                "a refused batch left requests in the engine"
+            )
+            lengths = [
+                len(one.outputs[0].token_ids)
+                for one in llm.generate([[1, 2], [3], [4]], params, use_tqdm=False)
+            ]
     assert lengths == [9, 2, 5], f"answers of 9, 2 and 5 tokens were asked for, and {lengths} came"
-    return f"`generate` ran on it, with the same tokens; a bad batch was refused ({said[:48]} …) and left nothing behind"
+    return (
+        f"`generate` ran on it, with the same tokens; a bad batch was refused ({said[:48]} …) "
+        "and left nothing behind"
+    )
 
 
 _check.register(
@@ -455,28 +595,51 @@ _check.register(
         name="run_in_order",
         chapter="61_llm",
         cases=[
-            _batch({"a": 1}), _batch({"a": 3, "b": 3}), _batch({"a": 3, "b": 1, "c": 2}), _batch({"9": 1, "10": 1}), _batch({}),
-            _batch({"a": 3, "b": 1}, fails=2), _batch({"a": 3, "b": -1}), _batch({"a": 3}, 1, KeyboardInterrupt),
+            _batch({"a": 1}),
+            _batch({"a": 3, "b": 3}),
+            _batch({"a": 3, "b": 1, "c": 2}),
+            _batch({"9": 1, "10": 1}),
+            _batch({}),
+            _batch({"a": 3, "b": 1}, fails=2),
+            _batch({"a": 3, "b": -1}),
+            _batch({"a": 3}, 1, KeyboardInterrupt),
         ],
         mistakes={
-            "The outputs stand in the order in which requests ended. The caller has a list of prompts: which order helps there?":
-                _partial(_in_order, wrong="arrival"),
-            "Only the last step's outputs are there. A request that ended earlier is reported once, when it ends: keep it.":
-                _partial(_in_order, wrong="last step"),
-            "The outputs are sorted by id, and as text '10' comes before '9'. The order of `requests` is the caller's.":
-                _partial(_in_order, wrong="sorted"),
-            "A step failed, and the other requests are still in the engine: the next call would meet them.":
-                _partial(_in_order, wrong="left"),
-            "The failure was kept from the caller. After the abort it goes on.": _partial(_in_order, wrong="swallowed"),
-            "A request was refused, and those before it are still in the engine. Adding belongs under the same protection.":
-                _adds_outside,
-            "Ctrl-C is no `Exception`, and it left requests behind.": _partial(_in_order, wrong="Exception"),
+            (
+                "The outputs stand in the order in which requests ended. The caller has a list "
+                "of prompts: which order helps there?"
+            ): _partial(_in_order, wrong="arrival"),
+            (
+                "Only the last step's outputs are there. A request that ended earlier is "
+                "reported once, when it ends: keep it."
+            ): _partial(_in_order, wrong="last step"),
+            (
+                "The outputs are sorted by id, and as text '10' comes before '9'. The order of "
+                "`requests` is the caller's."
+            ): _partial(_in_order, wrong="sorted"),
+            (
+                "A step failed, and the other requests are still in the engine: the next call "
+                "would meet them."
+            ): _partial(_in_order, wrong="left"),
+            "The failure was kept from the caller. After the abort it goes on.": _partial(
+                _in_order, wrong="swallowed"
+            ),
+            (
+                "A request was refused, and those before it are still in the engine. Adding "
+                "belongs under the same protection."
+            ): _adds_outside,
+            "Ctrl-C is no `Exception`, and it left requests behind.": _partial(
+                _in_order, wrong="Exception"
+            ),
         },
-        hint="Keep the outputs by id, and look them up at the end. What must happen if anything raises, and where can it?",
+        hint=(
+            "Keep the outputs by id, and look them up at the end. What must happen if anything "
+            "raises, and where can it?"
+        ),
         oracle=_in_order,
         engine=_serve_in_order,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93fa_exercises_front.ipynb #a29195ec
 def _pair_ratio(ours: list[float], peer: list[float]) -> float:
@@ -515,8 +678,13 @@ def _compare_two_engines(answer: _Any) -> str:
     times: list[list[float]] = [[], []]
     for _ in range(2):
         for column, size in zip(times, (16, 1)):
-            column.append(_check.serve_prompts(block_size=size, num_gpu_blocks_override=256 // size)[1])
-    return f"two engines took turns, twice; blocks of 16 tokens are {answer(*times):.2f} times as fast as blocks of 1"
+            column.append(
+                _check.serve_prompts(block_size=size, num_gpu_blocks_override=256 // size)[1]
+            )
+    return (
+        f"two engines took turns, twice; blocks of 16 tokens are {answer(*times):.2f} times as "
+        "fast as blocks of 1"
+    )
 
 # %% ../../nbs/93fa_exercises_front.ipynb #7c236c9c
 _check.register(
@@ -524,23 +692,41 @@ _check.register(
         name="pair_ratio",
         chapter="92_bench_throughput",
         cases=[
-            _check.call([2.0], [3.0]), _check.call([1.0, 2.0, 4.0], [2.0, 4.0, 4.0]),
+            _check.call([2.0], [3.0]),
+            _check.call([1.0, 2.0, 4.0], [2.0, 4.0, 4.0]),
             _check.call([1.0, 2.0, 4.0], [3.0, 2.0, 8.0]),
-            _check.call([1.0, 9.0, 1.0], [1.5, 1.5, 1.5]), _check.call([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 4.0, 8.0]),
+            _check.call([1.0, 9.0, 1.0], [1.5, 1.5, 1.5]),
+            _check.call([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 4.0, 8.0]),
         ],
         mistakes={
-            "Upside down: less time is faster. It should be larger than 1 where `ours` takes less time than the peer.":
-                _upside_down,
-            "These are the totals, in which one slow run counts most. Make a ratio of each pair first.":
-                _of_means,
-            "Two medians may come from different minutes. Divide within each pair first, then take the median.": _of_medians,
-            "The two quickest runs may come from different minutes. Divide within each pair first.": _of_best,
+            (
+                "Upside down: less time is faster. It should be larger than 1 where `ours` "
+                "takes less time than the peer."
+            ): _upside_down,
+            (
+                "These are the totals, in which one slow run counts most. Make a ratio of each "
+                "pair first."
+            ): _of_means,
+            (
+                "Two medians may come from different minutes. Divide within each pair first, "
+                "then take the median."
+            ): _of_medians,
+            (
+                "The two quickest runs may come from different minutes. Divide within each "
+                "pair first."
+            ): _of_best,
             "A mean of ratios follows a single stall. The median does not.": _mean_of_ratios,
-            "That is the ratio of the middle pair in time. The median is the middle one by size.": _unsorted,
-            "With an even number of pairs there are two in the middle: the median lies half-way between.": _upper,
+            (
+                "That is the ratio of the middle pair in time. The median is the middle one by "
+                "size."
+            ): _unsorted,
+            (
+                "With an even number of pairs there are two in the middle: the median lies "
+                "half-way between."
+            ): _upper,
         },
         hint="One ratio for each pair, then their median.",
         oracle=_pair_ratio,
         engine=_compare_two_engines,
     )
-)  # fmt: skip
+)

@@ -36,13 +36,20 @@ def _stretch(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
 
 
-def _heads_of_rank(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> tuple[list[int], list[int]]:
-    n, m = num_heads // world_size, max(1, num_kv_heads // world_size)
+def _heads_of_rank(
+    rank: int, world_size: int, num_heads: int, num_kv_heads: int
+) -> tuple[list[int], list[int]]:
+    n = num_heads // world_size
+    m = max(1, num_kv_heads // world_size)
     return _stretch(rank * n, n), _stretch(rank * num_kv_heads // world_size, m)
 
 
-def _other_kv_heads(first: _Any, count: _Any = lambda rank, size, heads, kv_heads: max(1, kv_heads // size)) -> _Any:
-    "An answer whose query heads are right and whose KV heads begin and count as these functions say."
+def _other_kv_heads(
+    first: _Any, count: _Any = lambda rank, size, heads, kv_heads: max(1, kv_heads // size)
+) -> _Any:
+    """An answer whose query heads are right and whose KV heads begin and count as these functions
+    say.
+    """
     return lambda *args: (_heads_of_rank(*args)[0], _stretch(first(*args), count(*args)))
 
 
@@ -50,35 +57,48 @@ def _first_kv_head(rank: int, world_size: int, num_heads: int, num_kv_heads: int
     return rank * num_kv_heads // world_size
 
 
-def _in_turns(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> tuple[list[int], list[int]]:
+def _in_turns(
+    rank: int, world_size: int, num_heads: int, num_kv_heads: int
+) -> tuple[list[int], list[int]]:
     return list(range(rank, num_heads, world_size)), list(range(rank, num_kv_heads, world_size))
 
 
 def _where_fewer(fewer: _Any) -> _Any:
-    "An answer that is right unless there are fewer KV heads than ranks; then its first KV head is `fewer(rank, size, kv_heads)`."
-    return _other_kv_heads(lambda rank, size, n, m: fewer(rank, size, m) if m < size else rank * m // size)
+    """An answer that is right unless there are fewer KV heads than ranks; then its first KV head is
+    `fewer(rank, size, kv_heads)`.
+    """
+    return _other_kv_heads(
+        lambda rank, size, n, m: fewer(rank, size, m) if m < size else rank * m // size
+    )
 
 # %% ../../nbs/93d_exercises_layers.ipynb #f281b56e
 def _logits_of_ranks(size: int, connect: bool = False) -> tuple[_torch.Tensor, float]:
-    """Logits of a tiny Llama on `size` threads as ranks, perhaps with shared memory, and the seconds they took.
+    """Logits of a tiny Llama on `size` threads as ranks, perhaps with shared memory, and the
+    seconds they took.
 
     They must be transformers' on each of them.
     """
     tiny: _Any = _check.TINY
     config = _LlamaConfig(**tiny)
-    hf_model, sequences = _parity.tiny_model(config), _parity.random_sequences(config.vocab_size)
+    hf_model = _parity.tiny_model(config)
+    sequences = _parity.random_sequences(config.vocab_size)
     wanted = _torch.cat([hf_model(_torch.tensor([ids])).logits[0] for ids in sequences]).detach()
 
     def of_rank(parallel: _Any) -> _torch.Tensor:
         parallel.tp.device_communicator = _CpuCommunicator.connect(parallel.tp) if connect else None
-        paged = _parity.Paged(lambda hf, context: _LlamaForCausalLM(hf, _replace(context, parallel=parallel)), hf_model)
+        paged = _parity.Paged(
+            lambda hf, context: _LlamaForCausalLM(hf, _replace(context, parallel=parallel)),
+            hf_model,
+        )
         return _torch.cat(_parity.paged_logits(paged, sequences, chunk=5))
 
     began = _time.perf_counter()
     ranks = _parallel_state.run_ranks(of_rank, tensor_parallel_size=size)
     seconds = _time.perf_counter() - began
     for rank, logits in enumerate(ranks):
-        assert _torch.allclose(logits, wanted, atol=1e-4), f"rank {rank} has other logits than transformers"
+        assert _torch.allclose(logits, wanted, atol=1e-4), (
+            f"rank {rank} has other logits than transformers"
+        )
     return wanted, seconds
 
 
@@ -87,19 +107,34 @@ def _serve_heads(answer: _Any) -> str:
 
     class Shared(_layers.LinearBase):
         def __init__(self, hidden_size, head_size, num_heads, num_kv_heads, context, bias=False):
-            heads, kv_heads = answer(context.parallel.tp_rank, context.parallel.tp_size, num_heads, num_kv_heads)
-            self.num_heads, self.num_kv_heads = len(heads), len(kv_heads)
-            rows = [range(part[0] * head_size, (part[-1] + 1) * head_size) for part in (heads, kv_heads, kv_heads)]
+            heads, kv_heads = answer(
+                context.parallel.tp_rank, context.parallel.tp_size, num_heads, num_kv_heads
+            )
+            self.num_heads = len(heads)
+            self.num_kv_heads = len(kv_heads)
+            rows = [
+                range(part[0] * head_size, (part[-1] + 1) * head_size)
+                for part in (heads, kv_heads, kv_heads)
+            ]
             sizes = [n * head_size for n in (num_heads, num_kv_heads, num_kv_heads)]
             super().__init__(hidden_size, sizes, context, bias, rows=rows)
 
-    num_calls, times = _compare_ranks(4, "teachvllm.model_executor.layers:QKVParallelLinear", Shared)
-    text = f"four ranks cut their {num_calls} attention layers as you said, and their logits are those of transformers"
+    num_calls, times = _compare_ranks(
+        4, "teachvllm.model_executor.layers:QKVParallelLinear", Shared
+    )
+    text = (
+        f"four ranks cut their {num_calls} attention layers as you said, and their logits are "
+        "those of transformers"
+    )
     return f"{text}; that took {times:.2f} times as long as with ours"
 
 
-def _compare_ranks(size: int, target: str, answer: _Any, connect: bool = False) -> tuple[int, float]:
-    "How often `size` ranks called the answer in the place of `target`, and how many times as long as with ours it took."
+def _compare_ranks(
+    size: int, target: str, answer: _Any, connect: bool = False
+) -> tuple[int, float]:
+    """How often `size` ranks called the answer in the place of `target`, and how many times as long
+    as with ours it took.
+    """
     _, ours = min((_logits_of_ranks(size, connect) for _ in range(2)), key=lambda pair: pair[1])
     with _check.stand_in(target, answer) as calls:
         _, yours = _logits_of_ranks(size, connect)
@@ -112,54 +147,78 @@ _check.register(
         chapter="31_layers",
         oracle=_heads_of_rank,
         engine=_serve_heads,
-        cases=[_check.call(*case) for case in [
-            (0, 1, 4, 2), (0, 2, 8, 4), (1, 2, 8, 4), (2, 3, 9, 3), (0, 4, 8, 2), (1, 4, 8, 2), (2, 4, 8, 2),
-            (5, 8, 8, 2), (5, 6, 12, 3),
-        ]],
+        cases=[
+            _check.call(*case)
+            for case in [
+                (0, 1, 4, 2),
+                (0, 2, 8, 4),
+                (1, 2, 8, 4),
+                (2, 3, 9, 3),
+                (0, 4, 8, 2),
+                (1, 4, 8, 2),
+                (2, 4, 8, 2),
+                (5, 8, 8, 2),
+                (5, 6, 12, 3),
+            ]
+        ],
         mistakes={
-            "KV heads are not as many as query heads: several query heads use one. How many KV heads does a "
+            "KV heads are not as many as query heads: several query heads use one. How "
+            "many KV heads does a "
             "single rank have?": (
-                _other_kv_heads(lambda rank, size, n, m: rank * n // size, lambda rank, size, n, m: n // size)
+                _other_kv_heads(
+                    lambda rank, size, n, m: rank * n // size, lambda rank, size, n, m: n // size
+                )
             ),
-            "Every rank has all KV heads here; each needs only those of its own query heads. Look at the second list.": (
-                _other_kv_heads(lambda *args: 0, lambda rank, size, n, m: m)
-            ),
-            "Heads are dealt out like cards, one to each rank in turn. But a rank has neighbouring heads, and so "
-            "neighbouring rows of the matrix.": (
-                _in_turns
-            ),
-            "These are the first rank's heads: `rank` is not used. Where does the second rank begin?": (
-                lambda rank, *sizes: _heads_of_rank(0, *sizes)
-            ),
-            "With fewer KV heads than ranks, `num_kv_heads // world_size` is zero; every rank needs one all the same.": (
-                _other_kv_heads(_first_kv_head, lambda rank, size, n, m: m // size)
-            ),
-            "Neighbouring ranks have the same KV head; here they alternate. Which KV head do this rank's query heads use?": (
-                _where_fewer(lambda rank, size, m: rank % m)
-            ),
-            "A KV head is shared by `world_size / num_kv_heads` ranks; here the rank is divided by the number of "
-            "KV heads itself.": (
-                _where_fewer(lambda rank, size, m: rank // m)
-            ),
+            (
+                "Every rank has all KV heads here; each needs only those of its own query "
+                "heads. Look at the second list."
+            ): (_other_kv_heads(lambda *args: 0, lambda rank, size, n, m: m)),
+            "Heads are dealt out like cards, one to each rank in turn. But a rank has "
+            "neighbouring heads, and so "
+            "neighbouring rows of the matrix.": (_in_turns),
+            (
+                "These are the first rank's heads: `rank` is not used. Where does the second "
+                "rank begin?"
+            ): (lambda rank, *sizes: _heads_of_rank(0, *sizes)),
+            (
+                "With fewer KV heads than ranks, `num_kv_heads // world_size` is zero; every "
+                "rank needs one all the same."
+            ): (_other_kv_heads(_first_kv_head, lambda rank, size, n, m: m // size)),
+            (
+                "Neighbouring ranks have the same KV head; here they alternate. Which KV head "
+                "do this rank's query heads use?"
+            ): (_where_fewer(lambda rank, size, m: rank % m)),
+            "A KV head is shared by `world_size / num_kv_heads` ranks; here the rank is "
+            "divided by the number of "
+            "KV heads itself.": (_where_fewer(lambda rank, size, m: rank // m)),
         },
-        hint="Write down all ranks' query heads first, then the KV head of each of them: `head * num_kv_heads // num_heads`.",
+        hint=(
+            "Write down all ranks' query heads first, then the KV head of each of them: `head "
+            "* num_kv_heads // num_heads`."
+        ),
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93d_exercises_layers.ipynb #97ec491d
 def _stop(threads: list[_threading.Thread]) -> None:
     "End threads that still run, at their next line of Python."
     for thread in threads:
         if thread.is_alive():
-            _ctypes.pythonapi.PyThreadState_SetAsyncExc(_ctypes.c_ulong(thread.ident or 0), _ctypes.py_object(SystemExit))
+            _ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                _ctypes.c_ulong(thread.ident or 0), _ctypes.py_object(SystemExit)
+            )
 
 
 def _round(answer: _Any, rows: list[_torch.Tensor], seconds: float = 8.0) -> dict[str, _Any]:
-    "What each rank returns, and how many numbers it sent; `rows` are what they begin with. A rank's error is raised."
-    size, ended = len(rows), _time.monotonic() + seconds
+    """What each rank returns, and how many numbers it sent; `rows` are what they begin with. A
+    rank's error is raised.
+    """
+    size = len(rows)
+    ended = _time.monotonic() + seconds
     queues: list[_Any] = [_queue.Queue() for _ in rows]
     errors: list[Exception] = []
-    results, sent = [None] * size, [0] * size
+    results = [None] * size
+    sent = [0] * size
 
     def of_rank(rank: int) -> None:
         def send(piece: _torch.Tensor) -> None:
@@ -167,7 +226,13 @@ def _round(answer: _Any, rows: list[_torch.Tensor], seconds: float = 8.0) -> dic
             queues[rank].put(piece.clone())
 
         try:
-            result = answer(rows[rank].clone(), rank, size, send, lambda: queues[rank - 1].get(timeout=seconds / 2))
+            result = answer(
+                rows[rank].clone(),
+                rank,
+                size,
+                send,
+                lambda: queues[rank - 1].get(timeout=seconds / 2),
+            )
             results[rank] = result if result is None else result.tolist()
         except _queue.Empty:
             errors.append(TimeoutError(f"rank {rank} waited for a piece that never came"))
@@ -192,28 +257,44 @@ def _round(answer: _Any, rows: list[_torch.Tensor], seconds: float = 8.0) -> dic
 def _ring_case(size: int, length: int) -> _check.Case:
     rows = [_torch.arange(1.0, length + 1) * 10**rank for rank in range(size)]
     said = ", ".join(f"rank {rank} {[int(n) for n in row]}" for rank, row in enumerate(rows))
-    return _check.Case(f"NAME on {size} rank{'s' * (size > 1)}: {said}", _partial(_round, rows=rows))
+    return _check.Case(
+        f"NAME on {size} rank{'s' * (size > 1)}: {said}", _partial(_round, rows=rows)
+    )
 
 # %% ../../nbs/93d_exercises_layers.ipynb #3824bbb3
 def _ring(
-    x: _torch.Tensor, rank: int, size: int, send: _Any, receive: _Any, /,
-    add_steps: int = 0, share_steps: int = 0, add_again: bool = False, first: bool = True, second: int = 1,
-) -> _torch.Tensor:  # fmt: skip
-    "An all-reduce over a ring, perhaps wrongly: other numbers of steps, another first piece in each round, adding twice."
-    pieces, begin = list(x.clone().chunk(size)), rank if first else 0
+    x: _torch.Tensor,
+    rank: int,
+    size: int,
+    send: _Any,
+    receive: _Any,
+    /,
+    add_steps: int = 0,
+    share_steps: int = 0,
+    add_again: bool = False,
+    first: bool = True,
+    second: int = 1,
+) -> _torch.Tensor:
+    """An all-reduce over a ring, perhaps wrongly: other numbers of steps, another first piece in
+    each round, adding twice.
+    """
+    pieces = list(x.clone().chunk(size))
+    begin = rank if first else 0
     for step in range(size - 1 + add_steps):
         send(pieces[(begin - step) % size])
         pieces[(begin - step - 1) % size] += receive()
     for step in range(size - 1 + share_steps):
         send(pieces[(begin + second - step) % size])
-        came, i = receive(), (begin + second - step - 1) % size
+        came = receive()
+        i = (begin + second - step - 1) % size
         pieces[i] = pieces[i] + came if add_again else came
     return _torch.cat(pieces)
 
 
 def _whole_ring(x: _torch.Tensor, rank: int, size: int, send: _Any, receive: _Any) -> _torch.Tensor:
     "Whole tensors go round, and each rank adds them up."
-    total, passing = x.clone(), x
+    total = x.clone()
+    passing = x
     for _ in range(size - 1):
         send(passing)
         passing = receive()
@@ -221,7 +302,9 @@ def _whole_ring(x: _torch.Tensor, rank: int, size: int, send: _Any, receive: _An
     return total
 
 
-def _no_second_round(x: _torch.Tensor, rank: int, size: int, send: _Any, receive: _Any) -> _torch.Tensor:
+def _no_second_round(
+    x: _torch.Tensor, rank: int, size: int, send: _Any, receive: _Any
+) -> _torch.Tensor:
     return _ring(x, rank, size, send, receive, share_steps=1 - size)
 
 # %% ../../nbs/93d_exercises_layers.ipynb #98ff76ed
@@ -229,14 +312,21 @@ def _serve_ring(answer: _Any) -> str:
     "A tiny Llama on two ranks whose sums are made by the answer."
 
     def all_reduce(group: _Any, x: _torch.Tensor) -> _torch.Tensor:
-        flat, size = x.contiguous().flatten(), group.world_size
+        flat = x.contiguous().flatten()
+        size = group.world_size
         padded = _torch.nn.functional.pad(flat, (0, -len(flat) % size))
-        send, receive = (lambda piece: group.send_tensor_dict({"x": piece})), (lambda: group.recv_tensor_dict()["x"])
+        send = lambda piece: group.send_tensor_dict({"x": piece})
+        receive = lambda: group.recv_tensor_dict()["x"]
         total = answer(padded, group.rank_in_group, size, send, receive)[: len(flat)].view(x.shape)
         return x.copy_(total) if x.is_contiguous() else total
 
-    num_calls, times = _compare_ranks(2, "teachvllm.distributed.parallel_state:GroupCoordinator.all_reduce", all_reduce)
-    text = f"two ranks that share a model called it {num_calls} times, and their logits are those of transformers"
+    num_calls, times = _compare_ranks(
+        2, "teachvllm.distributed.parallel_state:GroupCoordinator.all_reduce", all_reduce
+    )
+    text = (
+        f"two ranks that share a model called it {num_calls} times, and their logits are those "
+        "of transformers"
+    )
     return f"{text}; that took {times:.2f} times as long as with Gloo's"
 
 
@@ -248,31 +338,38 @@ _check.register(
         engine=_serve_ring,
         cases=[_ring_case(*case) for case in [(1, 2), (3, 3), (2, 2), (2, 4), (3, 6), (4, 4)]],
         mistakes={
-            "The second round is missing: each rank has one complete piece, and the others have not seen it.": _no_second_round,
-            "In the second round a complete piece takes the place of the rank's own; here it is added to it once more.": (
-                _partial(_ring, add_again=True)
-            ),
-            "The first round has one step too many: a piece meets a rank a second time. How many other ranks must it visit?": (
-                _partial(_ring, add_steps=1)
-            ),
-            "All ranks begin with the same piece, so what arrives has another number than what it is added to. "
-            "Which piece does rank r begin with?": (
-                _partial(_ring, first=False)
-            ),
-            "The sum is right, but whole tensors went round. Send one piece in each step; look at how many "
-            "numbers each rank sent.": (
-                _whole_ring
-            ),
-            "The second round begins with the wrong piece: with which piece complete does rank r leave the first round?": (
-                _partial(_ring, second=0)
-            ),
+            (
+                "The second round is missing: each rank has one complete piece, and the others "
+                "have not seen it."
+            ): _no_second_round,
+            (
+                "In the second round a complete piece takes the place of the rank's own; here "
+                "it is added to it once more."
+            ): (_partial(_ring, add_again=True)),
+            (
+                "The first round has one step too many: a piece meets a rank a second time. "
+                "How many other ranks must it visit?"
+            ): (_partial(_ring, add_steps=1)),
+            "All ranks begin with the same piece, so what arrives has another number than "
+            "what it is added to. "
+            "Which piece does rank r begin with?": (_partial(_ring, first=False)),
+            "The sum is right, but whole tensors went round. Send one piece in each step; "
+            "look at how many "
+            "numbers each rank sent.": (_whole_ring),
+            (
+                "The second round begins with the wrong piece: with which piece complete does "
+                "rank r leave the first round?"
+            ): (_partial(_ring, second=0)),
             "The second round has one step too few: a complete piece must reach all other "
             "ranks.": _partial(_ring, share_steps=-1),
         },
-        hint="Play it on paper with three ranks and three pieces: write down for each step which piece each rank sends.",
+        hint=(
+            "Play it on paper with three ranks and three pieces: write down for each step "
+            "which piece each rank sends."
+        ),
         seconds=10.0,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93d_exercises_layers.ipynb #c6f6f8fc
 class _Counters(list):
@@ -290,14 +387,18 @@ class _Counters(list):
 
 
 def _take_turns(answer: _Any, rows: list[list[float]], order: str) -> dict[str, _Any]:
-    "Each rank adds up its numbers in `rows`, call after call; `order` says which rank runs next, again and again."
+    """Each rank adds up its numbers in `rows`, call after call; `order` says which rank runs next,
+    again and again.
+    """
     slots = [_torch.zeros(len(rows), 1) for _ in range(2)]
     sums: list[list[float]] = [[] for _ in rows]
     counters = _Counters(len(rows), slots)
 
     def run(rank: int) -> _Any:
         for call, x in enumerate(rows[rank], 1):
-            sums[rank].append(float((yield from answer(rank, call, _torch.tensor([x]), slots, counters))[0]))
+            sums[rank].append(
+                float((yield from answer(rank, call, _torch.tensor([x]), slots, counters))[0])
+            )
             yield
 
     ranks = [run(rank) for rank in range(len(rows))]
@@ -310,12 +411,21 @@ def _take_turns(answer: _Any, rows: list[list[float]], order: str) -> dict[str, 
 
 def _turns(rows: list[list[float]], order: str) -> _check.Case:
     ranks = ", ".join(f"rank {rank} has {row}" for rank, row in enumerate(rows))
-    return _check.Case(f"NAME: {ranks}; they run in the order {order}", _partial(_take_turns, rows=rows, order=order))
+    return _check.Case(
+        f"NAME: {ranks}; they run in the order {order}",
+        _partial(_take_turns, rows=rows, order=order),
+    )
 
 
 def _shared(
-    rank: int, call: int, x: _torch.Tensor, slots: _Any, counters: _Any, /,
-    wrong: str = "", enough: _Any = lambda seen, call: min(seen) >= call,
+    rank: int,
+    call: int,
+    x: _torch.Tensor,
+    slots: _Any,
+    counters: _Any,
+    /,
+    wrong: str = "",
+    enough: _Any = lambda seen, call: min(seen) >= call,
 ) -> _Any:
     "A sum in shared memory, perhaps wrongly."
     own = slots[0 if wrong == "one slot" else call % 2]
@@ -326,7 +436,8 @@ def _shared(
         counters[rank] = counters[rank] + (wrong != "no counter")
     while not enough(list(counters), call):
         yield
-    total, others = x.clone() if wrong == "own first" else 0 * x, range(len(own))
+    total = x.clone() if wrong == "own first" else 0 * x
+    others = range(len(own))
     for other in others:
         total += own[other] if wrong != "own first" or other != rank else 0
     return total
@@ -351,7 +462,10 @@ def _serve_shared(answer: _Any) -> str:
         return "nothing: ranks share memory on Linux and x86 only"
     target = "teachvllm.distributed.cpu_communicator:CpuCommunicator.all_reduce"
     num_calls, times = _compare_ranks(2, target, all_reduce, connect=True)
-    text = f"two ranks that share a model called it {num_calls} times, and their logits are those of transformers"
+    text = (
+        f"two ranks that share a model called it {num_calls} times, and their logits are those "
+        "of transformers"
+    )
     return f"{text}; that took {times:.2f} times as long as with ours"
 
 
@@ -362,43 +476,59 @@ _check.register(
         oracle=_shared,
         engine=_serve_shared,
         cases=[
-            _turns([[1.0], [10.0]], "01"), _turns([[1.0, 2.0], [10.0, 20.0]], "01"),
+            _turns([[1.0], [10.0]], "01"),
+            _turns([[1.0, 2.0], [10.0, 20.0]], "01"),
             _turns([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]], "0001"),
-            _turns([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]], "011"), _turns([[1e8], [1.0], [-1e8]], "210"),
+            _turns([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]], "011"),
+            _turns([[1e8], [1.0], [-1e8]], "210"),
         ],
         mistakes={
-            "The counter is set before the slot is written, so another rank may read too early. Which of the two "
-            "must come first?": (
-                _partial(_shared, wrong="counter first")
-            ),
+            "The counter is set before the slot is written, so another rank may read too "
+            "early. Which of the two "
+            "must come first?": (_partial(_shared, wrong="counter first")),
             "The slots are read without waiting. Which counters must have reached this "
             "call?": _partial(_shared, enough=lambda seen, call: True),
-            "A rank must set its own counter, or the others wait for ever.": _partial(_shared, wrong="no counter"),
-            "All calls use one slot, so a rank that is ahead writes over what another has not read. Which of the "
-            "two slots is call n's?": (
-                _partial(_shared, wrong="one slot")
+            "A rank must set its own counter, or the others wait for ever.": _partial(
+                _shared, wrong="no counter"
             ),
+            "All calls use one slot, so a rank that is ahead writes over what another has "
+            "not read. Which of the "
+            "two slots is call n's?": (_partial(_shared, wrong="one slot")),
             "A counter may be ahead of this call already. Is *equal* the right question?": (
                 _partial(_shared, enough=lambda seen, call: all(n == call for n in seen))
             ),
-            "The slot still holds what it held two calls ago: write over it, do not add to it.": _partial(_shared, wrong="add"),
-            "Each rank adds in another order, so rounding gives them different bits. Add in the order of the "
+            (
+                "The slot still holds what it held two calls ago: write over it, do not add to it."
+            ): _partial(_shared, wrong="add"),
+            "Each rank adds in another order, so rounding gives them different bits. Add "
+            "in the order of the "
             "ranks.": _partial(_shared, wrong="own first"),
         },
-        hint="Play it on paper with two ranks, as the chapter does, and let one of them run until it must wait.",
+        hint=(
+            "Play it on paper with two ranks, as the chapter does, and let one of them run "
+            "until it must wait."
+        ),
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93d_exercises_layers.ipynb #610c0bba
 _DTYPES = {"F32": _torch.float32, "BF16": _torch.bfloat16, "I64": _torch.int64}
 
 
 def _read_safetensors(
-    path: _Path, /, order: _Any = "little", base: int | None = 8, all_f32: bool = False, shaped: bool = True,
-    skip: bool = True, in_turn: bool = False,
+    path: _Path,
+    /,
+    order: _Any = "little",
+    base: int | None = 8,
+    all_f32: bool = False,
+    shaped: bool = True,
+    skip: bool = True,
+    in_turn: bool = False,
 ) -> dict[str, _torch.Tensor]:
     "All tensors of a safetensors file, perhaps wrongly."
-    data, at, found = path.read_bytes(), 0, {}
+    data = path.read_bytes()
+    at = 0
+    found = {}
     size = int.from_bytes(data[:8], order)
     for name, entry in _json.loads(data[8 : 8 + size]).items():
         if name == "__metadata__" and skip:
@@ -406,13 +536,16 @@ def _read_safetensors(
         begin, end = entry["data_offsets"]
         begin, end, at = (at, at + end - begin, at + end - begin) if in_turn else (begin, end, at)
         start = 0 if base is None else base + size
-        part, dtype = bytearray(data[start + begin : start + end]), _torch.float32 if all_f32 else _DTYPES[entry["dtype"]]
+        part = bytearray(data[start + begin : start + end])
+        dtype = _torch.float32 if all_f32 else _DTYPES[entry["dtype"]]
         tensor = _torch.frombuffer(part, dtype=dtype)
         found[name] = tensor.view(entry["shape"]) if shaped else tensor
     return found
 
 # %% ../../nbs/93d_exercises_layers.ipynb #93e5f6f1
-def _file_case(said: str, tensors: dict[str, _torch.Tensor], metadata: _Any = None, backwards: bool = False) -> _check.Case:
+def _file_case(
+    said: str, tensors: dict[str, _torch.Tensor], metadata: _Any = None, backwards: bool = False
+) -> _check.Case:
     data = _save(tensors, metadata)
     if backwards:  # the header's names, last first
         size = int.from_bytes(data[:8], "little")
@@ -426,7 +559,11 @@ def _file_case(said: str, tensors: dict[str, _torch.Tensor], metadata: _Any = No
         if not isinstance(found, dict):
             return found
         return {
-            name: {"dtype": str(x.dtype), "shape": list(x.shape), "numbers": x.float().flatten().tolist()}
+            name: {
+                "dtype": str(x.dtype),
+                "shape": list(x.shape),
+                "numbers": x.float().flatten().tolist(),
+            }
             for name, x in found.items()
         }
 
@@ -434,7 +571,9 @@ def _file_case(said: str, tensors: dict[str, _torch.Tensor], metadata: _Any = No
 
 # %% ../../nbs/93d_exercises_layers.ipynb #3ccfc788
 def _reading(answer: _Any) -> _Any:
-    return lambda files, sliced=False: ((name, x) for path in files for name, x in answer(path).items())
+    return lambda files, sliced=False: (
+        (name, x) for path in files for name, x in answer(path).items()
+    )
 
 
 def _tiny_file() -> list[_Any]:
@@ -452,36 +591,49 @@ _check.register(
         chapter="34_loader",
         oracle=_read_safetensors,
         target="teachvllm.model_executor.loader:safetensors_weights",
-        engine=_serving("read_safetensors", _reading, options={"load_format": "auto"}, patches=_tiny_file),
+        engine=_serving(
+            "read_safetensors", _reading, options={"load_format": "auto"}, patches=_tiny_file
+        ),
         cases=[
             _file_case("one vector", {"bias": _torch.tensor([1.0, 2.0])}),
             _file_case("a matrix", {"weight": _torch.arange(6.0).view(2, 3)}),
-            _file_case("a matrix in bfloat16", {"weight": _torch.arange(4.0).view(2, 2).bfloat16(), "count": _torch.tensor(7)}),
+            _file_case(
+                "a matrix in bfloat16",
+                {"weight": _torch.arange(4.0).view(2, 2).bfloat16(), "count": _torch.tensor(7)},
+            ),
             _file_case("__metadata__", {"bias": _torch.tensor([1.0, 2.0])}, {"format": "pt"}),
-            _file_case("its names last first", {"a": _torch.ones(2), "b": _torch.zeros(2)}, backwards=True),
+            _file_case(
+                "its names last first", {"a": _torch.ones(2), "b": _torch.zeros(2)}, backwards=True
+            ),
         ],
         mistakes={
-            "The eight bytes of the header's length are little-endian: the first byte is the smallest. Look at "
-            "`int.from_bytes`.": (
-                _partial(_read_safetensors, order="big")
-            ),
+            "The eight bytes of the header's length are little-endian: the first byte is "
+            "the smallest. Look at "
+            "`int.from_bytes`.": (_partial(_read_safetensors, order="big")),
             "`data_offsets` count from the end of the header, not from the beginning of the "
             "file.": _partial(_read_safetensors, base=None),
             "Eight bytes too early: before the header stand the eight bytes of its "
             "length.": _partial(_read_safetensors, base=0),
-            "The numbers are right, but they lie in one row. What does the header say about the shape?": (
-                _partial(_read_safetensors, shaped=False)
-            ),
+            (
+                "The numbers are right, but they lie in one row. What does the header say "
+                "about the shape?"
+            ): (_partial(_read_safetensors, shaped=False)),
             "All tensors were read as float32. Each entry of the header names its own "
             "dtype.": _partial(_read_safetensors, all_f32=True),
-            "`__metadata__` is no tensor but a text about the file: it has no dtype and no offsets. Leave it out.": (
-                _partial(_read_safetensors, skip=False)
-            ),
-            "The tensors need not lie in the order of their names. Where does each entry's `data_offsets` point?": (
-                _partial(_read_safetensors, in_turn=True)
-            ),
+            (
+                "`__metadata__` is no tensor but a text about the file: it has no dtype and no "
+                "offsets. Leave it out."
+            ): (_partial(_read_safetensors, skip=False)),
+            (
+                "The tensors need not lie in the order of their names. Where does each entry's "
+                "`data_offsets` point?"
+            ): (_partial(_read_safetensors, in_turn=True)),
         },
-        hint="Print the first eight bytes as a number, then as many bytes after them as text: that is the whole header.",
-        tolerance=0.0,  # bytes that are no numbers look like 1e-19 or 1e-43: two mistakes, and both nearly 0
+        hint=(
+            "Print the first eight bytes as a number, then as many bytes after them as text: "
+            "that is the whole header."
+        ),
+        # bytes that are no numbers look like 1e-19 or 1e-43: two mistakes, and both nearly 0
+        tolerance=0.0,
     )
 )

@@ -17,14 +17,24 @@ from typing import Any
 from ..core.block_allocator import BlockAllocator, NoFreeBlocksError
 from ..core.block_manager import BlockSpaceManager, hash_block_tokens
 from ..core.request_queue import FCFSPolicy
-from .check import TINY, Case, Exercise, compare_speed, register, serve_prompts, stand_in
+from teachvllm.exercises.check import (
+    TINY,
+    Case,
+    Exercise,
+    compare_speed,
+    register,
+    serve_prompts,
+    stand_in,
+)
 from ..llm import LLM
 from ..sampling_params import SamplingParams
 from ..sequence import Sequence, SequenceGroup
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #3bfc5ec4
 def _counted(answer: Any, calls: list[int]) -> Any:
-    "The answer, or the class with each of its methods, adding one to `calls[0]` whenever it is called."
+    """The answer, or the class with each of its methods, adding one to `calls[0]` whenever it is
+    called.
+    """
 
     def count(function: Any) -> Any:
         def counting(*args: Any) -> Any:
@@ -35,16 +45,28 @@ def _counted(answer: Any, calls: list[int]) -> Any:
 
     if not isinstance(answer, type):
         return count(answer)
-    methods = {name: count(method) for name, method in vars(answer).items() if isinstance(method, FunctionType)}
+    methods = {
+        name: count(method)
+        for name, method in vars(answer).items()
+        if isinstance(method, FunctionType)
+    }
     return type(answer.__name__, (answer,), methods)
 
 
-def _serve(adapt: Callable[[Any], Any], target: str = "", serve: Callable[..., Any] = serve_prompts, **options: Any) -> Any:
-    "An exercise's `engine`: serves with `adapt(answer)` in the place of `target`, or as an argument of `LLM`."
+def _serve(
+    adapt: Callable[[Any], Any],
+    target: str = "",
+    serve: Callable[..., Any] = serve_prompts,
+    **options: Any,
+) -> Any:
+    """An exercise's `engine`: serves with `adapt(answer)` in the place of `target`, or as an
+    argument of `LLM`.
+    """
     argument = options.pop("as_argument", "scheduler_cls")
 
     def engine(answer: Any) -> str:
-        calls, rounds = [0], []
+        calls = [0]
+        rounds = []
         for _ in range(2):
             ours, seconds = serve(**options)
             calls[0], plug = 0, adapt(_counted(answer, calls))
@@ -57,8 +79,12 @@ def _serve(adapt: Callable[[Any], Any], target: str = "", serve: Callable[..., A
             assert calls[0], "the engine never called it"
             rounds.append((seconds, yours))
         seconds, yours = (min(times) for times in zip(*rounds))
-        num_tokens = sum(len(tokens) for tokens in ours if isinstance(tokens, list))  # a tuple: what else must be equal
-        text = f"the engine called it {calls[0]} times and made the same {num_tokens} tokens as with ours"
+        # a tuple: what else must be equal
+        num_tokens = sum(len(tokens) for tokens in ours if isinstance(tokens, list))
+        text = (
+            f"the engine called it {calls[0]} times and made the same {num_tokens} tokens as "
+            "with ours"
+        )
         return f"{text}; {compare_speed(yours, seconds)}"
 
     return engine
@@ -70,12 +96,27 @@ def _with(answer: Callable[..., Any], **changes: Any) -> Callable[..., Any]:
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #3527725a
 def _append_slots(
-    table: list[int], num_computed: int, num_tokens: int, block_size: int, allocate: Any, room: bool = True, there: bool = True,
-    up: int = -1, another: bool = False, all_ids: bool = False, past: bool = True,
-) -> list[int]:  # fmt: skip
+    table: list[int],
+    num_computed: int,
+    num_tokens: int,
+    block_size: int,
+    allocate: Any,
+    room: bool = True,
+    there: bool = True,
+    up: int = -1,
+    another: bool = False,
+    all_ids: bool = False,
+    past: bool = True,
+) -> list[int]:
     "The right answer; each of the last six arguments changes one thing to a mistake."
     total = num_tokens + num_computed * (room and past)
-    needed = total // block_size if up == 0 else total // block_size + 1 if up > 0 else -(-total // block_size)
+    needed = (
+        total // block_size
+        if up == 0
+        else total // block_size + 1
+        if up > 0
+        else -(-total // block_size)
+    )
     new = [allocate() for _ in range(needed - len(table) * (there and room))]
     if another:
         table = list(table)
@@ -85,34 +126,46 @@ def _append_slots(
 
 def _append_case(table: list[int], num_computed: int, num_tokens: int, block_size: int = 4) -> Case:
     def run(answer: Any) -> list[Any]:
-        given, ids = list(table), list(range(89, 49, -1))
+        given = list(table)
+        ids = list(range(89, 49, -1))
 
         def allocate() -> int:
             if not ids:
-                raise NoFreeBlocksError("`allocate` was called more often than there are blocks: does your loop end?")
+                raise NoFreeBlocksError(
+                    "`allocate` was called more often than there are blocks: does your loop end?"
+                )
             return ids.pop()
 
         new = answer(given, num_computed, num_tokens, block_size, allocate)
         return [new, given, 40 - len(ids)]
 
-    said = f"table = {table}; NAME(table, {num_computed}, {num_tokens}, {block_size}, allocate), `allocate()` gives 50, 51, …"
+    said = (
+        f"table = {table}; NAME(table, {num_computed}, {num_tokens}, {block_size}, allocate), "
+        "`allocate()` gives 50, 51, …"
+    )
     return Case(f"{said}  -> [returned, table, calls of `allocate`]", run)
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #26a1454b
-def _repeats_one_block(table: list[int], num_computed: int, num_tokens: int, block_size: int, allocate: Any) -> list[int]:
+def _repeats_one_block(
+    table: list[int], num_computed: int, num_tokens: int, block_size: int, allocate: Any
+) -> list[int]:
     new = [allocate()] * (-(-(num_computed + num_tokens) // block_size) - len(table))
     table += new
     return new
 
 
-def _never_ends(table: list[int], num_computed: int, num_tokens: int, block_size: int, allocate: Any) -> list[int]:
+def _never_ends(
+    table: list[int], num_computed: int, num_tokens: int, block_size: int, allocate: Any
+) -> list[int]:
     new: list[int] = []
     while len(table) * block_size < num_computed + num_tokens:
         new.append(allocate())
     return new
 
 
-def _ends_when_full(table: list[int], num_computed: int, num_tokens: int, block_size: int, allocate: Any) -> list[int]:
+def _ends_when_full(
+    table: list[int], num_computed: int, num_tokens: int, block_size: int, allocate: Any
+) -> list[int]:
     new: list[int] = []
     while len(table) * block_size != num_computed + num_tokens:
         new.append(allocate())
@@ -127,7 +180,9 @@ def _says_nothing_for_none(*args: Any) -> list[int] | None:
 def _grows_tables(answer: Any) -> Any:
     def allocate_slots(self: BlockSpaceManager, seq: Sequence, num_tokens: int) -> list[int]:
         table = self.block_tables[seq.seq_id]
-        return answer(table, seq.num_computed_tokens, num_tokens, self.block_size, self.gpu_allocator.allocate)
+        return answer(
+            table, seq.num_computed_tokens, num_tokens, self.block_size, self.gpu_allocator.allocate
+        )
 
     return allocate_slots
 
@@ -137,45 +192,77 @@ register(
         name="append_slots",
         chapter="11_block_manager",
         cases=[
-            _append_case([], 0, 4), _append_case([], 0, 7), _append_case([7], 4, 1), _append_case([7], 3, 1),
-            _append_case([7, 2], 8, 9), _append_case([7, 2, 5], 4, 4), _append_case([7], 14, 4, 16),
-        ],  # fmt: skip
+            _append_case([], 0, 4),
+            _append_case([], 0, 7),
+            _append_case([7], 4, 1),
+            _append_case([7], 3, 1),
+            _append_case([7, 2], 8, 9),
+            _append_case([7, 2, 5], 4, 4),
+            _append_case([7], 14, 4, 16),
+        ],
         oracle=_append_slots,
         mistakes={
-            "One block too many where the last one is exactly full: how many blocks do 4 tokens need, how many "
+            "One block too many where the last one is exactly full: how many blocks do 4 "
+            "tokens need, how many "
             "5?": _with(_append_slots, up=1),
-            "A block that is only partly filled is a block, too: in which direction does the division "
+            "A block that is only partly filled is a block, too: in which direction does "
+            "the division "
             "round?": _with(_append_slots, up=0),
-            "The right blocks, but the caller's table did not grow. Does a line of yours make a new list instead "
-            "of changing `table`?": (
-                _with(_append_slots, another=True)
-            ),
-            "A block is missing. The blocks of the table hold the tokens that are computed already: do they count in your sum?": (
-                _with(_append_slots, past=False)
-            ),
-            "Blocks were taken although the last one still had room. The tokens that are computed already count, too: how many "
+            "The right blocks, but the caller's table did not grow. Does a line of yours "
+            "make a new list instead "
+            "of changing `table`?": (_with(_append_slots, another=True)),
+            (
+                "A block is missing. The blocks of the table hold the tokens that are computed "
+                "already: do they count in your sum?"
+            ): (_with(_append_slots, past=False)),
+            "Blocks were taken although the last one still had room. The tokens that are "
+            "computed already count, too: how many "
             "tokens will there be in all?": _with(_append_slots, room=False),
-            "The table has blocks already: how many of those that it needs are missing?": _with(_append_slots, there=False),
-            "The table is right. What is asked for are the new blocks alone, without those that it had "
-            "before.": _with(_append_slots, all_ids=True),
-            "One id stands in the table several times: `[allocate()] * n` calls `allocate` once. Each block needs a call.": (
-                _repeats_one_block
+            "The table has blocks already: how many of those that it needs are missing?": _with(
+                _append_slots, there=False
             ),
+            "The table is right. What is asked for are the new blocks alone, without those "
+            "that it had "
+            "before.": _with(_append_slots, all_ids=True),
+            (
+                "One id stands in the table several times: `[allocate()] * n` calls `allocate` "
+                "once. Each block needs a call."
+            ): (_repeats_one_block),
             "Nothing is missing here, and then the answer is an empty list, not `None`.": _says_nothing_for_none,
-            "The loop took all blocks there are. What does it compare, and does that grow in the loop?": _never_ends,
-            "The loop took all blocks there are: the last block need not be full. What ends the loop then?": _ends_when_full,
+            (
+                "The loop took all blocks there are. What does it compare, and does that grow "
+                "in the loop?"
+            ): _never_ends,
+            (
+                "The loop took all blocks there are: the last block need not be full. What "
+                "ends the loop then?"
+            ): _ends_when_full,
         },
-        hint="How many tokens will there be, how many blocks do they fill, and how many of those has the table already?",
-        engine=_serve(_grows_tables, "teachvllm.core.block_manager:BlockSpaceManager.allocate_slots"),
+        hint=(
+            "How many tokens will there be, how many blocks do they fill, and how many of "
+            "those has the table already?"
+        ),
+        engine=_serve(
+            _grows_tables, "teachvllm.core.block_manager:BlockSpaceManager.allocate_slots"
+        ),
     )
 )
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #0bbb29d9
 def _copy_on_write(
-    table: list[int], num_computed: int, block_size: int, allocator: BlockAllocator, always: bool = False, leak: bool = False,
-    another: bool = False, turned: bool = False, last: bool = False, behind: bool = False, before: bool = False,
+    table: list[int],
+    num_computed: int,
+    block_size: int,
+    allocator: BlockAllocator,
+    always: bool = False,
+    leak: bool = False,
+    another: bool = False,
+    turned: bool = False,
+    last: bool = False,
+    behind: bool = False,
+    before: bool = False,
     inside: bool = False,
-) -> tuple[int, ...] | None:  # fmt: skip
+) -> tuple[int, ...] | None:
     "The right answer; each of the last eight arguments changes one thing to a mistake."
     index = len(table) - 1 if last else (num_computed - before) // block_size
     if inside and num_computed % block_size == 0:
@@ -184,7 +271,8 @@ def _copy_on_write(
         return None
     if another:
         table = list(table)
-    shared, table[index] = table[index], allocator.allocate()
+    shared = table[index]
+    table[index] = allocator.allocate()
     if not leak:
         allocator.free(shared)
     return (table[index], shared) if turned else (shared, table[index])
@@ -199,14 +287,24 @@ def _write_case(num_blocks: int, num_tables: int, num_computed: int, num_writers
         said = [answer(table, num_computed, 4, allocator) for table in tables[:num_writers]]
         return [said, tables[:num_writers], allocator.get_used_blocks()]
 
-    table, shared = list(range(num_blocks)), f"{num_tables} tables have it" if num_tables > 1 else "no other has it"
-    writers = "NAME(table, {0}, 4, allocator)" if num_writers == 1 else "NAME(…, {0}, 4, allocator) for each of them"
+    table = list(range(num_blocks))
+    shared = f"{num_tables} tables have it" if num_tables > 1 else "no other has it"
+    writers = (
+        "NAME(table, {0}, 4, allocator)"
+        if num_writers == 1
+        else "NAME(…, {0}, 4, allocator) for each of them"
+    )
     said = f"table = {table}, {shared}; {writers.format(num_computed)}"
     return Case(f"{said}  -> [returned, tables, reference counts]", run)
 
 
-def _copies_all(table: list[int], num_computed: int, block_size: int, allocator: BlockAllocator) -> Any:
-    pairs = [_copy_on_write(table, index * block_size, block_size, allocator) for index in range(len(table))]
+def _copies_all(
+    table: list[int], num_computed: int, block_size: int, allocator: BlockAllocator
+) -> Any:
+    pairs = [
+        _copy_on_write(table, index * block_size, block_size, allocator)
+        for index in range(len(table))
+    ]
     return None if num_computed == len(table) * block_size else pairs[-1]
 
 
@@ -224,52 +322,76 @@ register(
         name="copy_on_write",
         chapter="11_block_manager",
         cases=[
-            _write_case(2, 1, 5), _write_case(1, 2, 2), _write_case(2, 2, 5), _write_case(2, 2, 4), _write_case(2, 2, 8),
+            _write_case(2, 1, 5),
+            _write_case(1, 2, 2),
+            _write_case(2, 2, 5),
+            _write_case(2, 2, 4),
+            _write_case(2, 2, 8),
             _write_case(2, 3, 7, 3),
-        ],  # fmt: skip
+        ],
         oracle=_copy_on_write,
         mistakes={
-            "A block that only this table names was copied: no other table reads it. What is its reference "
+            "A block that only this table names was copied: no other table reads it. What "
+            "is its reference "
             "count?": _with(_copy_on_write, always=True),
-            "The shared block still counts this table as an owner, so it will never be free. What must be said to the "
+            "The shared block still counts this table as an owner, so it will never be "
+            "free. What must be said to the "
             "allocator when a table stops naming a block?": _with(_copy_on_write, leak=True),
-            "The table still names the shared block, so the next token goes there. The copy must take its place in `table`.": (
-                _with(_copy_on_write, another=True)
-            ),
+            (
+                "The table still names the shared block, so the next token goes there. The "
+                "copy must take its place in `table`."
+            ): (_with(_copy_on_write, another=True)),
             "The right blocks in the wrong order: first the block to copy from, then the "
             "copy.": _with(_copy_on_write, turned=True),
-            "Full blocks are never written again and stay shared. Only the block of the next token counts: which "
-            "entry is that?": (
-                _copies_all
-            ),
-            "The block of the token before was copied. `num_computed_tokens` is the next token's own number, counted from 0, "
+            "Full blocks are never written again and stay shared. Only the block of the "
+            "next token counts: which "
+            "entry is that?": (_copies_all),
+            "The block of the token before was copied. `num_computed_tokens` is the next "
+            "token's own number, counted from 0, "
             "so nothing is taken off it.": _with(_copy_on_write, before=True),
-            "The token goes into the first slot of a block that is in the table already, and shared: to write there "
+            "The token goes into the first slot of a block that is in the table already, "
+            "and shared: to write there "
             "takes a copy like any other slot.": _with(_copy_on_write, inside=True),
-            "The table's last block is full here, so the next token does not go there but into a block that the table does not "
-            "have yet. There is nothing to copy: divide `num_computed_tokens` by the block size and compare with the table's "
-            "length.": (
-                _with(_copy_on_write, last=True)
-            ),
-            "All blocks of the table are full, so the next token's block is not there yet, and the index points behind the "
+            "The table's last block is full here, so the next token does not go there but "
+            "into a block that the table does not "
+            "have yet. There is nothing to copy: divide `num_computed_tokens` by the block "
+            "size and compare with the table's "
+            "length.": (_with(_copy_on_write, last=True)),
+            "All blocks of the table are full, so the next token's block is not there yet, "
+            "and the index points behind the "
             "table's end. What is there to copy then?": _with(_copy_on_write, behind=True),
         },
-        hint="Into which entry of the table does token number `num_computed_tokens` go? Is it there, and who else has it?",
-        engine=_serve(_copies_on_write, "teachvllm.core.block_manager:BlockSpaceManager.copy_on_write"),
+        hint=(
+            "Into which entry of the table does token number `num_computed_tokens` go? Is it "
+            "there, and who else has it?"
+        ),
+        engine=_serve(
+            _copies_on_write, "teachvllm.core.block_manager:BlockSpaceManager.copy_on_write"
+        ),
     )
 )
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #e1d45bb0
 def _find_prefix(
-    token_ids: list[int], size: int, get_cached_block: Any, last: int = 1, chained: bool = True, partial: bool = False,
-    stop: bool = True, root: bytes = b"",
-) -> list[int]:  # fmt: skip
+    token_ids: list[int],
+    size: int,
+    get_cached_block: Any,
+    last: int = 1,
+    chained: bool = True,
+    partial: bool = False,
+    stop: bool = True,
+    root: bytes = b"",
+) -> list[int]:
     "The right answer; each of the other arguments changes one thing to a mistake."
-    found, parent, end = [], root, len(token_ids) - last
+    found = []
+    parent = root
+    end = len(token_ids) - last
     for start in range(0, end, size):
         if start + size > end and not partial:
             break
-        block_hash = hash_block_tokens(parent if chained else b"", token_ids[start : min(end, start + size)])
+        block_hash = hash_block_tokens(
+            parent if chained else b"", token_ids[start : min(end, start + size)]
+        )
         block_id = get_cached_block(block_hash)
         if block_id is not None:
             found.append(block_id)
@@ -279,12 +401,21 @@ def _find_prefix(
     return found
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #20a6344a
-def _prefix_case(known: list[int], token_ids: list[int], without: tuple[int, ...] = (), size: int = 4, first: int = 0) -> Case:
-    "`known` are a text's tokens; its block i has id `first` + i, and the blocks with an id in `without` were evicted."
+def _prefix_case(
+    known: list[int],
+    token_ids: list[int],
+    without: tuple[int, ...] = (),
+    size: int = 4,
+    first: int = 0,
+) -> Case:
+    """`known` are a text's tokens; its block i has id `first` + i, and the blocks with an id in
+    `without` were evicted.
+    """
     ids = [first + i for i in range(-(-len(known) // size))]
 
     def run(answer: Any) -> Any:
-        blocks, parent = {}, b""
+        blocks = {}
+        parent = b""
         for i, block_id in enumerate(ids):
             parent = hash_block_tokens(parent, known[i * size : (i + 1) * size])
             if block_id not in without:
@@ -294,11 +425,15 @@ def _prefix_case(known: list[int], token_ids: list[int], without: tuple[int, ...
 
     where = f"block {ids[0]}" if len(ids) == 1 else f"blocks {', '.join(map(str, ids))}"
     names = "".join(f", block {i} was evicted" for i in without)
-    return Case(f"known: {known}, in {where}{names}; NAME({token_ids}, {size}, get_cached_block)", run)
+    return Case(
+        f"known: {known}, in {where}{names}; NAME({token_ids}, {size}, get_cached_block)", run
+    )
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #0e4486f5
 def _takes_zero_for_none(token_ids: list[int], block_size: int, get_cached_block: Any) -> list[int]:
-    return _find_prefix(token_ids, block_size, lambda block_hash: get_cached_block(block_hash) or None)
+    return _find_prefix(
+        token_ids, block_size, lambda block_hash: get_cached_block(block_hash) or None
+    )
 
 
 def _notes_the_unknown(token_ids: list[int], block_size: int, get_cached_block: Any) -> list[Any]:
@@ -312,7 +447,11 @@ def _returns_a_tuple(token_ids: list[int], block_size: int, get_cached_block: An
 
 def _finds_blocks(answer: Any) -> Any:
     def get_computed_blocks(self: BlockSpaceManager, seq: Sequence) -> list[int]:
-        return answer(seq.token_ids, self.block_size, self.gpu_allocator.get_cached_block) if self.enable_caching else []
+        return (
+            answer(seq.token_ids, self.block_size, self.gpu_allocator.get_cached_block)
+            if self.enable_caching
+            else []
+        )
 
     return get_computed_blocks
 
@@ -335,27 +474,39 @@ register(
         ],
         oracle=_find_prefix,
         mistakes={
-            "Block 0 was found and not taken. It is a block like any other, but `0` counts as false: compare with `None`.": (
-                _takes_zero_for_none
-            ),
-            "Nothing was found. Was the first block looked up at all? How many blocks do you go through, and which tokens and "
+            (
+                "Block 0 was found and not taken. It is a block like any other, but `0` counts "
+                "as false: compare with `None`."
+            ): (_takes_zero_for_none),
+            "Nothing was found. Was the first block looked up at all? How many blocks do "
+            "you go through, and which tokens and "
             "which parent make the first hash?": _with(_find_prefix, root=b"x"),
-            "The whole prompt was found, so nothing is left to compute and there are no logits to choose the next token from. "
+            "The whole prompt was found, so nothing is left to compute and there are no "
+            "logits to choose the next token from. "
             "Which token must never be looked up?": _with(_find_prefix, last=0),
             "Only full blocks have a hash. This looked up the tokens of a block that is not "
             "full.": _with(_find_prefix, partial=True),
-            "The second block was not found. Its hash is made from its tokens and the hash of the block before: what is "
-            "`parent` for the second block, and which tokens are in it?": _with(_find_prefix, chained=False),
-            "A block behind a hole was taken. The computed tokens must be the first ones, without a gap: what happens at the "
+            "The second block was not found. Its hash is made from its tokens and the hash "
+            "of the block before: what is "
+            "`parent` for the second block, and which tokens are in it?": _with(
+                _find_prefix, chained=False
+            ),
+            "A block behind a hole was taken. The computed tokens must be the first ones, "
+            "without a gap: what happens at the "
             "first unknown hash?": _with(_find_prefix, stop=False),
-            "An unknown hash ends the search; it adds nothing to the list, no `None` either.": _notes_the_unknown,
+            (
+                "An unknown hash ends the search; it adds nothing to the list, no `None` either."
+            ): _notes_the_unknown,
             "Return a list, not a tuple: the engine adds to it.": _returns_a_tuple,
         },
         hint=(
-            "Go through the full blocks of all tokens but the last: hash, look up, stop at the first unknown one, "
+            "Go through the full blocks of all tokens but the last: hash, look up, stop at "
+            "the first unknown one, "
             "pass the hash on."
         ),
-        engine=_serve(_finds_blocks, "teachvllm.core.block_manager:BlockSpaceManager.get_computed_blocks"),
+        engine=_serve(
+            _finds_blocks, "teachvllm.core.block_manager:BlockSpaceManager.get_computed_blocks"
+        ),
     )
 )
 
@@ -363,10 +514,17 @@ register(
 def _serve_tiny(use: Callable[[Any], Any], **options: Any) -> tuple[Any, float]:
     "What `use(llm)` returns for a tiny model, and the seconds that it took."
     usual = {
-        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_model_len": 96,
-        "block_size": 4, "num_gpu_blocks_override": 60, "attention_backend": "torch_sdpa", "enforce_eager": True,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 96,
+        "block_size": 4,
+        "num_gpu_blocks_override": 60,
+        "attention_backend": "torch_sdpa",
+        "enforce_eager": True,
         "disable_log_stats": True,
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY))
         with LLM(folder, **{**usual, **options}) as llm:
@@ -377,27 +535,43 @@ def _serve_tiny(use: Callable[[Any], Any], **options: Any) -> tuple[Any, float]:
 class _Priorities(FCFSPolicy):
     "The right answer; the attributes below change one thing to a mistake each."
 
-    order, allowed = "priority, arrival", "<"
+    order = "priority, arrival"
+    allowed = "<"
 
     def key(self, group: SequenceGroup) -> Any:
-        priority, arrival = group.priority, group.arrival
-        keys = {"priority": (priority,), "turned": (-priority, arrival), "arrival": (arrival, priority)}
+        priority = group.priority
+        arrival = group.arrival
+        keys = {
+            "priority": (priority,),
+            "turned": (-priority, arrival),
+            "arrival": (arrival, priority),
+        }
         return keys.get(self.order, (priority, arrival))
 
     def may_preempt(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
-        a, b = waiting.priority, running.priority
-        return {"<": a < b, "<=": a <= b, ">": a > b, "key": self.key(waiting) < self.key(running)}.get(self.allowed, False)
+        a = waiting.priority
+        b = running.priority
+        return {
+            "<": a < b,
+            "<=": a <= b,
+            ">": a > b,
+            "key": self.key(waiting) < self.key(running),
+        }.get(self.allowed, False)
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #6961368d
 def _request(arrival: int, priority: int) -> SequenceGroup:
-    group = SequenceGroup(f"{priority}/{arrival}", Sequence(arrival, [7] * 4), SamplingParams(), priority=priority)
+    group = SequenceGroup(
+        f"{priority}/{arrival}", Sequence(arrival, [7] * 4), SamplingParams(), priority=priority
+    )
     group.arrival = arrival
     return group
 
 
 def _order_case(*requests: tuple[int, int]) -> Case:
     def run(answer: Any) -> list[str]:
-        return [group.request_id for group in sorted((_request(*r) for r in requests), key=answer().key)]
+        return [
+            group.request_id for group in sorted((_request(*r) for r in requests), key=answer().key)
+        ]
 
     names = ", ".join(f"{priority}/{arrival}" for arrival, priority in requests)
     return Case(f"requests (priority/arrival) {names}, sorted by the `key` of NAME()", run)
@@ -405,7 +579,11 @@ def _order_case(*requests: tuple[int, int]) -> Case:
 
 def _may_case(waiting: tuple[int, int], running: tuple[int, int]) -> Case:
     names = [f"{priority}/{arrival}" for arrival, priority in (waiting, running)]
-    said = "request (priority/arrival) {} waits, {} runs; NAME().may_preempt(waiting, running)".format(*names)
+    said = (
+        "request (priority/arrival) {} waits, {} runs; NAME().may_preempt(waiting, running)".format(
+            *names
+        )
+    )
     return Case(said, lambda answer: answer().may_preempt(_request(*waiting), _request(*running)))
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #a66041c7
@@ -416,13 +594,20 @@ def _policy(**attributes: str) -> type:
 def _generate_with_priorities(llm: Any) -> list[Any]:
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     with llm.record() as trace:
-        outputs = llm.generate([[3 + i] * 6 for i in range(6)], params, use_tqdm=False, priority=[1, 1, 0, 2, 0, 1])
+        outputs = llm.generate(
+            [[3 + i] * 6 for i in range(6)], params, use_tqdm=False, priority=[1, 1, 0, 2, 0, 1]
+        )
     ends = (i for r in range(6) for i, step in enumerate(trace.steps) if str(r) in step.finished)
     return [*(output.outputs[0].token_ids for output in outputs), tuple(ends)]
 
 
 def _serve_priorities(**options: Any) -> tuple[Any, float]:
-    return _serve_tiny(_generate_with_priorities, max_num_seqs=2, swap_space=0, **{"scheduling_policy": "priority", **options})
+    return _serve_tiny(
+        _generate_with_priorities,
+        max_num_seqs=2,
+        swap_space=0,
+        **{"scheduling_policy": "priority", **options},
+    )
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #8916ad64
 register(
@@ -430,37 +615,46 @@ register(
         name="PriorityPolicy",
         chapter="11a_request_queue",
         cases=[
-            _order_case((0, 0), (1, 5)), _order_case((0, 5), (1, 0)), _order_case((2, 1), (0, 1), (1, 0)),
-            _may_case((3, 1), (0, 0)), _may_case((3, 0), (0, 1)), _may_case((3, 1), (0, 1)), _may_case((0, 1), (3, 1)),
+            _order_case((0, 0), (1, 5)),
+            _order_case((0, 5), (1, 0)),
+            _order_case((2, 1), (0, 1), (1, 0)),
+            _may_case((3, 1), (0, 0)),
+            _may_case((3, 0), (0, 1)),
+            _may_case((3, 1), (0, 1)),
+            _may_case((0, 1), (3, 1)),
             _order_case((5, 2), (4, -1), (3, 2), (2, 0), (1, -1)),
-        ],  # fmt: skip
+        ],
         oracle=_Priorities,
         mistakes={
-            "The largest number came first. The smaller a request's `priority`, the sooner; a queue puts the "
-            "smallest key in front.": (
-                _policy(order="turned")
-            ),
-            "The first to arrive came first, whatever its priority. Which of the two stands first in the "
+            "The largest number came first. The smaller a request's `priority`, the "
+            "sooner; a queue puts the "
+            "smallest key in front.": (_policy(order="turned")),
+            "The first to arrive came first, whatever its priority. Which of the two "
+            "stands first in the "
             "key?": _policy(order="arrival"),
-            "Two requests of one priority: the one that arrived first comes first. What does the key say of that?": (
-                _policy(order="priority")
-            ),
-            "A less important request would take the place of a more important one. Does `may_preempt` compare at all, and "
+            (
+                "Two requests of one priority: the one that arrived first comes first. What "
+                "does the key say of that?"
+            ): (_policy(order="priority")),
+            "A less important request would take the place of a more important one. Does "
+            "`may_preempt` compare at all, and "
             "which way round?": _policy(allowed=">"),
-            "An important request waits, and a less important one runs: it may take its place. Did you override "
-            "`may_preempt`?": (
-                _policy(allowed="never")
-            ),
-            "Both have one priority: the one that waits goes on waiting. If it could preempt, the two would "
-            "preempt each other in turn.": (
-                _policy(allowed="<=")
-            ),
-            "The request that waits came earlier, but it is not more important. May it preempt? Look at which "
-            "numbers you compare.": (
-                _policy(allowed="key")
-            ),
+            "An important request waits, and a less important one runs: it may take its "
+            "place. Did you override "
+            "`may_preempt`?": (_policy(allowed="never")),
+            "Both have one priority: the one that waits goes on waiting. If it could "
+            "preempt, the two would "
+            "preempt each other in turn.": (_policy(allowed="<=")),
+            "The request that waits came earlier, but it is not more important. May it "
+            "preempt? Look at which "
+            "numbers you compare.": (_policy(allowed="key")),
         },
-        hint="`key` returns a tuple, which is compared from the left. `may_preempt` compares two priorities and nothing else.",
-        engine=_serve(lambda answer: answer, serve=_serve_priorities, as_argument="scheduling_policy"),
+        hint=(
+            "`key` returns a tuple, which is compared from the left. `may_preempt` compares "
+            "two priorities and nothing else."
+        ),
+        engine=_serve(
+            lambda answer: answer, serve=_serve_priorities, as_argument="scheduling_policy"
+        ),
     )
 )

@@ -22,49 +22,83 @@ from ..model_executor.models.parity import Paged, paged_logits, random_sequences
 from ..model_executor.rotary_embedding import apply_rotary_emb
 
 # %% ../../nbs/93e_exercises_models.ipynb #a98795d8
-_SIZES = {"vocab_size": 99, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64}
+_SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+}
 
 
 @cache
 def _theirs(model_type: str, **fields: Any) -> Any:
-    "transformers' small random model of that type, with these fields besides the usual sizes; made once."
+    """transformers' small random model of that type, with these fields besides the usual sizes;
+    made once.
+    """
     from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = AutoConfig.for_model(model_type, **{**_SIZES, "bos_token_id": None, "eos_token_id": None, **fields})
+    config = AutoConfig.for_model(
+        model_type, **{**_SIZES, "bos_token_id": None, "eos_token_id": None, **fields}
+    )
     config._attn_implementation = "eager"
     return tiny_model(config)
 
 
 @torch.inference_mode()
 def _difference(model_class: Any, hf_model: Any, lengths: tuple[int, ...], chunk: int) -> float:
-    "The largest difference of a logit from transformers', sequences of these lengths fed `chunk` tokens at a time."
+    """The largest difference of a logit from transformers', sequences of these lengths fed `chunk`
+    tokens at a time.
+    """
     sequences = random_sequences(99, lengths)
     logits = paged_logits(Paged(model_class, hf_model), sequences, chunk)
     wanted = [hf_model(torch.tensor([ids])).logits[0] for ids in sequences]
-    return float(f"{max(float((a - b).abs().max()) for a, b in zip(logits, wanted, strict=True)):.3g}")
+    return float(
+        f"{max(float((a - b).abs().max()) for a, b in zip(logits, wanted, strict=True)):.3g}"
+    )
 
 
-def _part_case(said: str, target: str, model_class: Any, hf: Callable[[], Any], lengths: tuple = (13, 1, 7), chunk: int = 64) -> Any:
+def _part_case(
+    said: str,
+    target: str,
+    model_class: Any,
+    hf: Callable[[], Any],
+    lengths: tuple = (13, 1, 7),
+    chunk: int = 64,
+) -> Any:
     "A case for an answer that is a part of a model: it stands in for `target`."
 
     def run(answer: Any) -> float:
         def returning(*args: Any, **kwargs: Any) -> Any:
             result = answer(*args, **kwargs)
             if not isinstance(result, torch.Tensor):
-                raise TypeError(f"it returned a {type(result).__name__}, not a tensor{'; is a `return` missing?' if result is None else ''}")
+                raise TypeError(
+                    f"it returned a {type(result).__name__}, not a "
+                    f"tensor{'; is a `return` missing?' if result is None else ''}"
+                )
             return result
 
         with _check.stand_in(target, returning):
             return _difference(model_class, hf(), lengths, chunk)
 
-    return _check.Case(f"the largest difference of a logit from transformers' with NAME in {said}", run)
+    return _check.Case(
+        f"the largest difference of a logit from transformers' with NAME in {said}", run
+    )
 
 
 def _serve_with(fields: dict[str, Any], target: str, adapter: Any, **options: Any) -> str:
-    "Serve the usual requests with a model of this configuration and `adapter` in the place of `target`. `AssertionError` if it went wrong."
-    sizes = {**_SIZES, "max_position_embeddings": 128, "intermediate_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+    """Serve the usual requests with a model of this configuration and `adapter` in the place of
+    `target`. `AssertionError` if it went wrong.
+    """
+    sizes = {
+        **_SIZES,
+        "max_position_embeddings": 128,
+        "intermediate_size": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     shell = _check.Exercise("", "", [], {}, "", target=target, engine=options)
     with mock.patch.dict(_check.TINY, {**sizes, **fields}, clear=True):
         worked, said = _check.try_in_engine(shell, adapter)
@@ -72,26 +106,39 @@ def _serve_with(fields: dict[str, Any], target: str, adapter: Any, **options: An
     return f"{fields['architectures'][0]}: {said}"
 
 # %% ../../nbs/93e_exercises_models.ipynb #32b01995
-def _cut_into_steps(lengths: list[int], chunk: int, slip: str = "") -> list[list[tuple[int, int, int]]]:
-    "The steps that feed `chunk` tokens of each sequence at a time; with `slip` one of the usual mistakes is made."
+def _cut_into_steps(
+    lengths: list[int], chunk: int, slip: str = ""
+) -> list[list[tuple[int, int, int]]]:
+    """The steps that feed `chunk` tokens of each sequence at a time; with `slip` one of the usual
+    mistakes is made.
+    """
     steps = []
     last = min(lengths) if slip == "shortest" else max(lengths)
     for done in range(0, last, chunk):
-        parts = [(i, done, min(done + chunk, n)) for i, n in enumerate(lengths) if done < n or slip == "ended"]
+        parts = [
+            (i, done, min(done + chunk, n))
+            for i, n in enumerate(lengths)
+            if done < n or slip == "ended"
+        ]
         if slip == "too far":
             parts = [(i, done, done + chunk) for i, _, _ in parts]
         elif slip == "lengths":
             parts = [(i, done, end - done) for i, _, end in parts]
         elif slip == "again":
             parts = [(i, 0, end) for i, _, end in parts]
-        steps.append(parts if slip == "order" else sorted(parts, key=lambda part: part[2] - part[1] > 1))
+        steps.append(
+            parts if slip == "order" else sorted(parts, key=lambda part: part[2] - part[1] > 1)
+        )
     return steps
 
 
 def _run_steps(answer: Any) -> str:
     "Feed a model in these steps, and compare all logits with transformers'."
-    hf_model, sequences = _theirs("llama", intermediate_size=80, num_key_value_heads=2), random_sequences(99)
-    paged, worst, steps = Paged(llama.LlamaForCausalLM, hf_model), 0.0, 0
+    hf_model = _theirs("llama", intermediate_size=80, num_key_value_heads=2)
+    sequences = random_sequences(99)
+    paged = Paged(llama.LlamaForCausalLM, hf_model)
+    worst = 0.0
+    steps = 0
     with torch.inference_mode():
         wanted = [hf_model(torch.tensor([ids])).logits[0] for ids in sequences]
         for chunk in (64, 5, 1):
@@ -101,41 +148,84 @@ def _run_steps(answer: Any) -> str:
                 for (i, start, end), logits in zip(parts, paged.step(parts), strict=True):
                     worst = max(worst, float((logits - wanted[i][start:end]).abs().max()))
     assert worst < 1e-4, f"the logits differ from transformers' by {worst:.1e}"
-    return f"the bench ran {steps} steps of yours, whole prompts, pieces of five and single tokens: logits as transformers', within {worst:.0e}"
+    return (
+        f"the bench ran {steps} steps of yours, whole prompts, pieces of five and single "
+        f"tokens: logits as transformers', within {worst:.0e}"
+    )
 
 
-_check.register(_check.Exercise(
-    name="cut_into_steps",
-    chapter="33_models",
-    oracle=_cut_into_steps,
-    cases=[_check.call([3], 8), _check.call([4], 2), _check.call([2, 5], 3), _check.call([5, 4], 4), _check.call([13, 1, 30, 7], 5)],
-    mistakes={
-        "The last piece goes past the sequence's end. How many tokens are left?": partial(_cut_into_steps, slip="too far"),
-        "The third number is an end, not a length: a part is (i, start, end), as a slice.": partial(_cut_into_steps, slip="lengths"),
-        "Each step begins at token 0 again. Earlier tokens are in the cache: a step computes only new ones.": partial(_cut_into_steps, slip="again"),
-        "The steps end with the shortest sequence; the longer ones are not finished.": partial(_cut_into_steps, slip="shortest"),
-        "A sequence that has ended is still in the step, with an empty part. It must leave the batch.": partial(_cut_into_steps, slip="ended"),
-        "The parts are right, but those with one token must stand first: attention treats them as one group.":
-            partial(_cut_into_steps, slip="order"),
-    },
-    hint="For one sequence: where does its piece begin in step s, and where does it end?",
-    engine=_run_steps,
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="cut_into_steps",
+        chapter="33_models",
+        oracle=_cut_into_steps,
+        cases=[
+            _check.call([3], 8),
+            _check.call([4], 2),
+            _check.call([2, 5], 3),
+            _check.call([5, 4], 4),
+            _check.call([13, 1, 30, 7], 5),
+        ],
+        mistakes={
+            "The last piece goes past the sequence's end. How many tokens are left?": partial(
+                _cut_into_steps, slip="too far"
+            ),
+            (
+                "The third number is an end, not a length: a part is (i, start, end), as a slice."
+            ): partial(_cut_into_steps, slip="lengths"),
+            (
+                "Each step begins at token 0 again. Earlier tokens are in the cache: a step "
+                "computes only new ones."
+            ): partial(_cut_into_steps, slip="again"),
+            "The steps end with the shortest sequence; the longer ones are not finished.": partial(
+                _cut_into_steps, slip="shortest"
+            ),
+            (
+                "A sequence that has ended is still in the step, with an empty part. It must "
+                "leave the batch."
+            ): partial(_cut_into_steps, slip="ended"),
+            (
+                "The parts are right, but those with one token must stand first: attention "
+                "treats them as one group."
+            ): partial(_cut_into_steps, slip="order"),
+        },
+        hint="For one sequence: where does its piece begin in step s, and where does it end?",
+        engine=_run_steps,
+    )
+)
 
 # %% ../../nbs/93e_exercises_models.ipynb #ca78dd00
-def _llama_forward(model: Any, ids: Any, positions: Any, kv_caches: Any, meta: Any, slip: str = "") -> torch.Tensor:
+def _llama_forward(
+    model: Any, ids: Any, positions: Any, kv_caches: Any, meta: Any, slip: str = ""
+) -> torch.Tensor:
     "All of Llama, from ids to hidden states; with `slip` one of the usual mistakes is made."
-    x, cos_sin = model.embed_tokens(ids), model.rotary(positions)
+    x = model.embed_tokens(ids)
+    cos_sin = model.rotary(positions)
     for layer, kv_cache in zip(model.layers, kv_caches):
-        attention, mlp, before = layer.self_attn, layer.mlp, x
-        heads, kv_heads = attention.num_heads, attention.num_kv_heads
+        attention = layer.self_attn
+        mlp = layer.mlp
+        before = x
+        heads = attention.num_heads
+        kv_heads = attention.num_kv_heads
         normed = x if slip == "not normed" else layer.input_layernorm(x)
         qkv = attention.qkv_proj(normed).view(len(x), heads + 2 * kv_heads, attention.head_size)
-        q, k, v = qkv.chunk(3, dim=1) if slip == "thirds" else qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = (
+            qkv.chunk(3, dim=1)
+            if slip == "thirds"
+            else qkv.split((heads, kv_heads, kv_heads), dim=1)
+        )
         turn = (lambda y: y) if slip == "no turn" else partial(apply_rotary_emb, cos_sin=cos_sin)
-        q, k, v = turn(q.contiguous()), turn(k.contiguous()), turn(v.contiguous()) if slip == "v, too" else v
-        attended = attention.o_proj(attention.attn(q, k, v, kv_caches[0] if slip == "one cache" else kv_cache, meta))
-        x = attended if slip == "no residual" else (normed if slip == "normed stream" else x) + attended
+        q = turn(q.contiguous())
+        k = turn(k.contiguous())
+        v = turn(v.contiguous()) if slip == "v, too" else v
+        attended = attention.o_proj(
+            attention.attn(q, k, v, kv_caches[0] if slip == "one cache" else kv_cache, meta)
+        )
+        x = (
+            attended
+            if slip == "no residual"
+            else (normed if slip == "normed stream" else x) + attended
+        )
         normed = layer.post_attention_layernorm(before if slip == "side by side" else x)
         x = x + mlp.down_proj(mlp.act_fn(mlp.gate_up_proj(normed)))
     return x if slip == "no last norm" else model.norm(x)
@@ -143,52 +233,108 @@ def _llama_forward(model: Any, ids: Any, positions: Any, kv_caches: Any, meta: A
 # %% ../../nbs/93e_exercises_models.ipynb #b7d8224b
 def _as_method(answer: Any) -> Callable:
     "The answer as `LlamaModel.forward`."
-    return lambda model, ids, positions, kv_caches, meta, intermediate=None: answer(model, ids, positions, kv_caches, meta)
+    return lambda model, ids, positions, kv_caches, meta, intermediate=None: answer(
+        model, ids, positions, kv_caches, meta
+    )
 
 
 def _llama_case(said: str, lengths: tuple[int, ...], chunk: int, **fields: Any) -> Any:
     "A Llama of these fields."
-    hf = partial(_theirs, "llama", **{"intermediate_size": 80, "tie_word_embeddings": False, **fields})
-    case = _part_case(said, "teachvllm.model_executor.models.llama:LlamaModel.forward", llama.LlamaForCausalLM, hf, lengths, chunk)
+    hf = partial(
+        _theirs, "llama", **{"intermediate_size": 80, "tie_word_embeddings": False, **fields}
+    )
+    case = _part_case(
+        said,
+        "teachvllm.model_executor.models.llama:LlamaModel.forward",
+        llama.LlamaForCausalLM,
+        hf,
+        lengths,
+        chunk,
+    )
     return _check.Case(case.said, lambda answer: case.run(_as_method(answer)))
 
 
 def _serve_llama(answer: Any) -> str:
     "Serve with the answer as the model's forward."
-    fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2}
-    return _serve_with(fields, "teachvllm.model_executor.models.llama:LlamaModel.forward", _as_method(answer))
+    fields = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_key_value_heads": 2,
+    }
+    return _serve_with(
+        fields, "teachvllm.model_executor.models.llama:LlamaModel.forward", _as_method(answer)
+    )
 
 # %% ../../nbs/93e_exercises_models.ipynb #b347c6e2
-_check.register(_check.Exercise(
-    name="llama_forward",
-    chapter="33a_llama",
-    oracle=_llama_forward,
-    seconds=30.0,  # the first case also imports transformers
-    cases=[
-        _llama_case("a Llama of one layer, for one token", (1,), 64, num_hidden_layers=1),
-        _llama_case("a Llama of one layer, for 13 tokens", (13,), 64, num_hidden_layers=1),
-        _llama_case("a Llama of three layers, with two KV heads for six query heads", (13, 1, 7), 64, num_key_value_heads=2),
-        _llama_case("the same Llama, fed in pieces of five tokens", (13, 1, 7), 5, num_key_value_heads=2),
-        _llama_case("a Llama with biases and heads of 20, token by token", (13, 4), 1, head_dim=20, attention_bias=True, mlp_bias=True),
-    ],
-    mistakes={
-        "What attention gives takes the place of the stream. Each layer adds to the stream: x + …": partial(_llama_forward, slip="no residual"),
-        "The stream itself was normalised. The norm is for what attention reads; the stream runs through untouched.":
-            partial(_llama_forward, slip="normed stream"),
-        "Attention reads the stream without its norm, `input_layernorm`.": partial(_llama_forward, slip="not normed"),
-        "The MLP reads the stream as it was before attention. First attention is added, then the MLP reads the sum.":
-            partial(_llama_forward, slip="side by side"),
-        "The last norm is missing: the head expects what `model.norm` returns.": partial(_llama_forward, slip="no last norm"),
-        "Queries and keys were not turned, so the model knows no positions. Where does `cos_sin` go?": partial(_llama_forward, slip="no turn"),
-        "The values were turned, too. Only queries and keys carry a position.": partial(_llama_forward, slip="v, too"),
-        "The heads were cut into equal thirds. There are num_heads queries, but only num_kv_heads keys, and as many values.":
-            partial(_llama_forward, slip="thirds"),
-        "Right for whole prompts, wrong in pieces: all layers write into one cache. Each layer has its own in `kv_caches`.":
-            partial(_llama_forward, slip="one cache"),
-    },
-    hint="Follow one token: embedding, then in each layer norm, attention, sum, norm, MLP, sum; and one norm at the end.",
-    engine=_serve_llama,
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="llama_forward",
+        chapter="33a_llama",
+        oracle=_llama_forward,
+        seconds=30.0,  # the first case also imports transformers
+        cases=[
+            _llama_case("a Llama of one layer, for one token", (1,), 64, num_hidden_layers=1),
+            _llama_case("a Llama of one layer, for 13 tokens", (13,), 64, num_hidden_layers=1),
+            _llama_case(
+                "a Llama of three layers, with two KV heads for six query heads",
+                (13, 1, 7),
+                64,
+                num_key_value_heads=2,
+            ),
+            _llama_case(
+                "the same Llama, fed in pieces of five tokens", (13, 1, 7), 5, num_key_value_heads=2
+            ),
+            _llama_case(
+                "a Llama with biases and heads of 20, token by token",
+                (13, 4),
+                1,
+                head_dim=20,
+                attention_bias=True,
+                mlp_bias=True,
+            ),
+        ],
+        mistakes={
+            (
+                "What attention gives takes the place of the stream. Each layer adds to the "
+                "stream: x + …"
+            ): partial(_llama_forward, slip="no residual"),
+            (
+                "The stream itself was normalised. The norm is for what attention reads; the "
+                "stream runs through untouched."
+            ): partial(_llama_forward, slip="normed stream"),
+            "Attention reads the stream without its norm, `input_layernorm`.": partial(
+                _llama_forward, slip="not normed"
+            ),
+            (
+                "The MLP reads the stream as it was before attention. First attention is "
+                "added, then the MLP reads the sum."
+            ): partial(_llama_forward, slip="side by side"),
+            "The last norm is missing: the head expects what `model.norm` returns.": partial(
+                _llama_forward, slip="no last norm"
+            ),
+            (
+                "Queries and keys were not turned, so the model knows no positions. Where does "
+                "`cos_sin` go?"
+            ): partial(_llama_forward, slip="no turn"),
+            "The values were turned, too. Only queries and keys carry a position.": partial(
+                _llama_forward, slip="v, too"
+            ),
+            (
+                "The heads were cut into equal thirds. There are num_heads queries, but only "
+                "num_kv_heads keys, and as many values."
+            ): partial(_llama_forward, slip="thirds"),
+            (
+                "Right for whole prompts, wrong in pieces: all layers write into one cache. "
+                "Each layer has its own in `kv_caches`."
+            ): partial(_llama_forward, slip="one cache"),
+        },
+        hint=(
+            "Follow one token: embedding, then in each layer norm, attention, sum, norm, MLP, "
+            "sum; and one norm at the end."
+        ),
+        engine=_serve_llama,
+    )
+)
 
 # %% ../../nbs/93e_exercises_models.ipynb #8ed9a882
 _OPT_LAYER = "teachvllm.model_executor.models.opt:OPTDecoderLayer.forward"
@@ -196,11 +342,13 @@ _OPT_LAYER = "teachvllm.model_executor.models.opt:OPTDecoderLayer.forward"
 
 def _opt_layer(layer: Any, x: Any, kv_cache: Any, meta: Any, slip: str = "") -> torch.Tensor:
     "OPT's layer; with `slip` one of the usual mistakes is made."
-    first, second = layer.self_attn_layer_norm, layer.final_layer_norm
+    first = layer.self_attn_layer_norm
+    second = layer.final_layer_norm
     if slip == "exchanged":
         first, second = second, first
     act = (lambda y: y) if slip == "no act" else layer.act
-    attend, mlp = partial(layer.self_attn, kv_cache=kv_cache, meta=meta), lambda y: layer.fc2(act(layer.fc1(y)))
+    attend = partial(layer.self_attn, kv_cache=kv_cache, meta=meta)
+    mlp = lambda y: layer.fc2(act(layer.fc1(y)))
     if layer.norm_first or slip == "always first":
         if slip == "no residual":
             x = attend(first(x))
@@ -219,34 +367,73 @@ def _opt_layer(layer: Any, x: Any, kv_cache: Any, meta: Any, slip: str = "") -> 
 
 def _opt_case(said: str, chunk: int = 64, **fields: Any) -> Any:
     "An OPT of these fields."
-    hf = partial(_theirs, "opt", **{"ffn_dim": 80, "word_embed_proj_dim": 48, "pad_token_id": 1, **fields})
+    hf = partial(
+        _theirs, "opt", **{"ffn_dim": 80, "word_embed_proj_dim": 48, "pad_token_id": 1, **fields}
+    )
     return _part_case(said, _OPT_LAYER, opt.OPTForCausalLM, hf, (13, 1, 7), chunk)
 
 
-_check.register(_check.Exercise(
-    name="opt_layer",
-    chapter="33b_opt",
-    target=_OPT_LAYER,
-    seconds=30.0,  # the first case also imports transformers
-    cases=[
-        _opt_case("an OPT with norms first"), _opt_case("an OPT with norms last", do_layer_norm_before=False),
-        _opt_case("an OPT with GELU, in pieces of five", 5, activation_function="gelu"),
-        _opt_case("an OPT without biases, norms last", 5, enable_bias=False, do_layer_norm_before=False),
-    ],
-    mistakes={
-        "Nothing is added to the stream: a layer returns x + …, for attention and for the MLP.": partial(_opt_layer, slip="no residual"),
-        "The two norms are exchanged: `self_attn_layer_norm` belongs to attention, `final_layer_norm` to the MLP.":
-            partial(_opt_layer, slip="exchanged"),
-        "The activation between the two matrices is missing, `layer.act`.": partial(_opt_layer, slip="no act"),
-        "The MLP reads the stream without its norm, `final_layer_norm`.": partial(_opt_layer, slip="one norm"),
-        "Norms stand first although this model has them last. What does `layer.norm_first` say?": partial(_opt_layer, slip="always first"),
-        "With norms last, what is normalised is the sum, not the branch: norm(x + attention(x)).": partial(_opt_layer, slip="branch"),
-        "With norms last, the first sum went on without its norm: from there the stream itself is what the norm returned.":
-            partial(_opt_layer, slip="stream"),
-    },
-    hint="Write the case with norms first. Then ask for each norm: does it stand before the branch, or after the sum?",
-    engine=partial(_serve_with, {"model_type": "opt", "architectures": ["OPTForCausalLM"], "ffn_dim": 64, "word_embed_proj_dim": 48}, _OPT_LAYER),
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="opt_layer",
+        chapter="33b_opt",
+        target=_OPT_LAYER,
+        seconds=30.0,  # the first case also imports transformers
+        cases=[
+            _opt_case("an OPT with norms first"),
+            _opt_case("an OPT with norms last", do_layer_norm_before=False),
+            _opt_case("an OPT with GELU, in pieces of five", 5, activation_function="gelu"),
+            _opt_case(
+                "an OPT without biases, norms last",
+                5,
+                enable_bias=False,
+                do_layer_norm_before=False,
+            ),
+        ],
+        mistakes={
+            (
+                "Nothing is added to the stream: a layer returns x + …, for attention and for "
+                "the MLP."
+            ): partial(_opt_layer, slip="no residual"),
+            (
+                "The two norms are exchanged: `self_attn_layer_norm` belongs to attention, "
+                "`final_layer_norm` to the MLP."
+            ): partial(_opt_layer, slip="exchanged"),
+            "The activation between the two matrices is missing, `layer.act`.": partial(
+                _opt_layer, slip="no act"
+            ),
+            "The MLP reads the stream without its norm, `final_layer_norm`.": partial(
+                _opt_layer, slip="one norm"
+            ),
+            (
+                "Norms stand first although this model has them last. What does "
+                "`layer.norm_first` say?"
+            ): partial(_opt_layer, slip="always first"),
+            (
+                "With norms last, what is normalised is the sum, not the branch: norm(x + "
+                "attention(x))."
+            ): partial(_opt_layer, slip="branch"),
+            (
+                "With norms last, the first sum went on without its norm: from there the "
+                "stream itself is what the norm returned."
+            ): partial(_opt_layer, slip="stream"),
+        },
+        hint=(
+            "Write the case with norms first. Then ask for each norm: does it stand before the "
+            "branch, or after the sum?"
+        ),
+        engine=partial(
+            _serve_with,
+            {
+                "model_type": "opt",
+                "architectures": ["OPTForCausalLM"],
+                "ffn_dim": 64,
+                "word_embed_proj_dim": 48,
+            },
+            _OPT_LAYER,
+        ),
+    )
+)
 
 # %% ../../nbs/93e_exercises_models.ipynb #9703ee5d
 class _GraniteModel(llama.LlamaModel):
@@ -256,7 +443,9 @@ class _GraniteModel(llama.LlamaModel):
         super().__init__(config, context, layer_cls)
         self.factor = 1.0 if layer_cls.slip == "embedding" else config.embedding_multiplier
 
-    def forward(self, ids: Any, positions: Any, kv_caches: Any, meta: Any, intermediate: Any = None) -> torch.Tensor:
+    def forward(
+        self, ids: Any, positions: Any, kv_caches: Any, meta: Any, intermediate: Any = None
+    ) -> torch.Tensor:
         x = self.factor * self.embed_tokens(ids) if intermediate is None else intermediate
         return super().forward(ids, positions, kv_caches, meta, x)
 
@@ -268,11 +457,18 @@ class _GraniteLayer(llama.LlamaDecoderLayer):
 
     def __init__(self, config: Any, context: ModelContext, layer: int):
         super().__init__(config, context, layer)
-        scale = {"attention": None, "twice": config.attention_multiplier * llama.head_size_of(config) ** -0.5}
-        self.self_attn = llama.LlamaAttention(config, context, layer, scale=scale.get(self.slip, config.attention_multiplier))
+        scale = {
+            "attention": None,
+            "twice": config.attention_multiplier * llama.head_size_of(config) ** -0.5,
+        }
+        self.self_attn = llama.LlamaAttention(
+            config, context, layer, scale=scale.get(self.slip, config.attention_multiplier)
+        )
         self.factor = 1.0 if self.slip == "residual" else config.residual_multiplier
 
-    def forward(self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: Any) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: Any
+    ) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
         if self.slip == "stream":
             x = self.factor * add(x, attended)
@@ -284,32 +480,67 @@ class _GraniteLayer(llama.LlamaDecoderLayer):
 class _Granite(llama.LlamaForCausalLM):
     "Llama with four factors."
 
-    model_cls, layer_cls = _GraniteModel, _GraniteLayer
+    model_cls = _GraniteModel
+    layer_cls = _GraniteLayer
     config_fields = llama.LlamaForCausalLM.config_fields | {
-        "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}  # fmt: skip
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    }
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__(config, context)
         self.divisor = config.logits_scaling
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits, slip = super().compute_logits(hidden), getattr(self.layer_cls, "slip", "")
-        return logits if slip == "logits" else logits * self.divisor if slip == "multiplied" else logits / self.divisor
+        logits = super().compute_logits(hidden)
+        slip = getattr(self.layer_cls, "slip", "")
+        return (
+            logits
+            if slip == "logits"
+            else logits * self.divisor
+            if slip == "multiplied"
+            else logits / self.divisor
+        )
 
 
 def _granite_with(slip: str) -> type:
     "A Granite that makes this mistake."
     fields = llama.LlamaForCausalLM.config_fields if slip == "fields" else _Granite.config_fields
-    return type("GraniteForCausalLM", (_Granite,), {"layer_cls": type("Layer", (_GraniteLayer,), {"slip": slip}), "config_fields": fields})
+    return type(
+        "GraniteForCausalLM",
+        (_Granite,),
+        {"layer_cls": type("Layer", (_GraniteLayer,), {"slip": slip}), "config_fields": fields},
+    )
 
 # %% ../../nbs/93e_exercises_models.ipynb #7850f5dd
-_NEUTRAL = {"embedding_multiplier": 1.0, "attention_multiplier": 8**-0.5, "residual_multiplier": 1.0, "logits_scaling": 1.0}
-_FACTORS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
+_NEUTRAL = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 8**-0.5,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_FACTORS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.7,
+}
 
 
 def _their_granite(**fields: Any) -> Any:
     "A small Granite; factors that are not named are neutral."
-    return _theirs("granite", **{"intermediate_size": 80, "num_key_value_heads": 2, "pad_token_id": 0, **_NEUTRAL, **fields})
+    return _theirs(
+        "granite",
+        **{
+            "intermediate_size": 80,
+            "num_key_value_heads": 2,
+            "pad_token_id": 0,
+            **_NEUTRAL,
+            **fields,
+        },
+    )
 
 
 def _granite_case(*names: str, chunk: int = 64, **fields: Any) -> Any:
@@ -328,48 +559,91 @@ def _served_by(answer: Any) -> str:
 
 @torch.inference_mode()
 def _register_granite(answer: Any) -> str:
-    "Register the answer and let the engine continue some prompts; transformers must write the same."
+    """Register the answer and let the engine continue some prompts; transformers must write the
+    same.
+    """
     from teachvllm.llm import LLM
     from teachvllm.sampling_params import SamplingParams
 
-    hf_model, prompts = _their_granite(**_FACTORS), random_sequences(99)
-    options = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 64}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(registry.ARCHITECTURES, GraniteForCausalLM=answer):
+    hf_model = _their_granite(**_FACTORS)
+    prompts = random_sequences(99)
+    options = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "block_size": 4,
+        "num_gpu_blocks_override": 64,
+    }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(registry.ARCHITECTURES, GraniteForCausalLM=answer),
+    ):
         hf_model.save_pretrained(folder)
         with LLM(folder, max_model_len=64, enforce_eager=True, **options) as llm:
             params = SamplingParams(temperature=0, max_tokens=10)
-            outputs = [x.outputs[0].token_ids for x in llm.generate(prompts, params, use_tqdm=False)]
+            outputs = [
+                x.outputs[0].token_ids for x in llm.generate(prompts, params, use_tqdm=False)
+            ]
     for ids, tokens in zip(prompts, outputs, strict=True):
-        wanted = hf_model.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+        wanted = hf_model.generate(
+            torch.tensor([ids]), max_new_tokens=10, do_sample=False, pad_token_id=0
+        )[0, len(ids) :].tolist()
         assert list(tokens) == wanted, f"the engine wrote {tokens}, transformers {wanted}"
-    return f"registered as GraniteForCausalLM, your class wrote {sum(map(len, outputs))} tokens, the same as transformers' generate"
+    return (
+        f"registered as GraniteForCausalLM, your class wrote {sum(map(len, outputs))} tokens, "
+        "the same as transformers' generate"
+    )
 
 # %% ../../nbs/93e_exercises_models.ipynb #b396e450
-_check.register(_check.Exercise(
-    name="GraniteForCausalLM",
-    chapter="33c_registry",
-    oracle=_Granite,
-    seconds=30.0,  # the first case also imports transformers
-    cases=[
-        _granite_case(), *(_granite_case(name) for name in _FACTORS), _granite_case(*_FACTORS, chunk=5, tie_word_embeddings=True),
-        _check.Case("check_config_fields(NAME, a configuration with all four factors)", _served_by),
-    ],
-    mistakes={
-        "The embeddings are not multiplied. `LlamaModel.forward` takes hidden states in the place of ids: hand it the scaled ones.":
-            _granite_with("embedding"),
-        "The scale of the scores is still 1 / √(head size). `LlamaAttention` has an argument for it.": _granite_with("attention"),
-        "The multiplier came on top of 1 / √(head size). It takes its place.": _granite_with("twice"),
-        "What attention and MLP add to the stream has no factor: `residual_multiplier`.": _granite_with("residual"),
-        "The factor multiplies the whole sum. It belongs to what is added, x + factor × …; the stream itself runs through.":
-            _granite_with("stream"),
-        "The logits are not divided by `logits_scaling`.": _granite_with("logits"),
-        "The logits are multiplied by `logits_scaling`. Granite divides by it.": _granite_with("multiplied"),
-        "The arithmetic is right, but the registry refuses the class: its `config_fields` must name the four fields that it serves.":
-            _granite_with("fields"),
-    },
-    hint="The case names the factor that is set. Which class of Llama's would have to know it, and where is it used?",
-    engine=_register_granite,
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="GraniteForCausalLM",
+        chapter="33c_registry",
+        oracle=_Granite,
+        seconds=30.0,  # the first case also imports transformers
+        cases=[
+            _granite_case(),
+            *(_granite_case(name) for name in _FACTORS),
+            _granite_case(*_FACTORS, chunk=5, tie_word_embeddings=True),
+            _check.Case(
+                "check_config_fields(NAME, a configuration with all four factors)", _served_by
+            ),
+        ],
+        mistakes={
+            (
+                "The embeddings are not multiplied. `LlamaModel.forward` takes hidden states "
+                "in the place of ids: hand it the scaled ones."
+            ): _granite_with("embedding"),
+            (
+                "The scale of the scores is still 1 / √(head size). `LlamaAttention` has an "
+                "argument for it."
+            ): _granite_with("attention"),
+            "The multiplier came on top of 1 / √(head size). It takes its place.": _granite_with(
+                "twice"
+            ),
+            "What attention and MLP add to the stream has no factor: `residual_multiplier`.": _granite_with(
+                "residual"
+            ),
+            (
+                "The factor multiplies the whole sum. It belongs to what is added, x + factor "
+                "× …; the stream itself runs through."
+            ): _granite_with("stream"),
+            "The logits are not divided by `logits_scaling`.": _granite_with("logits"),
+            "The logits are multiplied by `logits_scaling`. Granite divides by it.": _granite_with(
+                "multiplied"
+            ),
+            (
+                "The arithmetic is right, but the registry refuses the class: its "
+                "`config_fields` must name the four fields that it serves."
+            ): _granite_with("fields"),
+        },
+        hint=(
+            "The case names the factor that is set. Which class of Llama's would have to know "
+            "it, and where is it used?"
+        ),
+        engine=_register_granite,
+    )
+)
 
 # %% ../../nbs/93e_exercises_models.ipynb #24da2bd6
 _ROTATE = "teachvllm.model_executor.models.qwen:Qwen3Attention.rotate"
@@ -380,51 +654,93 @@ def _normalise_and_turn(attention: Any, qk: Any, cos_sin: Any, slip: str = "") -
     if slip == "turned first":
         qk = apply_rotary_emb(qk, cos_sin)
     q, k = qk.split((attention.num_heads, attention.num_kv_heads), dim=1)
-    q_norm, k_norm = attention.q_norm, attention.q_norm if slip == "one norm" else attention.k_norm
+    q_norm = attention.q_norm
+    k_norm = attention.q_norm if slip == "one norm" else attention.k_norm
     if slip == "exchanged":
         q_norm, k_norm = k_norm, q_norm
     if slip == "no weight":
         q_norm = k_norm = partial(F.rms_norm, normalized_shape=qk.shape[-1:], eps=q_norm.eps)
-    q, k = q if slip == "keys only" else q_norm(q), k if slip == "queries only" else k_norm(k)
+    q = q if slip == "keys only" else q_norm(q)
+    k = k if slip == "queries only" else k_norm(k)
     qk = torch.cat((k, q) if slip == "order" else (q, k), 1)
     return qk if slip in ("turned first", "not turned") else apply_rotary_emb(qk, cos_sin)
 
 
 def _qwen_case(said: str, chunk: int = 64, **fields: Any) -> Any:
     "A Qwen3 of these fields."
-    hf = partial(_theirs, "qwen3", **{"intermediate_size": 80, "num_key_value_heads": 2, "head_dim": 16, **fields})
+    hf = partial(
+        _theirs,
+        "qwen3",
+        **{"intermediate_size": 80, "num_key_value_heads": 2, "head_dim": 16, **fields},
+    )
     return _part_case(said, _ROTATE, qwen.Qwen3ForCausalLM, hf, (13, 1, 7), chunk)
 
 
-_check.register(_check.Exercise(
-    name="normalise_and_turn",
-    chapter="33d_qwen",
-    target=_ROTATE,
-    seconds=30.0,  # the first case also imports transformers
-    cases=[
-        _qwen_case("a Qwen3 of one layer", num_hidden_layers=1), _qwen_case("a Qwen3 of three layers"),
-        _qwen_case("a Qwen3 with one KV head, in pieces of five", 5, num_key_value_heads=1),
-        _qwen_case("a Qwen3 with as many KV heads as query heads", num_key_value_heads=6),
-    ],
-    mistakes={
-        "Turned first, then normalised. The norm's weight differs inside a pair of dimensions, and a turn mixes the pair: so the norm comes first.":
-            partial(_normalise_and_turn, slip="turned first"),
-        "Only the keys are normalised: the queries have a norm, too, `q_norm`.": partial(_normalise_and_turn, slip="keys only"),
-        "Only the queries are normalised: the keys have a norm, too, `k_norm`.": partial(_normalise_and_turn, slip="queries only"),
-        "One norm for both. Queries and keys have a weight each: `q_norm` and `k_norm`.": partial(_normalise_and_turn, slip="one norm"),
-        "The two norms are exchanged: queries stand first in `qk`, and there are `num_heads` of them.": partial(_normalise_and_turn, slip="exchanged"),
-        "Normalised, but without a weight. `attention.q_norm` and `attention.k_norm` hold what the model has learned: call them.":
-            partial(_normalise_and_turn, slip="no weight"),
-        "Normalised, but not turned: without the rotation the model knows no positions.": partial(_normalise_and_turn, slip="not turned"),
-        "The heads come back in another order: first the queries', then the keys', as they came.": partial(_normalise_and_turn, slip="order"),
-    },
-    hint="Three steps: part queries from keys, normalise each with its own norm, join and turn.",
-    engine=partial(_serve_with, {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "num_key_value_heads": 2}, _ROTATE),
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="normalise_and_turn",
+        chapter="33d_qwen",
+        target=_ROTATE,
+        seconds=30.0,  # the first case also imports transformers
+        cases=[
+            _qwen_case("a Qwen3 of one layer", num_hidden_layers=1),
+            _qwen_case("a Qwen3 of three layers"),
+            _qwen_case("a Qwen3 with one KV head, in pieces of five", 5, num_key_value_heads=1),
+            _qwen_case("a Qwen3 with as many KV heads as query heads", num_key_value_heads=6),
+        ],
+        mistakes={
+            (
+                "Turned first, then normalised. The norm's weight differs inside a pair of "
+                "dimensions, and a turn mixes the pair: so the norm comes first."
+            ): partial(_normalise_and_turn, slip="turned first"),
+            "Only the keys are normalised: the queries have a norm, too, `q_norm`.": partial(
+                _normalise_and_turn, slip="keys only"
+            ),
+            "Only the queries are normalised: the keys have a norm, too, `k_norm`.": partial(
+                _normalise_and_turn, slip="queries only"
+            ),
+            "One norm for both. Queries and keys have a weight each: `q_norm` and `k_norm`.": partial(
+                _normalise_and_turn, slip="one norm"
+            ),
+            (
+                "The two norms are exchanged: queries stand first in `qk`, and there are "
+                "`num_heads` of them."
+            ): partial(_normalise_and_turn, slip="exchanged"),
+            (
+                "Normalised, but without a weight. `attention.q_norm` and `attention.k_norm` "
+                "hold what the model has learned: call them."
+            ): partial(_normalise_and_turn, slip="no weight"),
+            "Normalised, but not turned: without the rotation the model knows no positions.": partial(
+                _normalise_and_turn, slip="not turned"
+            ),
+            (
+                "The heads come back in another order: first the queries', then the keys', as "
+                "they came."
+            ): partial(_normalise_and_turn, slip="order"),
+        },
+        hint=(
+            "Three steps: part queries from keys, normalise each with its own norm, join and turn."
+        ),
+        engine=partial(
+            _serve_with,
+            {
+                "model_type": "qwen3",
+                "architectures": ["Qwen3ForCausalLM"],
+                "head_dim": 16,
+                "num_key_value_heads": 2,
+            },
+            _ROTATE,
+        ),
+    )
+)
 
 # %% ../../nbs/93e_exercises_models.ipynb #86208088
-def _attention_weights(q: Any, k: Any, scale: float, soft_cap: float | None, window: int | None, slip: str = "") -> torch.Tensor:
-    "What each query takes of each key, for one head; with `slip` one of the usual mistakes is made."
+def _attention_weights(
+    q: Any, k: Any, scale: float, soft_cap: float | None, window: int | None, slip: str = ""
+) -> torch.Tensor:
+    """What each query takes of each key, for one head; with `slip` one of the usual mistakes is
+    made.
+    """
     scores = q @ k.T * (1.0 if slip == "scale last" else scale)
     query = torch.arange(len(q))[:, None] + (0 if slip == "offset" else len(k) - len(q))
     distance = query - torch.arange(len(k))
@@ -442,16 +758,34 @@ def _attention_weights(q: Any, k: Any, scale: float, soft_cap: float | None, win
     return (scores if slip == "mask first" else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
 
 # %% ../../nbs/93e_exercises_models.ipynb #b8ec5cb8
-def _weights_case(queries: int, keys: int, scale: float, soft_cap: float | None, window: int | None) -> Any:
+def _weights_case(
+    queries: int, keys: int, scale: float, soft_cap: float | None, window: int | None
+) -> Any:
     "Random queries, the last of random keys."
     g = torch.Generator().manual_seed(queries + 10 * keys)
-    case = _check.call(3 * torch.randn(queries, 4, generator=g), torch.randn(keys, 4, generator=g), scale, soft_cap, window)
+    case = _check.call(
+        3 * torch.randn(queries, 4, generator=g),
+        torch.randn(keys, 4, generator=g),
+        scale,
+        soft_cap,
+        window,
+    )
 
     def run(answer: Any) -> Any:
         weights = case.run(answer)
-        return [[round(x, 3) for x in row] for row in weights.tolist()] if isinstance(weights, torch.Tensor) and weights.ndim == 2 else weights
+        return (
+            [[round(x, 3) for x in row] for row in weights.tolist()]
+            if isinstance(weights, torch.Tensor) and weights.ndim == 2
+            else weights
+        )
 
-    return _check.Case(f"NAME(q, k, scale={scale}, soft_cap={soft_cap}, window={window}) for {queries} queries, the last of {keys} keys", run)
+    return _check.Case(
+        (
+            f"NAME(q, k, scale={scale}, soft_cap={soft_cap}, window={window}) for {queries} "
+            f"queries, the last of {keys} keys"
+        ),
+        run,
+    )
 
 
 def _serve_gemma(answer: Any) -> str:
@@ -462,48 +796,92 @@ def _serve_gemma(answer: Any) -> str:
         for i, seq_len in enumerate(meta.seq_lens.tolist()):
             start, end = meta.query_start_loc[i : i + 2].tolist()
             pages = meta.block_table[i, : -(-seq_len // kv_cache.shape[2])]
-            k, v = kv_cache[:, pages].flatten(1, 2)[:, :seq_len].repeat_interleave(self.num_heads // self.num_kv_heads, 2)
+            k, v = (
+                kv_cache[:, pages]
+                .flatten(1, 2)[:, :seq_len]
+                .repeat_interleave(self.num_heads // self.num_kv_heads, 2)
+            )
             for h in range(self.num_heads):
-                out[start:end, h] = answer(q[start:end, h], k[:, h], self.scale, self.soft_cap, self.window) @ v[:, h]
+                out[start:end, h] = (
+                    answer(q[start:end, h], k[:, h], self.scale, self.soft_cap, self.window)
+                    @ v[:, h]
+                )
         return out
 
-    fields = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 8, "num_key_value_heads": 2,
-              "sliding_window": 8, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 1.5}  # fmt: skip
-    return _serve_with(fields, "teachvllm.attention.backend:ReferenceBackend.forward", forward, attention_backend="reference")
+    fields = {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 10,
+        "attn_logit_softcapping": 1.5,
+    }
+    return _serve_with(
+        fields,
+        "teachvllm.attention.backend:ReferenceBackend.forward",
+        forward,
+        attention_backend="reference",
+    )
 
 # %% ../../nbs/93e_exercises_models.ipynb #bcb1b0e5
-_check.register(_check.Exercise(
-    name="attention_weights",
-    chapter="33e_gemma",
-    oracle=_attention_weights,
-    tolerance=2e-3,
-    cases=[
-        _weights_case(3, 3, 0.5, None, None), _weights_case(3, 3, 0.5, 1.5, None), _weights_case(6, 6, 0.5, None, 3),
-        _weights_case(2, 6, 0.5, None, None), _weights_case(4, 9, 0.25, 2.0, 4), _weights_case(1, 5, 0.3, 1.0, 2),
-    ],
-    mistakes={
-        "The mask came before the cap: tanh makes -1 of -inf, and hidden keys get a share again. Cap first, then hide.":
-            partial(_attention_weights, slip="mask first"),
-        "tanh was taken of score / cap, but the result was not multiplied by the cap: all scores end between -1 and 1.":
-            partial(_attention_weights, slip="not back"),
-        "The scores were cut off at the cap. A soft cap bends them: cap × tanh(score / cap).": partial(_attention_weights, slip="clamp"),
-        "The cap was applied before the scale. What is capped is the scaled score.": partial(_attention_weights, slip="scale last"),
-        "The window is not used: a query sees only the latest `window` keys.": partial(_attention_weights, slip="no window"),
-        "The window is one key too wide: the query's own key is one of the `window`.": partial(_attention_weights, slip="wide"),
-        "The queries are the *last* of the keys: with 2 queries and 6 keys the first query stands at position 4, not 0.":
-            partial(_attention_weights, slip="offset"),
-    },
-    hint="In this order: scaled scores, cap, what a query may see, softmax.",
-    engine=_serve_gemma,
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="attention_weights",
+        chapter="33e_gemma",
+        oracle=_attention_weights,
+        tolerance=2e-3,
+        cases=[
+            _weights_case(3, 3, 0.5, None, None),
+            _weights_case(3, 3, 0.5, 1.5, None),
+            _weights_case(6, 6, 0.5, None, 3),
+            _weights_case(2, 6, 0.5, None, None),
+            _weights_case(4, 9, 0.25, 2.0, 4),
+            _weights_case(1, 5, 0.3, 1.0, 2),
+        ],
+        mistakes={
+            (
+                "The mask came before the cap: tanh makes -1 of -inf, and hidden keys get a "
+                "share again. Cap first, then hide."
+            ): partial(_attention_weights, slip="mask first"),
+            (
+                "tanh was taken of score / cap, but the result was not multiplied by the cap: "
+                "all scores end between -1 and 1."
+            ): partial(_attention_weights, slip="not back"),
+            (
+                "The scores were cut off at the cap. A soft cap bends them: cap × tanh(score / "
+                "cap)."
+            ): partial(_attention_weights, slip="clamp"),
+            "The cap was applied before the scale. What is capped is the scaled score.": partial(
+                _attention_weights, slip="scale last"
+            ),
+            "The window is not used: a query sees only the latest `window` keys.": partial(
+                _attention_weights, slip="no window"
+            ),
+            "The window is one key too wide: the query's own key is one of the `window`.": partial(
+                _attention_weights, slip="wide"
+            ),
+            (
+                "The queries are the *last* of the keys: with 2 queries and 6 keys the first "
+                "query stands at position 4, not 0."
+            ): partial(_attention_weights, slip="offset"),
+        },
+        hint="In this order: scaled scores, cap, what a query may see, softmax.",
+        engine=_serve_gemma,
+    )
+)
 
 # %% ../../nbs/93e_exercises_models.ipynb #2549fe4d
 _NEOX_ATTENTION = "teachvllm.model_executor.models.gpt_neox:GPTNeoXAttention.forward"
 
 
-def _neox_attention(attention: Any, x: Any, cos_sin: Any, kv_cache: Any, meta: Any, slip: str = "") -> torch.Tensor:
+def _neox_attention(
+    attention: Any, x: Any, cos_sin: Any, kv_cache: Any, meta: Any, slip: str = ""
+) -> torch.Tensor:
     "GPT-NeoX's attention; with `slip` one of the usual mistakes is made."
-    rows, heads, size = attention.query_key_value(x), attention.num_heads, attention.head_size
+    rows = attention.query_key_value(x)
+    heads = attention.num_heads
+    size = attention.head_size
     if slip == "thirds":
         q, k, v = rows.unflatten(-1, (3, heads, size)).unbind(1)
     elif slip == "innermost":
@@ -513,7 +891,9 @@ def _neox_attention(attention: Any, x: Any, cos_sin: Any, kv_cache: Any, meta: A
     if slip == "exchanged":
         q, k = k, q
     turn = (lambda y: y) if slip == "no turn" else partial(apply_rotary_emb, cos_sin=cos_sin)
-    q, k, v = turn(q.contiguous()), turn(k.contiguous()), turn(v.contiguous()) if slip == "v, too" else v.contiguous()
+    q = turn(q.contiguous())
+    k = turn(k.contiguous())
+    v = turn(v.contiguous()) if slip == "v, too" else v.contiguous()
     out = attention.attn(q, k, v, kv_cache, meta)
     return out if slip == "no dense" else attention.dense(out)
 
@@ -524,25 +904,48 @@ def _neox_case(said: str, chunk: int = 64, **fields: Any) -> Any:
     return _part_case(said, _NEOX_ATTENTION, gpt_neox.GPTNeoXForCausalLM, hf, (13, 1, 7), chunk)
 
 
-_check.register(_check.Exercise(
-    name="neox_attention",
-    chapter="33i_gpt_neox",
-    target=_NEOX_ATTENTION,
-    seconds=30.0,  # the first case also imports transformers
-    cases=[
-        _neox_case("a GPT-NeoX of one layer", num_hidden_layers=1), _neox_case("a GPT-NeoX of three layers, in pieces of five", 5),
-        _neox_case("a GPT-NeoX whose heads are turned whole", rotary_pct=1.0), _neox_case("a GPT-NeoX without biases, token by token", 1, attention_bias=False),
-    ],
-    mistakes={
-        "All queries, then all keys, then all values: that is Llama's order. Here each head has its three together.":
-            partial(_neox_attention, slip="thirds"),
-        "The three of a head are not neighbours number by number: first its whole query, then its key, then its value.":
-            partial(_neox_attention, slip="innermost"),
-        "Queries and keys are exchanged: a head's first part is its query.": partial(_neox_attention, slip="exchanged"),
-        "Queries and keys were not turned: `apply_rotary_emb` gives them their positions.": partial(_neox_attention, slip="no turn"),
-        "The values were turned, too. Only queries and keys carry a position.": partial(_neox_attention, slip="v, too"),
-        "The last product is missing: `dense` mixes what the heads found.": partial(_neox_attention, slip="no dense"),
-    },
-    hint="See the row of numbers as [heads, 3, head_size]: which axis holds query, key and value?",
-    engine=partial(_serve_with, {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.5}, _NEOX_ATTENTION),
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="neox_attention",
+        chapter="33i_gpt_neox",
+        target=_NEOX_ATTENTION,
+        seconds=30.0,  # the first case also imports transformers
+        cases=[
+            _neox_case("a GPT-NeoX of one layer", num_hidden_layers=1),
+            _neox_case("a GPT-NeoX of three layers, in pieces of five", 5),
+            _neox_case("a GPT-NeoX whose heads are turned whole", rotary_pct=1.0),
+            _neox_case("a GPT-NeoX without biases, token by token", 1, attention_bias=False),
+        ],
+        mistakes={
+            (
+                "All queries, then all keys, then all values: that is Llama's order. Here each "
+                "head has its three together."
+            ): partial(_neox_attention, slip="thirds"),
+            (
+                "The three of a head are not neighbours number by number: first its whole "
+                "query, then its key, then its value."
+            ): partial(_neox_attention, slip="innermost"),
+            "Queries and keys are exchanged: a head's first part is its query.": partial(
+                _neox_attention, slip="exchanged"
+            ),
+            (
+                "Queries and keys were not turned: `apply_rotary_emb` gives them their positions."
+            ): partial(_neox_attention, slip="no turn"),
+            "The values were turned, too. Only queries and keys carry a position.": partial(
+                _neox_attention, slip="v, too"
+            ),
+            "The last product is missing: `dense` mixes what the heads found.": partial(
+                _neox_attention, slip="no dense"
+            ),
+        },
+        hint=(
+            "See the row of numbers as [heads, 3, head_size]: which axis holds query, key and "
+            "value?"
+        ),
+        engine=partial(
+            _serve_with,
+            {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.5},
+            _NEOX_ATTENTION,
+        ),
+    )
+)

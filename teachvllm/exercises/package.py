@@ -39,21 +39,32 @@ def tiny_folder(with_tokenizer: bool = False) -> Iterator[str]:
 
 
 OPTIONS: dict[str, Any] = {
-    "load_format": "dummy", "dtype": "float32", "device": "cpu", "max_model_len": 96, "block_size": 4,
-    "num_gpu_blocks_override": 28, "attention_backend": "torch_sdpa", "enforce_eager": True, "disable_log_stats": True,
-}  # fmt: skip
+    "load_format": "dummy",
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 96,
+    "block_size": 4,
+    "num_gpu_blocks_override": 28,
+    "attention_backend": "torch_sdpa",
+    "enforce_eager": True,
+    "disable_log_stats": True,
+}
 
 
 @contextmanager
 def server() -> Iterator[str]:
     api_server = import_module("teachvllm.entrypoints.api_server")
-    with tiny_folder(with_tokenizer=True) as folder, api_server.serve_in_background(EngineArgs(folder, **OPTIONS)) as url:
+    with (
+        tiny_folder(with_tokenizer=True) as folder,
+        api_server.serve_in_background(EngineArgs(folder, **OPTIONS)) as url,
+    ):
         yield url
 
 # %% ../../nbs/93ha_exercises_package.ipynb #1803d425
 class _Finder:
     def __init__(self, name: str, names: dict[str, Any]):
-        self.name, self.names = name, names
+        self.name = name
+        self.names = names
 
     def claims(self, fullname: str) -> bool:
         return fullname == self.name
@@ -110,7 +121,9 @@ def _importing(said: str, names: dict[str, dict[str, Any]], script: Callable[[],
             return script()
         finally:
             sys.meta_path[:] = [one for one in sys.meta_path if one not in finders]
-            for name in {name for name in sys.modules if name.startswith("my_")} | ({"colorsys"} & (set(sys.modules) - before)):
+            for name in {name for name in sys.modules if name.startswith("my_")} | (
+                {"colorsys"} & (set(sys.modules) - before)
+            ):
                 del sys.modules[name]
 
     made = ", ".join(f"NAME({name!r}, {short(table, 40)})" for name, table in names.items())
@@ -131,12 +144,21 @@ def _error_of(name: str) -> str:
 
 
 def _of_two() -> list[list[str]]:
-    return [[key for key in ("pi", "tau") if hasattr(import_module(name), key)] for name in ("my_math", "my_other")]
+    return [
+        [key for key in ("pi", "tau") if hasattr(import_module(name), key)]
+        for name in ("my_math", "my_other")
+    ]
 
 # %% ../../nbs/93ha_exercises_package.ipynb #9d2d7f0e
 def _program_for_real(answer: Callable) -> str:
-    program = "from my_engine import LLM, SamplingParams\nllm = LLM(folder, skip_tokenizer_init=True, **options)\n"
-    program += "made = llm.generate([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)\nllm.close()"
+    program = (
+        "from my_engine import LLM, SamplingParams\nllm = LLM(folder, "
+        "skip_tokenizer_init=True, **options)\n"
+    )
+    program += (
+        "made = llm.generate([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True), "
+        "use_tqdm=False)\nllm.close()"
+    )
     names: dict[str, Any] = {}
 
     def run() -> int:
@@ -146,7 +168,10 @@ def _program_for_real(answer: Callable) -> str:
         return len(names["made"][0].outputs[0].token_ids)
 
     case = _importing("", {"my_engine": {"LLM": LLM, "SamplingParams": SamplingParams}}, run)
-    return f"a program that imports `my_engine`, which is nowhere, found LLM by your finder and generated {case.run(answer)} tokens"
+    return (
+        "a program that imports `my_engine`, which is nowhere, found LLM by your finder and "
+        f"generated {case.run(answer)} tokens"
+    )
 
 # %% ../../nbs/93ha_exercises_package.ipynb #9bec6cc4
 _MATH = {"my_math": {"pi": 3}}
@@ -155,20 +180,41 @@ register(
         name="AliasFinder",
         chapter="97_as_vllm",
         cases=[
-            _importing("vars(my_math).get('pi')", _MATH, lambda: vars(import_module("my_math")).get("pi")),
-            _importing("import_module('my_math').__name__", _MATH, lambda: import_module("my_math").__name__),
+            _importing(
+                "vars(my_math).get('pi')", _MATH, lambda: vars(import_module("my_math")).get("pi")
+            ),
+            _importing(
+                "import_module('my_math').__name__",
+                _MATH,
+                lambda: import_module("my_math").__name__,
+            ),
             _importing("hasattr(import_module('colorsys'), 'rgb_to_hsv')", _MATH, _colorsys),
             _importing("import my_mathematics", _MATH, lambda: _error_of("my_mathematics")),
-            _importing("which of pi and tau has each?", {"my_math": {"pi": 3}, "my_other": {"tau": 6}}, _of_two),
+            _importing(
+                "which of pi and tau has each?",
+                {"my_math": {"pi": 3}, "my_other": {"tau": 6}},
+                _of_two,
+            ),
         ],
         mistakes={
             "The module is found, and nothing is in it: fill it in `exec_module`.": _Empty,
-            "Your finder claims modules that are not its own, so a real one gets lost behind it. Compare `fullname`.": _ClaimsAll,
-            "For a name that is not its own a finder returns None, so that Python asks the next one. Yours ends the search.": _Raises,
-            "my_mathematics begins like my_math and is another module: compare the whole name.": _ClaimsPrefix,
+            (
+                "Your finder claims modules that are not its own, so a real one gets lost "
+                "behind it. Compare `fullname`."
+            ): _ClaimsAll,
+            (
+                "For a name that is not its own a finder returns None, so that Python asks the "
+                "next one. Yours ends the search."
+            ): _Raises,
+            (
+                "my_mathematics begins like my_math and is another module: compare the whole name."
+            ): _ClaimsPrefix,
             "Two finders share one table. Keep it in the object, not in the class.": _Shared,
         },
-        hint="Python asks `find_spec(fullname, …)` of each finder in turn, until one does not return None; then it asks the loader to fill the module.",
+        hint=(
+            "Python asks `find_spec(fullname, …)` of each finder in turn, until one does not "
+            "return None; then it asks the loader to fill the module."
+        ),
         oracle=_Finder,
         engine=_program_for_real,
     )
@@ -176,8 +222,13 @@ register(
 
 # %% ../../nbs/93ha_exercises_package.ipynb #dc0af71c
 def _pieces_variant(
-    every_line: bool = False, done: bool = True, first: bool = False, cut: bool = False, plain: bool = False, quiet: bool = False
-) -> Callable:  # fmt: skip
+    every_line: bool = False,
+    done: bool = True,
+    first: bool = False,
+    cut: bool = False,
+    plain: bool = False,
+    quiet: bool = False,
+) -> Callable:
     def pieces_of(lines: Iterable[str], field: str) -> Iterator[str]:
         for line in lines:
             text = line[6:].strip() if cut else line.removeprefix("data:").strip()
@@ -188,7 +239,13 @@ def _pieces_variant(
                 choices = event.get("choices") or ()
                 for choice in [event["choices"][0]] if first else choices:
                     delta = choice.get("delta", {})
-                    yield choice["text"] if field == "prompt" else delta["content"] if plain else delta.get("content") or ""
+                    yield (
+                        choice["text"]
+                        if field == "prompt"
+                        else delta["content"]
+                        if plain
+                        else delta.get("content") or ""
+                    )
 
     return pieces_of
 
@@ -210,7 +267,10 @@ def _delta(**delta: Any) -> str:
 
 
 def _reading(field: str, *lines: str) -> Case:
-    return Case(f"list(NAME({short(list(lines), 150)}, {field!r}))", lambda answer: list(answer(iter(lines), field)))
+    return Case(
+        f"list(NAME({short(list(lines), 150)}, {field!r}))",
+        lambda answer: list(answer(iter(lines), field)),
+    )
 
 
 def _how_soon(answer: Callable) -> tuple[str, int]:
@@ -226,10 +286,17 @@ def _how_soon(answer: Callable) -> tuple[str, int]:
 
 def _complete_for_real(answer: Callable) -> str:
     main = import_module("teachvllm.__main__").main
-    with server() as url, stand_in("teachvllm.__main__:pieces_of", answer) as calls, redirect_stdout(StringIO()) as said:
+    with (
+        server() as url,
+        stand_in("teachvllm.__main__:pieces_of", answer) as calls,
+        redirect_stdout(StringIO()) as said,
+    ):
         status = main(["complete", "The sea", "--max-tokens", "8", "--url", f"{url}/v1"])
     assert status == 0 and said.getvalue().startswith("The sea"), said.getvalue()
-    return f"`teachvllm complete` called it {calls[0]} times against a real server, and printed {short(said.getvalue(), 60)}"
+    return (
+        f"`teachvllm complete` called it {calls[0]} times against a real server, and printed "
+        f"{short(said.getvalue(), 60)}"
+    )
 
 # %% ../../nbs/93ha_exercises_package.ipynb #1684f00b
 register(
@@ -239,22 +306,51 @@ register(
         cases=[
             _reading("prompt", *[part for line in _text("The", " sea") for part in (line, "\n")]),
             _reading("prompt", *_text("The"), "\n", "data: [DONE]\n"),
-            _reading("messages", _delta(role="assistant"), _delta(content="Hello"), _delta(content=None), _delta(content="!")),
-            _reading("prompt", *_text("The"), _event(choices=[], usage={"completion_tokens": 1}), "data: [DONE]\n"),
+            _reading(
+                "messages",
+                _delta(role="assistant"),
+                _delta(content="Hello"),
+                _delta(content=None),
+                _delta(content="!"),
+            ),
+            _reading(
+                "prompt",
+                *_text("The"),
+                _event(choices=[], usage={"completion_tokens": 1}),
+                "data: [DONE]\n",
+            ),
             _reading("prompt", ": ping\n", 'data:{"choices":[{"text":"a"}]}\n'),
             _reading("prompt", *_text("The"), _event(error={"message": "the step failed"})),
             Case("next(NAME(lines, 'prompt')), and how many lines were read until then", _how_soon),
         ],
         mistakes={
-            "Not every line is data: events are divided by blank lines, and there are comments.": _pieces_variant(every_line=True),
+            (
+                "Not every line is data: events are divided by blank lines, and there are comments."
+            ): _pieces_variant(every_line=True),
             "`[DONE]` says that the stream is over. It is no JSON.": _pieces_variant(done=False),
-            "A chunk may have no content, as the first one, which only says who speaks: then its piece is empty text.": _pieces_variant(plain=True),
-            "An event may have no choices: the last one has only the usage. Take each choice that there is.": _pieces_variant(first=True),
-            "A space after `data:` is usual and need not be there: take away the word, then the white space.": _pieces_variant(cut=True),
-            "The server says that the answer failed, and you pass over it. Raise `ValueError`.": _pieces_variant(quiet=True),
-            "All lines are read before the first piece comes, so nothing streams. Write a generator: `yield` in the loop.": _all_at_once,
+            (
+                "A chunk may have no content, as the first one, which only says who speaks: "
+                "then its piece is empty text."
+            ): _pieces_variant(plain=True),
+            (
+                "An event may have no choices: the last one has only the usage. Take each "
+                "choice that there is."
+            ): _pieces_variant(first=True),
+            (
+                "A space after `data:` is usual and need not be there: take away the word, "
+                "then the white space."
+            ): _pieces_variant(cut=True),
+            (
+                "The server says that the answer failed, and you pass over it. Raise `ValueError`."
+            ): _pieces_variant(quiet=True),
+            (
+                "All lines are read before the first piece comes, so nothing streams. Write a "
+                "generator: `yield` in the loop."
+            ): _all_at_once,
         },
-        hint="Which lines are data, which of those is no JSON, and what can be missing in an event?",
+        hint=(
+            "Which lines are data, which of those is no JSON, and what can be missing in an event?"
+        ),
         target="teachvllm.__main__:pieces_of",
         engine=_complete_for_real,
     )
@@ -262,9 +358,13 @@ register(
 
 # %% ../../nbs/93ha_exercises_package.ipynb #e2ff8696
 def _lazy_variant(
-    eager: bool = False, all_at_first: bool = False, keep: bool = True, whole: bool = False, error: type[Exception] = AttributeError,
+    eager: bool = False,
+    all_at_first: bool = False,
+    keep: bool = True,
+    whole: bool = False,
+    error: type[Exception] = AttributeError,
     silent: bool = False,
-) -> Callable:  # fmt: skip
+) -> Callable:
     def lazy_getattr(namespace: dict[str, Any], homes: dict[str, str]) -> Callable[[str], Any]:
         if eager:
             for home in homes.values():
@@ -309,9 +409,14 @@ def _module_for_real(answer: Callable) -> str:
     homes = {"LLM": "teachvllm.llm", "SamplingParams": "teachvllm.sampling_params"}
     vars(mine)["__getattr__"] = answer(vars(mine), homes)
     with tiny_folder() as folder, mine.LLM(folder, skip_tokenizer_init=True, **OPTIONS) as llm:
-        made = llm.generate([5, 6, 7], mine.SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        made = llm.generate(
+            [5, 6, 7], mine.SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False
+        )
     assert {"LLM", "SamplingParams"} <= set(vars(mine))
-    return f"`mine.LLM` was looked up by your function, and generated {len(made[0].outputs[0].token_ids)} tokens"
+    return (
+        "`mine.LLM` was looked up by your function, and generated "
+        f"{len(made[0].outputs[0].token_ids)} tokens"
+    )
 
 # %% ../../nbs/93ha_exercises_package.ipynb #2bfc6812
 register(
@@ -320,22 +425,45 @@ register(
         chapter="99_package",
         cases=[
             _using("mine.Fraction.__name__", lambda mine: mine.Fraction.__name__),
-            _using("'colorsys' in sys.modules: before, and after the use of mine.Fraction", _keeps_quiet),
-            _using("mine.Fraction; 'Fraction' in vars(mine)", lambda mine: (mine.Fraction.__name__, "Fraction" in vars(mine))),
+            _using(
+                "'colorsys' in sys.modules: before, and after the use of mine.Fraction",
+                _keeps_quiet,
+            ),
+            _using(
+                "mine.Fraction; 'Fraction' in vars(mine)",
+                lambda mine: (mine.Fraction.__name__, "Fraction" in vars(mine)),
+            ),
             _using("hasattr(mine, 'nothing')", lambda mine: hasattr(mine, "nothing")),
             _using("mine.rgb_to_hsv(0, 0, 0)", lambda mine: mine.rgb_to_hsv(0, 0, 0)),
         ],
         mistakes={
-            "This is the home, not the name: take the attribute of the module that you have imported.": _lazy_variant(whole=True),
-            "All homes are imported before any name is used: then `import teachvllm` costs as much as torch does.": _lazy_variant(eager=True),
-            "The first use of one name imports the homes of all. Import the one that is asked for.": _lazy_variant(all_at_first=True),
-            "The value is not kept, so each use asks again. Put it into the namespace: then Python does not call you any more.":
-                _lazy_variant(keep=False),
-            "An unknown name must be an `AttributeError`: that is what `hasattr` and `from … import` understand.": _lazy_variant(error=KeyError),
-            "An unknown name gets None, so every name seems to be there. Raise `AttributeError`.": _lazy_variant(silent=True),
+            (
+                "This is the home, not the name: take the attribute of the module that you "
+                "have imported."
+            ): _lazy_variant(whole=True),
+            (
+                "All homes are imported before any name is used: then `import teachvllm` costs "
+                "as much as torch does."
+            ): _lazy_variant(eager=True),
+            (
+                "The first use of one name imports the homes of all. Import the one that is "
+                "asked for."
+            ): _lazy_variant(all_at_first=True),
+            (
+                "The value is not kept, so each use asks again. Put it into the namespace: "
+                "then Python does not call you any more."
+            ): _lazy_variant(keep=False),
+            (
+                "An unknown name must be an `AttributeError`: that is what `hasattr` and `from "
+                "… import` understand."
+            ): _lazy_variant(error=KeyError),
+            (
+                "An unknown name gets None, so every name seems to be there. Raise "
+                "`AttributeError`."
+            ): _lazy_variant(silent=True),
         },
         hint="When is your inner function called, and when is it not called any more?",
         oracle=_lazy_variant(),
         engine=_module_for_real,
     )
-)  # fmt: skip
+)

@@ -39,9 +39,16 @@ def _decode_words(ids: list[int]) -> str:
 
 def _text_case(shown: str | list[int], new: str | list[int], decode: Any = _decode_bytes) -> Case:
     "Texts stand for their bytes."
-    one, two = (list(ids.encode("latin-1")) if isinstance(ids, str) else ids for ids in (shown, new))
-    kind = "whose tokens are bytes" if decode is _decode_bytes else "of the words ▁in, ▁the, ▁end, ing"
-    return Case(f"NAME(decode, {shown!a}, {new!a}), a tokenizer {kind}", lambda answer: answer(decode, list(one), list(two)))
+    one, two = (
+        list(ids.encode("latin-1")) if isinstance(ids, str) else ids for ids in (shown, new)
+    )
+    kind = (
+        "whose tokens are bytes" if decode is _decode_bytes else "of the words ▁in, ▁the, ▁end, ing"
+    )
+    return Case(
+        f"NAME(decode, {shown!a}, {new!a}), a tokenizer {kind}",
+        lambda answer: answer(decode, list(one), list(two)),
+    )
 
 
 def _common(one: str, two: str) -> int:
@@ -50,39 +57,53 @@ def _common(one: str, two: str) -> int:
 
 
 def _right_text(decode: Any, shown: list[int], new: list[int]) -> str:
-    before, after = decode(shown), decode(shown + new)
+    before = decode(shown)
+    after = decode(shown + new)
     return "" if after.endswith("\ufffd") else after[_common(before, after) :]
 
 
 def _text_with_half(decode: Any, shown: list[int], new: list[int]) -> str:
-    before, after = decode(shown), decode(shown + new)
+    before = decode(shown)
+    after = decode(shown + new)
     return after[_common(before, after) :]
 
 
 def _text_by_length(decode: Any, shown: list[int], new: list[int]) -> str:
-    before, after = decode(shown), decode(shown + new)
+    before = decode(shown)
+    after = decode(shown + new)
     return "" if after.endswith("\ufffd") else after[len(before) :]
 
 
 def _text_without_sign(decode: Any, shown: list[int], new: list[int]) -> str:
-    before, after = decode(shown), decode(shown + new)
+    before = decode(shown)
+    after = decode(shown + new)
     return "" if "\ufffd" in after else after[_common(before, after) :]
 
 
 def _text_of_whole_ones(decode: Any, shown: list[int], new: list[int]) -> str:
-    before, after = decode(shown), decode(shown + new)
+    before = decode(shown)
+    after = decode(shown + new)
     return after[_common(before, after) :].rstrip("\ufffd")
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #41ce0738
 def _stream(folder: str) -> list[list[str]]:
-    "What four requests say after each step, with a tiny model that writes tokens of the book's tokenizer."
+    """What four requests say after each step, with a tiny model that writes tokens of the book's
+    tokenizer.
+    """
     tokenizer = str(find_model(DEFAULT_MODEL))
-    options = {**_OPTIONS, "skip_tokenizer_init": False, "tokenizer": tokenizer, "num_gpu_blocks_override": 64}
+    options = {
+        **_OPTIONS,
+        "skip_tokenizer_init": False,
+        "tokenizer": tokenizer,
+        "num_gpu_blocks_override": 64,
+    }
     said: list[list[str]] = [[] for _ in range(4)]
     with LLM(folder, **options) as llm:
         prompts: list[Any] = ["Hello, my name is", "Voilà 🎉", [504, 7042], "日本"]
         for i, prompt in enumerate(prompts):
-            params = SamplingParams(seed=i, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+            params = SamplingParams(
+                seed=i, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+            )
             llm.llm_engine.add_request(str(i), prompt, params)
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():
@@ -95,7 +116,8 @@ def _stream_with(answer: Any) -> str:
 
     class Windowed(IncrementalDetokenizer):
         def update(self, last: bool = False) -> str:
-            shown, fresh = self.window[: self.num_shown], self.window[self.num_shown :]
+            shown = self.window[: self.num_shown]
+            fresh = self.window[self.num_shown :]
             new = answer(self.decode, shown, fresh) if fresh else ""
             if not new:
                 return super().update(last) if last else ""
@@ -112,7 +134,8 @@ def _stream_with(answer: Any) -> str:
     assert ours == yours, "the streamed texts differ from ours"
     pieces = [piece for one in yours for piece in one]
     return (
-        f"it streamed {len(pieces)} tokens of four requests; {pieces.count('')} times the text had to wait for the rest of a "
+        f"it streamed {len(pieces)} tokens of four requests; {pieces.count('')} times the "
+        "text had to wait for the rest of a "
         "character"
     )
 
@@ -122,27 +145,41 @@ register(
         name="new_text",
         chapter="04_inputs",
         cases=[
-            _text_case("Hi", " you"), _text_case([0], [1, 2], _decode_words), _text_case("a", "\xc3"),
+            _text_case("Hi", " you"),
+            _text_case([0], [1, 2], _decode_words),
+            _text_case("a", "\xc3"),
             _text_case("a", "b\xe6\x97"),
-            _text_case("a\xc3", "\xa9 b"), _text_case("a\xef\xbf\xbd b", " c"), _text_case("a", "\xe6\x97\xa5"),
+            _text_case("a\xc3", "\xa9 b"),
+            _text_case("a\xef\xbf\xbd b", " c"),
+            _text_case("a", "\xe6\x97\xa5"),
             _text_case([1], [3], _decode_words),
-        ],  # fmt: skip
+        ],
         mistakes={
-            "That is all of the text. Only what was not shown yet is new.": lambda decode, shown, new: decode(shown + new),
-            "The new tokens are decoded alone here. Their left neighbours decide what they mean: decode both together.": (
-                lambda decode, shown, new: decode(new)
+            "That is all of the text. Only what was not shown yet is new.": lambda decode, shown, new: (
+                decode(shown + new)
             ),
-            "The text ends in half a character: nothing may be shown before the rest of it comes.": _text_with_half,
-            "Only the half character is dropped here. The window cannot move by a piece: hold all of it back.": (
-                _text_of_whole_ones
-            ),
-            "The old text ended in half a character, which counts as one: so its end is no border. Where do the two texts "
+            (
+                "The new tokens are decoded alone here. Their left neighbours decide what they "
+                "mean: decode both together."
+            ): (lambda decode, shown, new: decode(new)),
+            (
+                "The text ends in half a character: nothing may be shown before the rest of it "
+                "comes."
+            ): _text_with_half,
+            (
+                "Only the half character is dropped here. The window cannot move by a piece: "
+                "hold all of it back."
+            ): (_text_of_whole_ones),
+            "The old text ended in half a character, which counts as one: so its end is no "
+            "border. Where do the two texts "
             "begin to differ?": _text_by_length,
-            "A U+FFFD inside the text may be a real one. Only at the *end* does it mean that something is still to come.": (
-                _text_without_sign
-            ),
+            (
+                "A U+FFFD inside the text may be a real one. Only at the *end* does it mean "
+                "that something is still to come."
+            ): (_text_without_sign),
         },
-        hint="Decode the shown tokens alone, then all of them; compare the two texts from the left; look at the end of the "
+        hint="Decode the shown tokens alone, then all of them; compare the two texts from the "
+        "left; look at the end of the "
         "longer one.",
         oracle=_right_text,
         engine=_stream_with,
@@ -150,24 +187,40 @@ register(
 )
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #11200fc7
-def _right_waste(block_tables: dict[str, list[int]], num_computed_tokens: dict[str, int], block_size: int) -> float:
-    step = StepTrace(0, 0.0, 0.0, 0.0, 0.0, {}, num_computed_tokens, block_tables, [], [], [], [], [], 0)
+def _right_waste(
+    block_tables: dict[str, list[int]], num_computed_tokens: dict[str, int], block_size: int
+) -> float:
+    step = StepTrace(
+        0, 0.0, 0.0, 0.0, 0.0, {}, num_computed_tokens, block_tables, [], [], [], [], [], 0
+    )
     return Trace(num_blocks=1000, block_size=block_size, block_bytes=1, steps=[step]).kv_waste()[0]
 
 
 def _wrong_waste(kind: str) -> Any:
     "A wrong answer: `kind` says in what."
 
-    def answer(block_tables: dict[str, list[int]], num_computed_tokens: dict[str, int], block_size: int) -> float:
+    def answer(
+        block_tables: dict[str, list[int]], num_computed_tokens: dict[str, int], block_size: int
+    ) -> float:
         filled: dict[Any, int] = {}
         for name, table in block_tables.items():
             for entry, block in enumerate(table):
                 tokens = min(block_size, num_computed_tokens[name] - entry * block_size)
-                tokens = tokens % block_size if kind == "full" and entry == len(table) - 1 else tokens
+                tokens = (
+                    tokens % block_size if kind == "full" and entry == len(table) - 1 else tokens
+                )
                 key = (name, block) if kind == "tables" else block
-                filled[key] = filled.get(key, 0) + tokens if kind == "added" else max(filled.get(key, 0), tokens)
+                filled[key] = (
+                    filled.get(key, 0) + tokens
+                    if kind == "added"
+                    else max(filled.get(key, 0), tokens)
+                )
         if kind != "window":
-            filled = {key: n for key, n in filled.items() if key != -1 and (not isinstance(key, tuple) or key[1] != -1)}
+            filled = {
+                key: n
+                for key, n in filled.items()
+                if key != -1 and (not isinstance(key, tuple) or key[1] != -1)
+            }
         if not filled and kind != "empty":
             return 0.0
         used = sum(filled.values()) / (block_size * len(filled))
@@ -177,15 +230,26 @@ def _wrong_waste(kind: str) -> Any:
 
 
 def _judge_recording(answer: Any) -> str:
-    "Each step of a real run with forks, preemptions and shared blocks is judged by the answer and by `Trace.kv_waste`."
-    params = [SamplingParams(n=n, seed=n, temperature=1.0, max_tokens=16, ignore_eos=True) for n in (2, 1, 3)]
+    """Each step of a real run with forks, preemptions and shared blocks is judged by the answer and
+    by `Trace.kv_waste`.
+    """
+    params = [
+        SamplingParams(n=n, seed=n, temperature=1.0, max_tokens=16, ignore_eos=True)
+        for n in (2, 1, 3)
+    ]
     with _tiny_model() as folder, LLM(folder, **_OPTIONS, num_gpu_blocks_override=24) as llm:
         with llm.record() as trace:
             llm.generate([[1] * 9, [2] * 7, [3] * 6], params, use_tqdm=False)
-    yours = [answer(step.block_tables, step.num_computed_tokens, trace.block_size) for step in trace.steps]
-    assert all(abs(a - b) < 1e-9 for a, b in zip(yours, trace.kv_waste(), strict=True)), "it differs from `Trace.kv_waste`"
+    yours = [
+        answer(step.block_tables, step.num_computed_tokens, trace.block_size)
+        for step in trace.steps
+    ]
+    assert all(abs(a - b) < 1e-9 for a, b in zip(yours, trace.kv_waste(), strict=True)), (
+        "it differs from `Trace.kv_waste`"
+    )
     return (
-        f"it judged {len(yours)} recorded steps as `Trace.kv_waste` does; the worst wasted {max(yours):.0%} of its slots, "
+        f"it judged {len(yours)} recorded steps as `Trace.kv_waste` does; the worst wasted "
+        f"{max(yours):.0%} of its slots, "
         f"the best {min(yours):.0%}"
     )
 
@@ -195,26 +259,41 @@ register(
         name="wasted_share",
         chapter="05_trace",
         cases=[
-            call({"a": [0, 1]}, {"a": 5}, 4), call({"a": [0, 1]}, {"a": 8}, 4), call({}, {}, 4),
-            call({"a": [0, 1], "b": [2, 3]}, {"a": 6, "b": 7}, 4), call({"a": [0, 1], "a.1": [0, 1]}, {"a": 6, "a.1": 6}, 4),
-            call({"a": [0, 1], "a.1": [0, 2]}, {"a": 6, "a.1": 7}, 4), call({"a": [-1, 1], "b": [-1, 2]}, {"a": 6, "b": 7}, 4),
-        ],  # fmt: skip
+            call({"a": [0, 1]}, {"a": 5}, 4),
+            call({"a": [0, 1]}, {"a": 8}, 4),
+            call({}, {}, 4),
+            call({"a": [0, 1], "b": [2, 3]}, {"a": 6, "b": 7}, 4),
+            call({"a": [0, 1], "a.1": [0, 1]}, {"a": 6, "a.1": 6}, 4),
+            call({"a": [0, 1], "a.1": [0, 2]}, {"a": 6, "a.1": 7}, 4),
+            call({"a": [-1, 1], "b": [-1, 2]}, {"a": 6, "b": 7}, 4),
+        ],
         mistakes={
-            "That is the share in use. Asked is the rest: the slots that hold no token.": _wrong_waste("used"),
-            "The empty slots are divided by the tokens here. They are a fraction of all *slots* of the blocks in use.": (
-                _wrong_waste("of tokens")
+            "That is the share in use. Asked is the rest: the slots that hold no token.": _wrong_waste(
+                "used"
             ),
-            "The last block of a request may be exactly full: a remainder of 0 is then 0, and it should be a whole block.": (
-                _wrong_waste("full")
+            (
+                "The empty slots are divided by the tokens here. They are a fraction of all "
+                "*slots* of the blocks in use."
+            ): (_wrong_waste("of tokens")),
+            (
+                "The last block of a request may be exactly full: a remainder of 0 is then 0, "
+                "and it should be a whole block."
+            ): (_wrong_waste("full")),
+            (
+                "No request holds a block, for example while all wait: nothing is in use, so "
+                "nothing is wasted."
+            ): (_wrong_waste("empty")),
+            "Tokens in a shared block were counted once for each sequence. They exist once.": _wrong_waste(
+                "added"
             ),
-            "No request holds a block, for example while all wait: nothing is in use, so nothing is wasted.": (
-                _wrong_waste("empty")
-            ),
-            "Tokens in a shared block were counted once for each sequence. They exist once.": _wrong_waste("added"),
-            "A shared block was counted once for each table that has it, as if there were several.": _wrong_waste("tables"),
+            (
+                "A shared block was counted once for each table that has it, as if there were "
+                "several."
+            ): _wrong_waste("tables"),
             "-1 is no block: it stands for one that has left the window.": _wrong_waste("window"),
         },
-        hint="Ask each *block* how many of its slots hold a token, whichever tables it is in; then compare the sum with all "
+        hint="Ask each *block* how many of its slots hold a token, whichever tables it is in; "
+        "then compare the sum with all "
         "slots of these blocks.",
         oracle=_right_waste,
         engine=_judge_recording,
@@ -223,7 +302,8 @@ register(
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #262fbd73
 def _news_case(said: str, *steps: list[tuple]) -> Case:
-    """Each step's message is a list of (request_id, index, new_token_ids, finish_reason, request_finished).
+    """Each step's message is a list of (request_id, index, new_token_ids, finish_reason,
+    request_finished).
 
     The last two may be left out.
     """
@@ -233,7 +313,11 @@ def _news_case(said: str, *steps: list[tuple]) -> Case:
             outputs = []
             for request_id, index, new_token_ids, *end in copy.deepcopy(step):
                 reason, whole = end or (None, False)
-                outputs.append(EngineCoreOutput(request_id, index, new_token_ids, reason, request_finished=whole))
+                outputs.append(
+                    EngineCoreOutput(
+                        request_id, index, new_token_ids, reason, request_finished=whole
+                    )
+                )
             return EngineCoreOutputs(outputs)
 
         messages = [message(step) for step in steps]
@@ -251,7 +335,8 @@ def _news_answer(kind: str = "") -> Any:
     def answer(answers: dict[tuple[str, int], list[int]], message: Any) -> list[str]:
         complete = []
         for news in message.outputs:
-            key, new = (news.request_id, 0 if kind == "index" else news.index), news.new_token_ids
+            key = (news.request_id, 0 if kind == "index" else news.index)
+            new = news.new_token_ids
             if kind == "replace":
                 answers[key] = list(new)
             elif kind == "alias" and key not in answers:
@@ -280,7 +365,9 @@ def _follow_engine(answer: Any) -> str:
             return message
 
     with _tiny_model() as folder:
-        config = EngineArgs(model=folder, **_OPTIONS, num_gpu_blocks_override=28).create_engine_config()
+        config = EngineArgs(
+            model=folder, **_OPTIONS, num_gpu_blocks_override=28
+        ).create_engine_config()
         engine = LLMEngine(config, get_executor_class(config), client_class=Following)
         try:
             for i, n in enumerate((1, 2, 1, 3)):
@@ -291,11 +378,16 @@ def _follow_engine(answer: Any) -> str:
                 outputs |= {output.request_id: output for output in engine.step()}
         finally:
             engine.close()
-    expected = {(name, part.index): list(part.token_ids) for name, output in outputs.items() for part in output.outputs}
+    expected = {
+        (name, part.index): list(part.token_ids)
+        for name, output in outputs.items()
+        for part in output.outputs
+    }
     wrong = difference(answers, expected) or difference(sorted(complete), sorted(outputs))
     assert not wrong, f"it collected something else than the engine's own front: {wrong}"
     return (
-        f"it followed {num_messages} messages of four requests, and has the same {sum(map(len, answers.values()))} tokens as "
+        f"it followed {num_messages} messages of four requests, and has the same "
+        f"{sum(map(len, answers.values()))} tokens as "
         "the engine's front"
     )
 
@@ -308,22 +400,43 @@ register(
             _news_case("one message with one token", [("0", 0, [7042])]),
             _news_case("two messages with a token each", [("0", 0, [7042])], [("0", 0, [30])]),
             _news_case("two answers of one request", [("0", 0, [1]), ("0", 1, [2])]),
-            _news_case("the first of two answers ends", [("0", 0, [1], "stop", False), ("0", 1, [2])]),
-            _news_case("the last token comes with the end", [("0", 0, [1])], [("0", 0, [2], "length", True)]),
+            _news_case(
+                "the first of two answers ends", [("0", 0, [1], "stop", False), ("0", 1, [2])]
+            ),
+            _news_case(
+                "the last token comes with the end",
+                [("0", 0, [1])],
+                [("0", 0, [2], "length", True)],
+            ),
             _news_case("several new tokens at once", [("0", 0, [1, 2, 3])]),
-            _news_case("an end without a token", [("0", 0, [1]), ("1", 0, [5])], [("0", 0, [], "abort", True), ("1", 0, [6])]),
+            _news_case(
+                "an end without a token",
+                [("0", 0, [1]), ("1", 0, [5])],
+                [("0", 0, [], "abort", True), ("1", 0, [6])],
+            ),
         ],
         mistakes={
-            "A message has the *news* only, and the tokens of before were replaced by them.": _news_answer("replace"),
-            "The message's own list became the answer's, and grew with it: a message must stay as it came.": (
-                _news_answer("alias")
+            "A message has the *news* only, and the tokens of before were replaced by them.": _news_answer(
+                "replace"
             ),
-            "Answers of one request were mixed up: what tells the sequences of a request apart?": _news_answer("index"),
-            "One answer ended, but its request has others. Which field says that all of them are done?": _news_answer("reason"),
+            (
+                "The message's own list became the answer's, and grew with it: a message must "
+                "stay as it came."
+            ): (_news_answer("alias")),
+            (
+                "Answers of one request were mixed up: what tells the sequences of a request apart?"
+            ): _news_answer("index"),
+            (
+                "One answer ended, but its request has others. Which field says that all of "
+                "them are done?"
+            ): _news_answer("reason"),
             "The message that ends an answer may bring its last token.": _news_answer("end"),
             "A message may bring several tokens of a sequence, or none.": _news_answer("first"),
         },
-        hint="For each `EngineCoreOutput` of the message: which answer is it about, what is new, and is its request complete?",
+        hint=(
+            "For each `EngineCoreOutput` of the message: which answer is it about, what is "
+            "new, and is its request complete?"
+        ),
         oracle=_news_answer(),
         engine=_follow_engine,
     )
@@ -331,10 +444,15 @@ register(
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #c30b9862
 class _Point:
-    "Stands for an entry point: `does` is what its function does when it is called, an exception is raised."
+    """Stands for an entry point: `does` is what its function does when it is called, an exception
+    is raised.
+    """
 
     def __init__(self, name: str, does: Any, ran: list[str]):
-        self.name, self.value, self.does, self.ran = name, f"package:{name}", does, ran
+        self.name = name
+        self.value = f"package:{name}"
+        self.does = does
+        self.ran = ran
 
     def load(self) -> Callable[[], None]:
         "The function; `ImportError` if it is missing."
@@ -358,19 +476,25 @@ def _plugin_case(allowed: str | None, **plugins: Any) -> Case:
         except KeyboardInterrupt:
             return {"result": "KeyboardInterrupt", "called": ran}
 
-    shown = ", ".join(name + (f" (raises {does.__name__})" if does else "") for name, does in plugins.items())
+    shown = ", ".join(
+        name + (f" (raises {does.__name__})" if does else "") for name, does in plugins.items()
+    )
     return Case(f"NAME(points, {allowed!r}), plugins: {shown}", run)
 
 
 def _plugin_answer(kind: str = "") -> Any:
     "The right answer, or a wrong one: `kind` says in what."
-    caught: tuple = {"exit": (Exception,), "all": (BaseException,), "none": ()}.get(kind, (Exception, SystemExit))
+    caught: tuple = {"exit": (Exception,), "all": (BaseException,), "none": ()}.get(
+        kind, (Exception, SystemExit)
+    )
 
     def answer(points: list[Any], allowed: str | None) -> tuple[str, ...]:
         loaded = []
         for point in points:
             among = allowed if kind == "inside" else (allowed or "").split(",")
-            if (allowed if kind == "empty" else allowed is not None) and point.name not in (among or ""):
+            if (allowed if kind == "empty" else allowed is not None) and point.name not in (
+                among or ""
+            ):
                 continue
             if kind == "failed":
                 loaded.append(point.name)
@@ -389,27 +513,41 @@ def _plugin_answer(kind: str = "") -> Any:
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #d802266e
 def _load_plugins_with(answer: Any) -> str:
-    "A package with a plugin is put on the path; the engine, with the answer as its loader of plugins, must know its model."
+    """A package with a plugin is put on the path; the engine, with the answer as its loader of
+    plugins, must know its model.
+    """
     with tempfile.TemporaryDirectory() as site:
         name = "Exercise" + Path(site).name.title().replace("_", "") + "ForCausalLM"
         module = f"plugin_{Path(site).name}"
         Path(site, f"{module}.py").write_text(
-            "def register():\n    from teachvllm.model_executor.models.registry import register_model\n"
-            f"    register_model({name!r}, 'teachvllm.model_executor.models.llama.LlamaForCausalLM')\n\n\n"
+            "def register():\n    from teachvllm.model_executor.models.registry import "
+            "register_model\n"
+            f"    register_model({name!r}, "
+            "'teachvllm.model_executor.models.llama.LlamaForCausalLM')\n\n\n"
             "def broken():\n    raise SystemExit('wrong version')\n"
         )
         metadata = Path(site, f"{module}-1.0.dist-info")
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[teachvllm.exercise]\nbroken = {module}:broken\ntwin = "
-        f"{module}:register\n")
+        (metadata / "entry_points.txt").write_text(
+            f"[teachvllm.exercise]\nbroken = {module}:broken\ntwin = {module}:register\n"
+        )
         sys.path.insert(0, site)
         importlib.invalidate_caches()
         try:
-            points, loaded = list(entry_points(group="teachvllm.exercise")), []
-            with stand_in("teachvllm.plugins:load_general_plugins", lambda: loaded.append(answer(points, None))) as calls:
-                with _tiny_model(architectures=[name]) as folder, LLM(folder, **_OPTIONS, num_gpu_blocks_override=28) as llm:
-                    [output] = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+            points = list(entry_points(group="teachvllm.exercise"))
+            loaded = []
+            with stand_in(
+                "teachvllm.plugins:load_general_plugins",
+                lambda: loaded.append(answer(points, None)),
+            ) as calls:
+                with (
+                    _tiny_model(architectures=[name]) as folder,
+                    LLM(folder, **_OPTIONS, num_gpu_blocks_override=28) as llm,
+                ):
+                    [output] = llm.generate(
+                        [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False
+                    )
         finally:
             sys.path.remove(site)
             sys.modules.pop(module, None)
@@ -418,7 +556,8 @@ def _load_plugins_with(answer: Any) -> str:
     assert not wrong, f"`broken` fails, so each call must return ('twin',): {wrong}"
     assert len(tokens) == 5, f"the plugin's model wrote {len(tokens)} tokens, not 5"
     return (
-        f"the engine and its worker called it {calls[0]} times; a plugin's model wrote {len(tokens)} tokens, and a broken "
+        f"the engine and its worker called it {calls[0]} times; a plugin's model wrote "
+        f"{len(tokens)} tokens, and a broken "
         "plugin did no harm"
     )
 
@@ -428,31 +567,45 @@ register(
         name="run_plugins",
         chapter="09_plugins",
         cases=[
-            _plugin_case(None, one=None, two=None), _plugin_case(None, bad=RuntimeError, good=None),
+            _plugin_case(None, one=None, two=None),
+            _plugin_case(None, bad=RuntimeError, good=None),
             _plugin_case(None, gone=ImportError, good=None),
-            _plugin_case(None, old=SystemExit, good=None), _plugin_case("twins,other", twin=None, twins=None),
+            _plugin_case(None, old=SystemExit, good=None),
+            _plugin_case("twins,other", twin=None, twins=None),
             _plugin_case("", one=None),
-            _plugin_case("one,two", one=None, two=None, three=None), _plugin_case(None, one=KeyboardInterrupt, two=None),
-        ],  # fmt: skip
+            _plugin_case("one,two", one=None, two=None, three=None),
+            _plugin_case(None, one=KeyboardInterrupt, two=None),
+        ],
         mistakes={
-            "The functions were found and never called: `load()` returns the function only.": _plugin_answer("uncalled"),
-            "One plugin raised, and the others were not called any more: whose fault is it, and who should suffer?": (
-                _plugin_answer("none")
+            "The functions were found and never called: `load()` returns the function only.": _plugin_answer(
+                "uncalled"
             ),
+            (
+                "One plugin raised, and the others were not called any more: whose fault is "
+                "it, and who should suffer?"
+            ): (_plugin_answer("none")),
             "The result names a plugin that failed.": _plugin_answer("failed"),
-            "`load()` imports the plugin's module, and that can fail, too: it belongs into the `try`.": (
-                _plugin_answer("import")
+            (
+                "`load()` imports the plugin's module, and that can fail, too: it belongs into "
+                "the `try`."
+            ): (_plugin_answer("import")),
+            (
+                "`sys.exit` raises SystemExit, which is no `Exception`: the engine would end "
+                "with the plugin."
+            ): (_plugin_answer("exit")),
+            "A name inside another one was taken for it: split the text at its commas.": _plugin_answer(
+                "inside"
             ),
-            "`sys.exit` raises SystemExit, which is no `Exception`: the engine would end with the plugin.": (
-                _plugin_answer("exit")
+            (
+                "An empty text allows no plugin; None allows all. A test for truth cannot tell "
+                "them apart."
+            ): (_plugin_answer("empty")),
+            "Ctrl-C was swallowed: it is the user's, not the plugin's, and must go through.": _plugin_answer(
+                "all"
             ),
-            "A name inside another one was taken for it: split the text at its commas.": _plugin_answer("inside"),
-            "An empty text allows no plugin; None allows all. A test for truth cannot tell them apart.": (
-                _plugin_answer("empty")
-            ),
-            "Ctrl-C was swallowed: it is the user's, not the plugin's, and must go through.": _plugin_answer("all"),
         },
-        hint="For each point in turn: is it allowed? Load and call it inside one `try`. Which exceptions are the plugin's "
+        hint="For each point in turn: is it allowed? Load and call it inside one `try`. Which "
+        "exceptions are the plugin's "
         "fault?",
         oracle=_plugin_answer(),
         engine=_load_plugins_with,
@@ -463,23 +616,34 @@ register(
 def _tree_answer(kind: str = "") -> Any:
     "The right answer, or a wrong one: `kind` says in what."
 
-    def answer(tables: dict[str, list[int]], begin: int = 0) -> list[tuple[list[int], list[str], list]]:
+    def answer(
+        tables: dict[str, list[int]], begin: int = 0
+    ) -> list[tuple[list[int], list[str], list]]:
         groups: dict[Any, list[str]] = {}
         for name, table in tables.items():
             if len(table) > begin:
-                groups.setdefault((table[begin], name) if kind == "apart" else table[begin], []).append(name)
+                groups.setdefault(
+                    (table[begin], name) if kind == "apart" else table[begin], []
+                ).append(name)
         nodes = []
         for key in sorted(groups) if kind == "sorted" else groups:
             names = groups[key]
-            end, mine = begin + 1, [tables[name] for name in names]
+            end = begin + 1
+            mine = [tables[name] for name in names]
             ended = kind == "longest"
             while kind != "single" and all(
-                table[end : end + 1] == mine[0][end : end + 1] != [] or (ended and len(table) <= end < len(mine[0]))
+                table[end : end + 1] == mine[0][end : end + 1] != []
+                or (ended and len(table) <= end < len(mine[0]))
                 for table in mine
             ):
                 end += 1
-            children = answer({name: tables[name] for name in names}, begin + 1 if kind == "again" and end > begin + 1 else end)
-            shown = [name for name in names if len(tables[name]) == end] if kind == "leaves" else names
+            children = answer(
+                {name: tables[name] for name in names},
+                begin + 1 if kind == "again" and end > begin + 1 else end,
+            )
+            shown = (
+                [name for name in names if len(tables[name]) == end] if kind == "leaves" else names
+            )
             nodes.append((mine[0][begin:end], shown, children))
         return nodes
 
@@ -487,10 +651,15 @@ def _tree_answer(kind: str = "") -> Any:
 
 
 def _draw_tree_with(answer: Any) -> str:
-    "`plot_prefix_tree` draws a recorded run with forks from the answer's tree, and must write the same into its boxes."
+    """`plot_prefix_tree` draws a recorded run with forks from the answer's tree, and must write the
+    same into its boxes.
+    """
     from teachvllm.viz import plot_prefix_tree
 
-    params = [SamplingParams(n=n, seed=n, temperature=1.0, max_tokens=12, ignore_eos=True) for n in (3, 1, 2)]
+    params = [
+        SamplingParams(n=n, seed=n, temperature=1.0, max_tokens=12, ignore_eos=True)
+        for n in (3, 1, 2)
+    ]
     head = list(range(1, 9))
     with _tiny_model() as folder, LLM(folder, **_OPTIONS, num_gpu_blocks_override=64) as llm:
         llm.generate(head, params[1], use_tqdm=False)
@@ -498,14 +667,18 @@ def _draw_tree_with(answer: Any) -> str:
             llm.generate([[*head, 20], [*head, 21, 22], [30] * 6], params, use_tqdm=False)
 
     def texts() -> list[list[str]]:
-        return [[text.get_text() for text in plot_prefix_tree(trace, step).axes[0].texts] for step in (0, 4, 8)]
+        return [
+            [text.get_text() for text in plot_prefix_tree(trace, step).axes[0].texts]
+            for step in (0, 4, 8)
+        ]
 
     ours = texts()
     with stand_in("teachvllm.viz:prefix_tree", answer) as calls:
         yours = texts()
     assert ours == yours, "the figure differs from ours"
     return (
-        f"`plot_prefix_tree` called it {calls[0]} times for three steps of a recorded run, and drew the same "
+        f"`plot_prefix_tree` called it {calls[0]} times for three steps of a recorded run, "
+        "and drew the same "
         f"{sum(map(len, yours))} boxes"
     )
 
@@ -517,22 +690,41 @@ register(
         name="prefix_tree",
         chapter="06_viz",
         cases=[
-            call({"a": [0, 1]}), call({"a": [0, 1], "b": [0, 1]}), call({"a": [5], "b": [2]}), call({"a": [0, 1], "b": [0]}),
-            call({"a": [0, 1], "b": [0, 2]}), call({}), call({"a": [3, 1], "b": [4, 1]}), call(_TREE),
-        ],  # fmt: skip
+            call({"a": [0, 1]}),
+            call({"a": [0, 1], "b": [0, 1]}),
+            call({"a": [5], "b": [2]}),
+            call({"a": [0, 1], "b": [0]}),
+            call({"a": [0, 1], "b": [0, 2]}),
+            call({}),
+            call({"a": [3, 1], "b": [4, 1]}),
+            call(_TREE),
+        ],
         mistakes={
-            "Blocks with the same holders belong into one node: go on while all of them have the same next block.": (
-                _tree_answer("single")
+            (
+                "Blocks with the same holders belong into one node: go on while all of them "
+                "have the same next block."
+            ): (_tree_answer("single")),
+            (
+                "The children begin behind the node's *last* block: one of its blocks came "
+                "again below it."
+            ): _tree_answer("again"),
+            "Sequences with the same block here go through one node: group them by it.": _tree_answer(
+                "apart"
             ),
-            "The children begin behind the node's *last* block: one of its blocks came again below it.": _tree_answer("again"),
-            "Sequences with the same block here go through one node: group them by it.": _tree_answer("apart"),
-            "The nodes stand in the order of the sequences, not of the block ids.": _tree_answer("sorted"),
-            "A sequence whose table has ended does not hold the blocks after it: the node ends where one of its tables does.": (
-                _tree_answer("longest")
+            "The nodes stand in the order of the sequences, not of the block ids.": _tree_answer(
+                "sorted"
             ),
-            "A node names all sequences that go through it, also those that go on in its children.": _tree_answer("leaves"),
+            (
+                "A sequence whose table has ended does not hold the blocks after it: the node "
+                "ends where one of its tables does."
+            ): (_tree_answer("longest")),
+            (
+                "A node names all sequences that go through it, also those that go on in its "
+                "children."
+            ): _tree_answer("leaves"),
         },
-        hint="Group the tables by their block at `begin`; in each group, go on while all have the same next block; the rest "
+        hint="Group the tables by their block at `begin`; in each group, go on while all have "
+        "the same next block; the rest "
         "is the same question again.",
         target="teachvllm.viz:prefix_tree",
         engine=_draw_tree_with,
@@ -564,7 +756,10 @@ def _group_answer(kind: str = "") -> Any:
 # %% ../../nbs/93aa_exercises_requests.ipynb #db3b1989
 def _tell_run_with(answer: Any) -> str:
     "The events of a real run with forks, copies and preemptions."
-    params = [SamplingParams(n=n, seed=n, temperature=1.0, max_tokens=14, ignore_eos=True) for n in (3, 1, 2)]
+    params = [
+        SamplingParams(n=n, seed=n, temperature=1.0, max_tokens=14, ignore_eos=True)
+        for n in (3, 1, 2)
+    ]
     with _tiny_model() as folder, LLM(folder, **_OPTIONS, num_gpu_blocks_override=24) as llm:
         with llm.record() as trace:
             llm.generate([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9], [7] * 9], params, use_tqdm=False)
@@ -573,7 +768,10 @@ def _tell_run_with(answer: Any) -> str:
     wrong = difference(groups, [_group_answer()(one) for one in events])
     assert not wrong, f"the lines of a real run, step by step, differ from ours: {wrong}"
     kinds = sorted({kind for one in groups for kind, *_ in one})
-    return f"it made {sum(map(len, groups))} lines of {sum(map(len, events))} events of a real run: {', '.join(kinds)}"
+    return (
+        f"it made {sum(map(len, groups))} lines of {sum(map(len, events))} events of a real "
+        f"run: {', '.join(kinds)}"
+    )
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #1d4c89dc
 register(
@@ -581,23 +779,40 @@ register(
         name="group_events",
         chapter="07_block_player",
         cases=[
-            call([("allocate", 3, "0")]), call([("allocate", 3, "0"), ("allocate", 4, "0")]),
+            call([("allocate", 3, "0")]),
+            call([("allocate", 3, "0"), ("allocate", 4, "0")]),
             call([("allocate", 5, "0"), ("allocate", 4, "0")]),
-            call([("allocate", 3, "0"), ("allocate", 4, "1")]), call([("allocate", 3, "0"), ("cache", 3, "0")]),
+            call([("allocate", 3, "0"), ("allocate", 4, "1")]),
+            call([("allocate", 3, "0"), ("cache", 3, "0")]),
             call([("free", 3, "0"), ("free", 4, "1"), ("free", 5, "0")]),
-            call([("copy", 7, "0"), ("copy", 8, "0"), ("evict", 2, "")]), call([]),
-        ],  # fmt: skip
+            call([("copy", 7, "0"), ("copy", 8, "0"), ("evict", 2, "")]),
+            call([]),
+        ],
         mistakes={
-            "The last group is missing: it must be kept when no event comes after it.": _group_answer("last"),
-            "The blocks were sorted. They stand in the order in which things happened to them.": _group_answer("sorted"),
-            "Events of different sequences were put together: compare the names, too.": _group_answer("name"),
-            "Events of different kinds were put together: compare the kinds, too.": _group_answer("kind"),
-            "Only *neighbours* become one: something happened in between, and the order would be lost.": (
-                _group_answer("anywhere")
+            "The last group is missing: it must be kept when no event comes after it.": _group_answer(
+                "last"
             ),
-            "Each copy is told by itself, since it has a block that it was made from.": _group_answer("copies"),
+            (
+                "The blocks were sorted. They stand in the order in which things happened to them."
+            ): _group_answer("sorted"),
+            "Events of different sequences were put together: compare the names, too.": _group_answer(
+                "name"
+            ),
+            "Events of different kinds were put together: compare the kinds, too.": _group_answer(
+                "kind"
+            ),
+            (
+                "Only *neighbours* become one: something happened in between, and the order "
+                "would be lost."
+            ): (_group_answer("anywhere")),
+            "Each copy is told by itself, since it has a block that it was made from.": _group_answer(
+                "copies"
+            ),
         },
-        hint="Look at the last group only: has it the same kind and the same name, and is it no copy?",
+        hint=(
+            "Look at the last group only: has it the same kind and the same name, and is it no "
+            "copy?"
+        ),
         oracle=_group_answer(),
         engine=_tell_run_with,
     )

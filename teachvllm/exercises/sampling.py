@@ -30,9 +30,16 @@ from ..worker import model_runner as _model_runner
 
 # %% ../../nbs/93ca_exercises_sampling.ipynb #7b75d725
 def _serving(
-    name: str, adapt: _Callable = lambda answer: answer, config: _Any = (), options: _Any = (), patches: _Any = (), **params: _Any
+    name: str,
+    adapt: _Callable = lambda answer: answer,
+    config: _Any = (),
+    options: _Any = (),
+    patches: _Any = (),
+    **params: _Any,
 ) -> _Callable[[_Any], str]:
-    "How the answer to exercise `name` is put to work: with these changes of the tiny model, of `LLM`'s options and of the requests."
+    """How the answer to exercise `name` is put to work: with these changes of the tiny model, of
+    `LLM`'s options and of the requests.
+    """
 
     def serve(answer: _Any) -> str:
         exercise = _replace(_check.EXERCISES[name], engine=dict(options))
@@ -67,7 +74,9 @@ def _norming(answer: _Any) -> _Any:
     "`RMSNorm.forward`, made from an answer."
 
     def forward(norm: _Any, x: _torch.Tensor, residual: _Any = None) -> _Any:
-        normed, total = answer(x, _torch.zeros_like(x) if residual is None else residual, norm.weight, norm.eps)
+        normed, total = answer(
+            x, _torch.zeros_like(x) if residual is None else residual, norm.weight, norm.eps
+        )
         return normed if residual is None else (normed, total)
 
     return forward
@@ -84,36 +93,60 @@ _check.register(
         cases=[
             _check.call(_torch.tensor([[3.0, 4.0]]), _torch.zeros(1, 2), _one, 0.0),
             _check.call(_torch.tensor([[1.0, 2.0]]), _torch.tensor([[2.0, 2.0]]), _one, 0.0),
-            _check.call(_torch.tensor([[3.0, 4.0]]), _torch.zeros(1, 2), _torch.tensor([2.0, 0.5]), 0.0),
+            _check.call(
+                _torch.tensor([[3.0, 4.0]]), _torch.zeros(1, 2), _torch.tensor([2.0, 0.5]), 0.0
+            ),
             _check.call(_torch.tensor([[3.0, 4.0], [30.0, 4.0]]), _torch.ones(2, 2), _one, 0.0),
             _check.call(_torch.tensor([[0.5, 0.5]]), _torch.zeros(1, 2), _one, 1.0),
-            _check.call(_torch.full((1, 2), 300.0).half(), _torch.zeros(1, 2).half(), _one.half(), 1e-5),
+            _check.call(
+                _torch.full((1, 2), 300.0).half(), _torch.zeros(1, 2).half(), _one.half(), 1e-5
+            ),
         ],
         mistakes={
-            "Divided by the root of the *sum* of squares; the formula has their mean.": _partial(_add_norm, wrong="sum"),
-            "The mean was subtracted first: that is LayerNorm. RMS norm only divides.": _partial(_add_norm, wrong="layer"),
-            "This is the norm of x alone; the residual is added first.": _partial(_add_norm, wrong="alone"),
+            "Divided by the root of the *sum* of squares; the formula has their mean.": _partial(
+                _add_norm, wrong="sum"
+            ),
+            "The mean was subtracted first: that is LayerNorm. RMS norm only divides.": _partial(
+                _add_norm, wrong="layer"
+            ),
+            "This is the norm of x alone; the residual is added first.": _partial(
+                _add_norm, wrong="alone"
+            ),
             "The norm is right, but the second result must be the sum: the next layer adds to "
             "it.": _partial(_add_norm, wrong="x"),
-            "Where is `weight`? It multiplies each column at the end.": _partial(_add_norm, wrong="unweighted"),
-            "One root for all rows; each token has its own. Look at the dimension of the mean, and at "
+            "Where is `weight`? It multiplies each column at the end.": _partial(
+                _add_norm, wrong="unweighted"
+            ),
+            "One root for all rows; each token has its own. Look at the dimension of the "
+            "mean, and at "
             "`keepdim`.": _partial(_add_norm, wrong="all rows"),
             "ε belongs under the root, not beside it.": _partial(_add_norm, wrong="outside"),
-            "300² is more than float16 can hold, so the squares are infinite. Compute in float32 in "
+            "300² is more than float16 can hold, so the squares are infinite. Compute in "
+            "float32 in "
             "between.": _partial(_add_norm, wrong="half"),
         },
-        hint="Take the formula at the beginning of the chapter piece by piece: sum, squares, mean, root, weight.",
+        hint=(
+            "Take the formula at the beginning of the chapter piece by piece: sum, squares, "
+            "mean, root, weight."
+        ),
     )
 )
 
 # %% ../../nbs/93ca_exercises_sampling.ipynb #303a8871
 def _llama3(
-    dim: int, rope: dict[str, _Any], /, per_turn: float = 2 * _math.pi,
-    clamp: bool = True, swap: bool = False, power: int = -1, hard: bool = False,
+    dim: int,
+    rope: dict[str, _Any],
+    /,
+    per_turn: float = 2 * _math.pi,
+    clamp: bool = True,
+    swap: bool = False,
+    power: int = -1,
+    hard: bool = False,
 ) -> tuple[_torch.Tensor, float]:
     "Llama 3's speeds, perhaps wrongly."
     speeds, scale = _rotary.default_frequencies(dim, rope)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
     kept = (rope["original_max_position_embeddings"] * speeds / per_turn - low) / (high - low)
     kept = kept.clamp(0, 1) if clamp else kept
     kept = (kept >= 1).float() if hard else 1 - kept if swap else kept
@@ -122,45 +155,71 @@ def _llama3(
 
 _rope = {"rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _rope["original_max_position_embeddings"] = 128
-_scaled = {**_rope, "rope_type": "llama3", "rope_theta": 10.0, "original_max_position_embeddings": 32}
+_scaled = {
+    **_rope,
+    "rope_type": "llama3",
+    "rope_theta": 10.0,
+    "original_max_position_embeddings": 32,
+}
 _check.register(
     _check.Exercise(
         name="llama3_frequencies",
         chapter="31a_rotary_embedding",
         target="teachvllm.model_executor.rotary_embedding:llama3_frequencies",
         engine=_serving(
-            "llama3_frequencies", config={"rope_parameters": _scaled, "rope_scaling": _scaled},
-            patches=lambda: [_mock.patch.dict(_rotary.ROPE_KINDS, llama3=lambda *args: _rotary.llama3_frequencies(*args))],
+            "llama3_frequencies",
+            config={"rope_parameters": _scaled, "rope_scaling": _scaled},
+            patches=lambda: [
+                _mock.patch.dict(
+                    _rotary.ROPE_KINDS, llama3=lambda *args: _rotary.llama3_frequencies(*args)
+                )
+            ],
         ),
         cases=[
-            _check.call(8, _rope), _check.call(16, _rope), _check.call(64, {**_rope, "rope_theta": 500_000.0, "factor": 32.0}),
+            _check.call(8, _rope),
+            _check.call(16, _rope),
+            _check.call(64, {**_rope, "rope_theta": 500_000.0, "factor": 32.0}),
         ],
         mistakes={
             "This counts radians. A full turn has 2π of them, and the two limits are numbers of "
             "turns.": _partial(_llama3, per_turn=1),
-            "A share larger than one, or less than zero: outside the two limits nothing is mixed. Look at `clamp`.": (
-                _partial(_llama3, clamp=False)
+            (
+                "A share larger than one, or less than zero: outside the two limits nothing is "
+                "mixed. Look at `clamp`."
+            ): (_partial(_llama3, clamp=False)),
+            "The wrong way round: fast pairs keep their speed, slow ones are slowed down.": _partial(
+                _llama3, swap=True
             ),
-            "The wrong way round: fast pairs keep their speed, slow ones are slowed down.": _partial(_llama3, swap=True),
-            "Slow pairs became faster: a longer text needs smaller angles for each position.": _partial(_llama3, power=1),
+            (
+                "Slow pairs became faster: a longer text needs smaller angles for each position."
+            ): _partial(_llama3, power=1),
             "Between the two limits the speeds are mixed, in proportion to how far a pair is from "
             "either.": _partial(_llama3, hard=True),
             "All pairs were squeezed; that is `linear`. How often must a pair turn to keep its "
             "speed?": _rotary.linear_frequencies,
             "The speeds are not changed at all. Which pairs never complete a turn?": _rotary.default_frequencies,
         },
-        hint="Count each pair's turns in the text that the model was trained on, then take the three kinds one by one.",
+        hint=(
+            "Count each pair's turns in the text that the model was trained on, then take the "
+            "three kinds one by one."
+        ),
         tolerance=1e-5,
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93ca_exercises_sampling.ipynb #e7c5f6ff
 def _draw(
-    weights: _torch.Tensor, uniform: _torch.Tensor, dim: int = -1, right: bool = True, scaled: bool = True
+    weights: _torch.Tensor,
+    uniform: _torch.Tensor,
+    dim: int = -1,
+    right: bool = True,
+    scaled: bool = True,
 ) -> _torch.Tensor:
     "Draws by the inverse of the cumulative distribution, perhaps wrongly."
     cdf = weights.cumsum(dim)
-    return _torch.searchsorted(cdf, uniform[:, None] * (cdf[:, -1:] if scaled else 1), right=right)[:, 0]
+    return _torch.searchsorted(cdf, uniform[:, None] * (cdf[:, -1:] if scaled else 1), right=right)[
+        :, 0
+    ]
 
 
 _weights = _torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
@@ -175,49 +234,71 @@ _check.register(
             _check.call(_weights, _torch.tensor([0.0])),
             _check.call(_weights * 8, _torch.tensor([0.9])),
             _check.call(_weights.repeat(3, 1), _torch.tensor([0.8, 0.1, 0.3])),
-            _check.call(_torch.tensor([[1.0, 3.0], [2.0, 2.0], [0.0, 9.0]]), _torch.tensor([0.3, 0.4, 0.0])),
+            _check.call(
+                _torch.tensor([[1.0, 3.0], [2.0, 2.0], [0.0, 9.0]]), _torch.tensor([0.3, 0.4, 0.0])
+            ),
             _check.call(_torch.eye(300)[::7], _torch.full((43,), 1 - 2**-23)),
         ],
         mistakes={
-            "This is the likeliest token, whatever the number is. Where on the line of weights, laid end to end, "
-            "does `uniform` land?": (
-                lambda weights, uniform: weights.argmax(-1)
-            ),
-            "The weights are probabilities already, or in proportion to them; a softmax on top makes them nearly equal.": (
-                lambda weights, uniform: _draw(weights.softmax(-1), uniform)
-            ),
-            "One index for each row is asked for, of shape [rows]: `searchsorted` returned a column. Which "
+            "This is the likeliest token, whatever the number is. Where on the line of "
+            "weights, laid end to end, "
+            "does `uniform` land?": (lambda weights, uniform: weights.argmax(-1)),
+            (
+                "The weights are probabilities already, or in proportion to them; a softmax on "
+                "top makes them nearly equal."
+            ): (lambda weights, uniform: _draw(weights.softmax(-1), uniform)),
+            "One index for each row is asked for, of shape [rows]: `searchsorted` returned "
+            "a column. Which "
             "dimension is one too many?": (
                 lambda weights, uniform: _draw(weights, uniform)[:, None]
             ),
-            "A token of weight zero was chosen: `searchsorted` stops where the sum *reaches* the number, not where it passes "
+            "A token of weight zero was chosen: `searchsorted` stops where the sum "
+            "*reaches* the number, not where it passes "
             "it. Look at `right`.": _partial(_draw, right=False),
-            "The weights need not add up to one. By what must `uniform` be multiplied before it is compared with "
-            "the running sum?": (
-                _partial(_draw, scaled=False)
-            ),
-            "All rows used the first row's number. Look at the shapes: [rows, 1] against [rows, n].": (
-                lambda weights, uniform: _draw(weights, uniform[:1].expand(len(weights)))
-            ),
-            "The running sum goes down the rows, so the batch's rows are mixed. Look at the dimension of `cumsum`.": (
-                lambda weights, uniform: (_draw(weights, uniform, dim=0) if len(weights) > 1 else _draw(weights, uniform))
+            "The weights need not add up to one. By what must `uniform` be multiplied "
+            "before it is compared with "
+            "the running sum?": (_partial(_draw, scaled=False)),
+            (
+                "All rows used the first row's number. Look at the shapes: [rows, 1] against "
+                "[rows, n]."
+            ): (lambda weights, uniform: _draw(weights, uniform[:1].expand(len(weights)))),
+            (
+                "The running sum goes down the rows, so the batch's rows are mixed. Look at "
+                "the dimension of `cumsum`."
+            ): (
+                lambda weights, uniform: (
+                    _draw(weights, uniform, dim=0) if len(weights) > 1 else _draw(weights, uniform)
+                )
             ),
         },
-        hint="Lay a row's weights end to end: where on that line does `uniform` times the total lie?",
+        hint=(
+            "Lay a row's weights end to end: where on that line does `uniform` times the total lie?"
+        ),
     )
 )
 
 # %% ../../nbs/93ca_exercises_sampling.ipynb #837d3519
 def _penalize(
-    row: _torch.Tensor, prompt: list[int], output: list[int],
-    presence: float = 0.0, frequency: float = 0.0, repetition: float = 1.0, *, wrong: str = "",
-) -> _torch.Tensor:  # fmt: skip
+    row: _torch.Tensor,
+    prompt: list[int],
+    output: list[int],
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    repetition: float = 1.0,
+    *,
+    wrong: str = "",
+) -> _torch.Tensor:
     "The penalties of one row, perhaps with one thing wrong."
-    new, seen = row.clone().float(), set(output) if wrong == "output only" else {*prompt, *output}
+    new = row.clone().float()
+    seen = set(output) if wrong == "output only" else {*prompt, *output}
 
     def repeat() -> None:
         for token in seen if wrong != "each time" else [*prompt, *output]:
-            new[token] = new[token] / repetition if new[token] > 0 or wrong == "divide" else new[token] * repetition
+            new[token] = (
+                new[token] / repetition
+                if new[token] > 0 or wrong == "divide"
+                else new[token] * repetition
+            )
 
     if wrong != "last":
         repeat()
@@ -234,7 +315,9 @@ def _penalizing(answer: _Any) -> _Any:
     "The engine's function for a batch, made from an answer for one row."
 
     def apply(logits, ids, begin, end, penalties):
-        for row, text, a, b, values in zip(logits, ids.tolist(), begin.tolist(), end.tolist(), penalties.tolist()):
+        for row, text, a, b, values in zip(
+            logits, ids.tolist(), begin.tolist(), end.tolist(), penalties.tolist()
+        ):
             row.copy_(answer(row.clone(), text[:a], text[a:b], *values))
         return logits
 
@@ -249,7 +332,11 @@ _check.register(
         oracle=_penalize,
         target="teachvllm.model_executor.logits_processors:apply_penalties",
         engine=_serving(
-            "penalize_one", _penalizing, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5,
+            "penalize_one",
+            _penalizing,
+            presence_penalty=0.5,
+            frequency_penalty=0.25,
+            repetition_penalty=1.5,
         ),
         cases=[
             _check.call(_row, [0], [3], repetition=2.0),
@@ -260,25 +347,34 @@ _check.register(
             _check.call(_row, [2], [0, 0, 1], presence=1.0, frequency=0.5, repetition=2.0),
         ],
         mistakes={
-            "The repetition penalty looks at the prompt as well as at the output.": _partial(_penalize, wrong="output only"),
-            "Half of a negative logit is larger than it. What must the repetition penalty do there, so that the "
-            "token becomes less likely?": (
-                _partial(_penalize, wrong="divide")
+            "The repetition penalty looks at the prompt as well as at the output.": _partial(
+                _penalize, wrong="output only"
             ),
+            "Half of a negative logit is larger than it. What must the repetition penalty "
+            "do there, so that the "
+            "token becomes less likely?": (_partial(_penalize, wrong="divide")),
             "Repetition counts a token once, however often it was written. Go through a set of the "
             "tokens.": _partial(_penalize, wrong="each time"),
-            "Presence and frequency look at the output only; here the prompt's tokens were counted, "
+            "Presence and frequency look at the output only; here the prompt's tokens were "
+            "counted, "
             "too.": _partial(_penalize, wrong="prompt"),
             "Presence is subtracted once for a token that was written, and not once for each "
             "time.": _partial(_penalize, wrong="presence"),
             "Frequency is subtracted once for each time the token was written. Look at "
             "`count`.": _partial(_penalize, wrong="once"),
-            "Each penalty is right alone, but their order is not: repetition comes first.": _partial(_penalize, wrong="last"),
-            "Nothing was changed. Which tokens of the row must become smaller?": lambda row, *others, **settings: row,
+            "Each penalty is right alone, but their order is not: repetition comes first.": _partial(
+                _penalize, wrong="last"
+            ),
+            "Nothing was changed. Which tokens of the row must become smaller?": lambda row, *others, **settings: (
+                row
+            ),
         },
-        hint="Take one token at a time: is it in the prompt, in the output, how often? The chapter's table says the rest.",
+        hint=(
+            "Take one token at a time: is it in the prompt, in the output, how often? The "
+            "chapter's table says the rest."
+        ),
     )
-)  # fmt: skip
+)
 
 # %% ../../nbs/93ca_exercises_sampling.ipynb #7c2dac36
 def _pool(hidden: _torch.Tensor, lengths: list[int], kind: str, wrong: str = "") -> _torch.Tensor:
@@ -292,7 +388,11 @@ def _pool(hidden: _torch.Tensor, lengths: list[int], kind: str, wrong: str = "")
         divide = {"sum": 1, "longest": max(lengths), "total": len(hidden)}.get(wrong)
         return sums / (divide or _torch.tensor(lengths)[:, None])
     shift = (wrong == "next") - (wrong == "before")
-    return hidden[((ends - 1 + shift) if kind == "LAST" else ends - _torch.tensor(lengths)).clamp(max=len(hidden) - 1)]
+    return hidden[
+        ((ends - 1 + shift) if kind == "LAST" else ends - _torch.tensor(lengths)).clamp(
+            max=len(hidden) - 1
+        )
+    ]
 
 
 def _swapped(hidden: _torch.Tensor, lengths: list[int], kind: str) -> _torch.Tensor:
@@ -301,12 +401,27 @@ def _swapped(hidden: _torch.Tensor, lengths: list[int], kind: str) -> _torch.Ten
 
 def _embed(kind: str) -> _np.ndarray:
     "The vectors of three prompts from a tiny engine that pools in this way."
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_model_len": 64}
+    options = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 64,
+    }
     with _tempfile.TemporaryDirectory() as folder:
         (_Path(folder) / "config.json").write_text(_json.dumps(_check.TINY))
         pooling = _PoolerConfig(pooling_type=kind)
-        with _llm.LLM(folder, task="embed", override_pooler_config=pooling, num_gpu_blocks_override=64, **options) as llm:
-            outputs = llm.embed([{"prompt_token_ids": [5 + i] * (3 + 4 * i) + [9, 8]} for i in range(3)], use_tqdm=False)
+        with _llm.LLM(
+            folder,
+            task="embed",
+            override_pooler_config=pooling,
+            num_gpu_blocks_override=64,
+            **options,
+        ) as llm:
+            outputs = llm.embed(
+                [{"prompt_token_ids": [5 + i] * (3 + 4 * i) + [9, 8]} for i in range(3)],
+                use_tqdm=False,
+            )
     return _np.array([output.outputs.embedding for output in outputs])
 
 
@@ -317,7 +432,10 @@ def _serve_pooled(answer: _Any) -> str:
 
     def pool(pooler: _Any, hidden: _torch.Tensor, x: dict[str, _torch.Tensor]) -> _torch.Tensor:
         kind = pooler.config.pooling_type
-        borders = {"LAST": lambda: [0, *(x["last_rows"] + 1).tolist()], "CLS": lambda: [*x["begun_rows"].tolist(), len(hidden)]}
+        borders = {
+            "LAST": lambda: [0, *(x["last_rows"] + 1).tolist()],
+            "CLS": lambda: [*x["begun_rows"].tolist(), len(hidden)],
+        }
         lengths = x["lengths"].tolist() if kind == "MEAN" else _np.diff(borders[kind]()).tolist()
         if sum(lengths) != len(hidden):  # the engine's warm-up, whose prompts do not come whole
             return plain(pooler, hidden, x)
@@ -328,8 +446,13 @@ def _serve_pooled(answer: _Any) -> str:
     for kind in ("LAST", "MEAN", "CLS"):
         ours = _embed(kind)
         with _mock.patch.object(_Pooler, "pool", pool):
-            assert _np.allclose(_embed(kind), ours, atol=1e-5) and kind in used, f"other vectors than ours with {kind}"
-    return f"an engine for embeddings called it with LAST, MEAN and CLS, and its {len(ours)} vectors are the same as with ours"
+            assert _np.allclose(_embed(kind), ours, atol=1e-5) and kind in used, (
+                f"other vectors than ours with {kind}"
+            )
+    return (
+        f"an engine for embeddings called it with LAST, MEAN and CLS, and its {len(ours)} "
+        "vectors are the same as with ours"
+    )
 
 # %% ../../nbs/93ca_exercises_sampling.ipynb #04057391
 _states = _torch.tensor([[1.0, 0.0], [2.0, 4.0], [3.0, 8.0], [5.0, 1.0], [7.0, 2.0], [9.0, 6.0]])
@@ -344,33 +467,70 @@ _check.register(
             *(_check.call(_states[:4], [4], kind) for kind in ("MEAN", "LAST", "CLS")),
         ],
         mistakes={
-            "The last row of the whole batch, for all prompts. Where does each prompt end?": _partial(_pool, wrong="LAST"),
-            "One row too far: that is the next prompt's first token.": _partial(_pool, wrong="next"),
-            "One row too early: that is the token before each prompt's last.": _partial(_pool, wrong="before"),
-            "First and last are exchanged: CLS is the first token's state, LAST the last one's.": _swapped,
-            "The first row of the whole batch, for all prompts. Where does each prompt begin?": _partial(_pool, wrong="CLS"),
-            "The mean of all prompts' tokens together; each prompt has a mean of its own.": _partial(_pool, wrong="MEAN"),
-            "These are the sums of each prompt's rows. By what must they be divided?": _partial(_pool, wrong="sum"),
-            "Each sum was divided by the longest prompt's length, as if the batch were padded. It is "
+            "The last row of the whole batch, for all prompts. Where does each prompt end?": _partial(
+                _pool, wrong="LAST"
+            ),
+            "One row too far: that is the next prompt's first token.": _partial(
+                _pool, wrong="next"
+            ),
+            "One row too early: that is the token before each prompt's last.": _partial(
+                _pool, wrong="before"
+            ),
+            (
+                "First and last are exchanged: CLS is the first token's state, LAST the last one's."
+            ): _swapped,
+            (
+                "The first row of the whole batch, for all prompts. Where does each prompt begin?"
+            ): _partial(_pool, wrong="CLS"),
+            "The mean of all prompts' tokens together; each prompt has a mean of its own.": _partial(
+                _pool, wrong="MEAN"
+            ),
+            "These are the sums of each prompt's rows. By what must they be divided?": _partial(
+                _pool, wrong="sum"
+            ),
+            "Each sum was divided by the longest prompt's length, as if the batch were "
+            "padded. It is "
             "flat.": _partial(_pool, wrong="longest"),
         },
-        hint="Write the rows' numbers 0 to 5 in a line, and mark after which of them a prompt ends.",
+        hint=(
+            "Write the rows' numbers 0 to 5 in a line, and mark after which of them a prompt ends."
+        ),
     )
 )
 
 # %% ../../nbs/93ca_exercises_sampling.ipynb #ea4d54bb
-def _find_block(largest: _torch.Tensor, total: _torch.Tensor, uniform: float, wrong: str = "") -> tuple[int, float]:
-    "The block in which `uniform` lands, and the weight that is left to go inside it, perhaps wrongly."
+def _find_block(
+    largest: _torch.Tensor, total: _torch.Tensor, uniform: float, wrong: str = ""
+) -> tuple[int, float]:
+    """The block in which `uniform` lands, and the weight that is left to go inside it, perhaps
+    wrongly.
+    """
     best = largest.max()
-    shrunk = {"own": total, "grow": total * (best - largest).exp()}.get(wrong, total * (largest - best).exp())
+    shrunk = {"own": total, "grow": total * (best - largest).exp()}.get(
+        wrong, total * (largest - best).exp()
+    )
     cdf = shrunk.cumsum(0)
     target = uniform * (1 if wrong == "unscaled" else cdf[-1])
-    block = int(largest.argmax() if wrong == "best" else (cdf <= target).sum() if wrong != "reaches" else (cdf < target).sum())
+    block = int(
+        largest.argmax()
+        if wrong == "best"
+        else (cdf <= target).sum()
+        if wrong != "reaches"
+        else (cdf < target).sum()
+    )
     rest = target - (cdf[block - 1] if block else 0)
-    return block, float(target if wrong == "all" else target - cdf[min(block, len(cdf) - 1)] if wrong == "own block" else rest)
+    return block, float(
+        target
+        if wrong == "all"
+        else target - cdf[min(block, len(cdf) - 1)]
+        if wrong == "own block"
+        else rest
+    )
 
 # %% ../../nbs/93ca_exercises_sampling.ipynb #1c322622
-def _sample_blocks(logits: _torch.Tensor, temperature: _torch.Tensor, uniform: _torch.Tensor, size: int = 16) -> _torch.Tensor:
+def _sample_blocks(
+    logits: _torch.Tensor, temperature: _torch.Tensor, uniform: _torch.Tensor, size: int = 16
+) -> _torch.Tensor:
     "A sampler of blocks in torch: what `sample_rows` does, for rows that are drawn."
     ids = []
     for row, heat, number in zip(logits, temperature.tolist(), uniform.tolist()):
@@ -383,7 +543,8 @@ def _sample_blocks(logits: _torch.Tensor, temperature: _torch.Tensor, uniform: _
     return _torch.tensor(ids)
 
 # %% ../../nbs/93ca_exercises_sampling.ipynb #75818885
-_zeros, _totals = _torch.zeros(3), _torch.tensor([1.0, 2.0, 1.0])
+_zeros = _torch.zeros(3)
+_totals = _torch.tensor([1.0, 2.0, 1.0])
 _uneven = _torch.tensor([0.0, -0.6931472, -1.3862944])  # the logarithms of 1, 1/2 and 1/4
 _check.register(
     _check.Exercise(
@@ -392,7 +553,12 @@ _check.register(
         oracle=_find_block,
         target="teachvllm.exercises.sampling:_find_block",
         engine=_serving(
-            "find_block", patches=lambda: [_mock.patch.object(_model_runner, "find_fused_sampler", lambda device: _sample_blocks)]
+            "find_block",
+            patches=lambda: [
+                _mock.patch.object(
+                    _model_runner, "find_fused_sampler", lambda device: _sample_blocks
+                )
+            ],
         ),
         cases=[
             _check.call(_zeros, _totals, 0.1),
@@ -404,20 +570,28 @@ _check.register(
         mistakes={
             "`uniform` is a share. Of what? Multiply it with the weight of all blocks "
             "together.": _partial(_find_block, wrong="unscaled"),
-            "The block is right, but the rest is counted from the row's beginning: take off what the blocks before it hold.": (
-                _partial(_find_block, wrong="all")
-            ),
+            (
+                "The block is right, but the rest is counted from the row's beginning: take "
+                "off what the blocks before it hold."
+            ): (_partial(_find_block, wrong="all")),
             "Too much was taken off: only the blocks *before* the chosen one, not "
             "itself.": _partial(_find_block, wrong="own block"),
-            "This is the block with the largest logit. Where does the number land?": _partial(_find_block, wrong="best"),
-            "Each total is relative to its own block's largest logit. Bring them to a common one before you add them.": (
-                _partial(_find_block, wrong="own")
+            "This is the block with the largest logit. Where does the number land?": _partial(
+                _find_block, wrong="best"
             ),
-            "The wrong way round: a block whose largest logit is small must shrink. Look at the sign in "
+            (
+                "Each total is relative to its own block's largest logit. Bring them to a "
+                "common one before you add them."
+            ): (_partial(_find_block, wrong="own")),
+            "The wrong way round: a block whose largest logit is small must shrink. Look "
+            "at the sign in "
             "`exp`.": _partial(_find_block, wrong="grow"),
             "A block without any weight was chosen: the sum must *pass* the target, not only reach "
             "it.": _partial(_find_block, wrong="reaches"),
         },
-        hint="First bring all totals to the largest logit of the row; then it is chapter 32's `inverse_cdf` over blocks.",
+        hint=(
+            "First bring all totals to the largest logit of the row; then it is chapter 32's "
+            "`inverse_cdf` over blocks."
+        ),
     )
 )

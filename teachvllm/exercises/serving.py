@@ -27,7 +27,9 @@ def _tiny_server(**options: Any) -> Iterator[str]:
 
 
 def _finish(coroutine: Any) -> Any:
-    "What a coroutine returns that never has to wait. An answer without `async` has returned already."
+    """What a coroutine returns that never has to wait. An answer without `async` has returned
+    already.
+    """
     if not inspect.iscoroutine(coroutine):
         return coroutine
     try:
@@ -43,7 +45,9 @@ def _plain(message: str) -> str:
 
 def _described(errors: Any, **slips: bool) -> Any:
     "As it should be, but for these slips."
-    body, twice, whole, raw, colon = (slips.get(name, False) for name in ("body", "twice", "whole", "raw", "colon"))
+    body, twice, whole, raw, colon = (
+        slips.get(name, False) for name in ("body", "twice", "whole", "raw", "colon")
+    )
     found: dict[str, list[str]] = {}
     for error in errors:
         place = [str(part) for part in error["loc"] if part != "body" or body]
@@ -51,7 +55,10 @@ def _described(errors: Any, **slips: bool) -> Any:
         message = error["msg"] if raw else _plain(error["msg"])
         if twice or message not in told:
             told.append(message)
-    lines = [f"{name}: {', or '.join(told)}" if name or colon else ", and ".join(told) for name, told in found.items()]
+    lines = [
+        f"{name}: {', or '.join(told)}" if name or colon else ", and ".join(told)
+        for name, told in found.items()
+    ]
     return "; ".join(lines), next(iter(found), "") or None
 
 # %% ../../nbs/93h_exercises_serving.ipynb #fb0bea2d
@@ -88,8 +95,15 @@ def _send_wrong_requests(answer: Any) -> str:
     "Wrong requests to a real server: its answers must name the field."
     import httpx
 
-    bodies = {"prompt": {"prompt": 7}, "n": {"prompt": [5], "n": "many"}, "top_p": {"prompt": [5], "top_p": [1], "seed": "x"}}
-    with _tiny_server() as url, stand_in("teachvllm.entrypoints.protocol:describe_validation", answer) as calls:
+    bodies = {
+        "prompt": {"prompt": 7},
+        "n": {"prompt": [5], "n": "many"},
+        "top_p": {"prompt": [5], "top_p": [1], "seed": "x"},
+    }
+    with (
+        _tiny_server() as url,
+        stand_in("teachvllm.entrypoints.protocol:describe_validation", answer) as calls,
+    ):
         for field, body in bodies.items():
             response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
             told = response.json()["error"]
@@ -106,23 +120,46 @@ register(
         cases=[
             _wrong(("prompt", "Field required")),
             _wrong(("n", "Input should be a valid integer")),
-            _wrong(("prompt str", "Input should be a valid string"), ("prompt list", "Input should be a valid list")),
-            _wrong(("prompt list 0", "Input should be a valid list"), ("prompt list 1", "Input should be a valid list")),
-            _wrong(("", "Value error, stream_options: only with stream=true"), ("", "Value error, n=0 must be at least 1")),
-            _wrong(("", "Value error, top_k=-2 is too small"), ("n", "Input should be a valid integer")),
+            _wrong(
+                ("prompt str", "Input should be a valid string"),
+                ("prompt list", "Input should be a valid list"),
+            ),
+            _wrong(
+                ("prompt list 0", "Input should be a valid list"),
+                ("prompt list 1", "Input should be a valid list"),
+            ),
+            _wrong(
+                ("", "Value error, stream_options: only with stream=true"),
+                ("", "Value error, n=0 must be at least 1"),
+            ),
+            _wrong(
+                ("", "Value error, top_k=-2 is too small"), ("n", "Input should be a valid integer")
+            ),
         ],
         mistakes={
-            "`body` is where FastAPI found the request, no field that a client sent. Look at what comes after it in "
+            "`body` is where FastAPI found the request, no field that a client sent. Look "
+            "at what comes after it in "
             "loc.": _described_body,
             "These are pydantic's words as they are. Say each message with say_plainly.": _described_raw,
-            "The rest of loc says which branch of a union, or which entry of a list. The field is the first part "
+            "The rest of loc says which branch of a union, or which entry of a list. The "
+            "field is the first part "
             "only.": _described_whole,
-            "The same message of the same field is said more than once. Look whether it is there already.": _described_twice,
-            "An error of the request as a whole has no field: no name and no colon before it, and the messages are "
+            (
+                "The same message of the same field is said more than once. Look whether it is "
+                "there already."
+            ): _described_twice,
+            "An error of the request as a whole has no field: no name and no colon before "
+            "it, and the messages are "
             "joined with ', and '.": _described_colon,
-            "The second result is the field of the first entry, and the first entry has none here.": _described_any_field,
+            (
+                "The second result is the field of the first entry, and the first entry has "
+                "none here."
+            ): _described_any_field,
         },
-        hint="Collect the messages in a dictionary by field, which keeps the order, and make the line of it at the end.",
+        hint=(
+            "Collect the messages in a dictionary by field, which keeps the order, and make "
+            "the line of it at the end."
+        ),
         target="teachvllm.entrypoints.protocol:describe_validation",
         engine=_send_wrong_requests,
     ),
@@ -131,14 +168,24 @@ register(
 # %% ../../nbs/93h_exercises_serving.ipynb #0f6b4a26
 def _events(pieces: list[bytes]) -> list[str]:
     *events, _ = b"".join(pieces).decode(errors="ignore").split("\n\n")
-    lines = [line.removeprefix("data: ") for event in events for line in event.split("\n") if line.startswith("data: ")]
+    lines = [
+        line.removeprefix("data: ")
+        for event in events
+        for line in event.split("\n")
+        if line.startswith("data: ")
+    ]
     if "[DONE]" not in lines:
         raise ValueError("the stream broke off")
     return lines[: lines.index("[DONE]")]
 
 
 def _events_by_piece(pieces: list[bytes]) -> Any:
-    lines = [line[6:] for piece in pieces for line in piece.decode(errors="ignore").split("\n") if line.startswith("data: ")]
+    lines = [
+        line[6:]
+        for piece in pieces
+        for line in piece.decode(errors="ignore").split("\n")
+        if line.startswith("data: ")
+    ]
     if "[DONE]" not in lines:
         raise ValueError("the stream broke off")
     return lines[: lines.index("[DONE]")]
@@ -160,7 +207,9 @@ def _events_with_comments(pieces: list[bytes]) -> Any:
 
 def _events_split_inside(pieces: list[bytes]) -> Any:
     _events(pieces)
-    text = "\n".join(line for line in b"".join(pieces).decode().split("\n") if not line.startswith(":"))
+    text = "\n".join(
+        line for line in b"".join(pieces).decode().split("\n") if not line.startswith(":")
+    )
     return [part.strip() for part in text.split("data: ") if part.strip() not in ("", "[DONE]")]
 
 
@@ -172,13 +221,28 @@ def _read_a_stream(answer: Any) -> str:
     "A real server's stream, cut into pieces of seven bytes, against its whole answer."
     import httpx
 
-    body = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    body = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
     with _tiny_server() as url, httpx.Client(timeout=60) as client:
-        whole = client.post(f"{url}/v1/completions", json=body).json()["choices"][0]["logprobs"]["tokens"]
-        with client.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as response:
+        whole = client.post(f"{url}/v1/completions", json=body).json()["choices"][0]["logprobs"][
+            "tokens"
+        ]
+        with client.stream(
+            "POST", f"{url}/v1/completions", json={**body, "stream": True}
+        ) as response:
             pieces = list(response.iter_bytes(7))
     events = answer(pieces)
-    tokens = [token for one in events for choice in json.loads(one)["choices"] for token in choice["logprobs"]["tokens"]]
+    tokens = [
+        token
+        for one in events
+        for choice in json.loads(one)["choices"]
+        for token in choice["logprobs"]["tokens"]
+    ]
     if tokens != whole:
         raise AssertionError(f"the stream's tokens are {tokens}, those of the whole answer {whole}")
     found = f"it took {len(events)} events out of {len(pieces)} pieces of a server's stream"
@@ -198,14 +262,23 @@ register(
             call([b"data: 1\n\ndata: 2\n\n"]),
         ],
         mistakes={
-            "A piece is not an event: the network cuts where it likes. Put the pieces together before you look for "
+            "A piece is not an event: the network cuts where it likes. Put the pieces "
+            "together before you look for "
             "lines.": _events_by_piece,
-            "A character was cut in two, and half a character cannot be decoded. Join the bytes first.": _events_decoded_early,
+            (
+                "A character was cut in two, and half a character cannot be decoded. Join the "
+                "bytes first."
+            ): _events_decoded_early,
             "[DONE] says that the stream is over. It is no data of the answer.": _events_with_done,
             "A line that begins with a colon is a comment: it keeps a connection alive and says "
             "nothing.": _events_with_comments,
-            "`data: ` counts only at the beginning of a line. Here it is a part of the text.": _events_split_inside,
-            "The stream broke off before [DONE], so the answer is not complete. The caller must hear of it.": _events_any_end,
+            (
+                "`data: ` counts only at the beginning of a line. Here it is a part of the text."
+            ): _events_split_inside,
+            (
+                "The stream broke off before [DONE], so the answer is not complete. The caller "
+                "must hear of it."
+            ): _events_any_end,
         },
         hint="Join the pieces, split them at the empty lines, and look at how each line begins.",
         oracle=_events,
@@ -217,9 +290,18 @@ register(
 _ENDLESS = 1000  # messages that a client sends which never ends its body
 
 
-def _body_case(said: str, sizes: list[int], limit: int, keep: bool = True, left: bool = False, ends: bool = True) -> Case:
+def _body_case(
+    said: str,
+    sizes: list[int],
+    limit: int,
+    keep: bool = True,
+    left: bool = False,
+    ends: bool = True,
+) -> Case:
     def run(answer: Any) -> Any:
-        messages = [{"type": "http.request", "body": b"x" * size, "more_body": True} for size in sizes]
+        messages = [
+            {"type": "http.request", "body": b"x" * size, "more_body": True} for size in sizes
+        ]
         if left:
             messages.append({"type": "http.disconnect"})
         elif ends:
@@ -241,8 +323,11 @@ def _body_case(said: str, sizes: list[int], limit: int, keep: bool = True, left:
     return Case(f"NAME(receive, limit={limit}, keep={keep}), where a client sends {said}", run)
 
 # %% ../../nbs/93h_exercises_serving.ipynb #71a63624
-async def _read(receive: Any, limit: int, keep: bool, most: float, hoards: bool = False, gone: bool = True) -> Any:
-    body, size = bytearray(), 0
+async def _read(
+    receive: Any, limit: int, keep: bool, most: float, hoards: bool = False, gone: bool = True
+) -> Any:
+    body = bytearray()
+    size = 0
     while size <= most:
         message = await receive()
         if gone and message["type"] == "http.disconnect":
@@ -259,7 +344,9 @@ async def _body_first_only(receive: Any, limit: int, keep: bool = True) -> Any:
     message = await receive()
     if message["type"] == "http.disconnect":
         return None, 0
-    return (message.get("body", b"") if keep and len(message.get("body", b"")) <= limit else b""), len(message.get("body", b""))
+    return (
+        message.get("body", b"") if keep and len(message.get("body", b"")) <= limit else b""
+    ), len(message.get("body", b""))
 
 
 async def _body_stops_early(receive: Any, limit: int, keep: bool = True) -> Any:
@@ -283,17 +370,25 @@ async def _body_keeps(receive: Any, limit: int, keep: bool = True) -> Any:
 
 # %% ../../nbs/93h_exercises_serving.ipynb #ad655a8d
 def _send_bodies(answer: Any) -> str:
-    "Bodies of all lengths to a real server: a short one is served, a long one refused, and its client reads why."
+    """Bodies of all lengths to a real server: a short one is served, a long one refused, and its
+    client reads why.
+    """
     import httpx
 
-    with _tiny_server(max_request_bytes=2000) as url, stand_in("teachvllm.entrypoints.api_server:read_body", answer) as calls:
+    with (
+        _tiny_server(max_request_bytes=2000) as url,
+        stand_in("teachvllm.entrypoints.api_server:read_body", answer) as calls,
+    ):
         found = {}
         for num_tokens in (3, 600, 6000):
             body = {"prompt": [5] * num_tokens, "max_tokens": 1, "truncate_prompt_tokens": 3}
             response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
             found[len(response.request.content)] = response.status_code
     if list(found.values()) != [200, 200, 413]:
-        raise AssertionError(f"bodies of so many bytes were answered with these statuses: {found}; the limit was 2,000")
+        raise AssertionError(
+            f"bodies of so many bytes were answered with these statuses: {found}; the "
+            "limit was 2,000"
+        )
     return f"a server called it {calls[0]} times; bytes and status of the answers: {found}"
 
 # %% ../../nbs/93h_exercises_serving.ipynb #6a0a2348
@@ -310,17 +405,29 @@ register(
             _body_case("10 bytes again and again, without an end", [10] * _ENDLESS, 10, ends=False),
         ],
         mistakes={
-            "A body comes in several messages. `more_body` says whether there is another one.": _body_first_only,
-            "http.disconnect: the client is gone. There is no body then: None, and the size so far.": _body_not_gone,
-            "With keep=False nothing may be kept: the request is refused already, and only its end is awaited.": _body_keeps,
-            "It stopped at the limit. A client that is still sending cannot read the answer: go on reading, and drop "
+            (
+                "A body comes in several messages. `more_body` says whether there is another one."
+            ): _body_first_only,
+            (
+                "http.disconnect: the client is gone. There is no body then: None, and the "
+                "size so far."
+            ): _body_not_gone,
+            (
+                "With keep=False nothing may be kept: the request is refused already, and only "
+                "its end is awaited."
+            ): _body_keeps,
+            "It stopped at the limit. A client that is still sending cannot read the "
+            "answer: go on reading, and drop "
             "what comes.": _body_stops_early,
-            "More than the limit was kept. From the message on that crosses the limit, count the bytes and drop "
+            "More than the limit was kept. From the message on that crosses the limit, "
+            "count the bytes and drop "
             "them.": _body_hoards,
-            "A client that never ends its body keeps this function busy for ever. Give up beyond 16 times the "
+            "A client that never ends its body keeps this function busy for ever. Give up "
+            "beyond 16 times the "
             "limit.": _body_endless,
         },
-        hint="Take message after message in a loop. For each: is the client gone, how long is the body now, may it be "
+        hint="Take message after message in a loop. For each: is the client gone, how long is "
+        "the body now, may it be "
         "kept, is there more?",
         target="teachvllm.entrypoints.api_server:read_body",
         engine=_send_bodies,

@@ -26,7 +26,9 @@ class _Stored:
     "A matrix in a file: it has a shape, and counts the numbers that an index reads."
 
     def __init__(self, rows: int, columns: int):
-        self.matrix, self.shape, self.read = torch.arange(rows * columns).view(rows, columns), (rows, columns), 0
+        self.matrix = torch.arange(rows * columns).view(rows, columns)
+        self.shape = (rows, columns)
+        self.read = 0
 
     def __getitem__(self, index: tuple[slice, slice]) -> torch.Tensor:
         part = self.matrix[index]
@@ -40,11 +42,23 @@ def _slice_case(rows: int, columns: int, *index: slice) -> Any:
     def run(answer: Any) -> dict[str, Any]:
         stored = _Stored(rows, columns)
         turned = answer(stored)
-        first, part = stored.read, turned[index]
-        return {"shape": tuple(turned.shape), "read when made": first, "part": part.tolist(), "numbers read": stored.read}
+        first = stored.read
+        part = turned[index]
+        return {
+            "shape": tuple(turned.shape),
+            "read when made": first,
+            "part": part.tolist(),
+            "numbers read": stored.read,
+        }
 
     shown = ", ".join(":" if x == slice(None) else f"{x.start}:{x.stop}" for x in index)
-    return _check.Case(f"turned = NAME(a stored matrix of shape ({rows}, {columns})); turned.shape; turned[{shown}]", run)
+    return _check.Case(
+        (
+            f"turned = NAME(a stored matrix of shape ({rows}, {columns})); turned.shape; "
+            f"turned[{shown}]"
+        ),
+        run,
+    )
 
 # %% ../../nbs/93ea_exercises_weights.ipynb #4acfbc40
 class _TransposedSlice(gpt2.TransposedSlice):
@@ -62,7 +76,9 @@ class _TransposedSlice(gpt2.TransposedSlice):
             return self.stored[:, :].T[index]
         if self.slip == "index":
             return self.stored[rows, columns].T
-        return self.stored[columns, rows] if self.slip == "not turned" else super().__getitem__(index)
+        return (
+            self.stored[columns, rows] if self.slip == "not turned" else super().__getitem__(index)
+        )
 
 
 def _slice_with(slip: str) -> type:
@@ -75,42 +91,72 @@ def _load_turned(answer: Any) -> str:
     hf_model = _theirs("gpt2", n_inner=80)
 
     def load(folder: Path, parallel: Any) -> list[torch.Tensor]:
-        model = gpt2.GPT2LMHeadModel(hf_model.config, ModelContext(TorchSDPABackend, 4, torch.float32, parallel=parallel))
+        model = gpt2.GPT2LMHeadModel(
+            hf_model.config, ModelContext(TorchSDPABackend, 4, torch.float32, parallel=parallel)
+        )
         load_weights(model, find_weights(folder, "auto", sliced=True))
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     with tempfile.TemporaryDirectory() as folder:
         hf_model.save_pretrained(folder)
         ours = run_ranks(partial(load, Path(folder)), tensor_parallel_size=2)
-        with _check.stand_in("teachvllm.model_executor.models.gpt2:TransposedSlice", answer) as calls:
+        with _check.stand_in(
+            "teachvllm.model_executor.models.gpt2:TransposedSlice", answer
+        ) as calls:
             theirs = run_ranks(partial(load, Path(folder)), tensor_parallel_size=2)
-    assert all(torch.equal(a, b) for one, two in zip(ours, theirs, strict=True) for a, b in zip(one, two, strict=True)), "other weights"
-    return f"two ranks loaded a GPT-2 from its file through {calls[0]} of your slices, each its half, the same numbers as with ours"
+    assert all(
+        torch.equal(a, b)
+        for one, two in zip(ours, theirs, strict=True)
+        for a, b in zip(one, two, strict=True)
+    ), "other weights"
+    return (
+        f"two ranks loaded a GPT-2 from its file through {calls[0]} of your slices, each its "
+        "half, the same numbers as with ours"
+    )
 
 # %% ../../nbs/93ea_exercises_weights.ipynb #f39c9e37
-_check.register(_check.Exercise(
-    name="TransposedSlice",
-    chapter="33f_gpt2",
-    target="teachvllm.model_executor.models.gpt2:TransposedSlice",
-    cases=[
-        _slice_case(2, 3, slice(None), slice(None)), _slice_case(3, 4, slice(1, 3), slice(None)), _slice_case(3, 4, slice(None), slice(0, 2)),
-        _slice_case(4, 4, slice(0, 2), slice(1, 4)),
-    ],
-    mistakes={
-        "`shape` is that of the stored matrix. Asked for is the shape of the transpose.": _slice_with("shape"),
-        "The part that was read is not turned around: the transpose of a small piece costs nothing, `.T`.": _slice_with("not turned"),
-        "The two parts of the index were not exchanged: rows of the transpose are columns of what is stored.": _slice_with("index"),
-        "Right numbers, but the whole matrix was read when the object was made. Keep what is stored, and read when an index comes.":
-            _slice_with("reads all"),
-        "Right numbers, but the whole matrix was read and cut then. Read only the part that is asked for.": _slice_with("then cuts"),
-    },
-    hint="Row r and column c of the transpose: where does that number stand in what is stored?",
-    engine=_load_turned,
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="TransposedSlice",
+        chapter="33f_gpt2",
+        target="teachvllm.model_executor.models.gpt2:TransposedSlice",
+        cases=[
+            _slice_case(2, 3, slice(None), slice(None)),
+            _slice_case(3, 4, slice(1, 3), slice(None)),
+            _slice_case(3, 4, slice(None), slice(0, 2)),
+            _slice_case(4, 4, slice(0, 2), slice(1, 4)),
+        ],
+        mistakes={
+            "`shape` is that of the stored matrix. Asked for is the shape of the transpose.": _slice_with(
+                "shape"
+            ),
+            (
+                "The part that was read is not turned around: the transpose of a small piece "
+                "costs nothing, `.T`."
+            ): _slice_with("not turned"),
+            (
+                "The two parts of the index were not exchanged: rows of the transpose are "
+                "columns of what is stored."
+            ): _slice_with("index"),
+            (
+                "Right numbers, but the whole matrix was read when the object was made. Keep "
+                "what is stored, and read when an index comes."
+            ): _slice_with("reads all"),
+            (
+                "Right numbers, but the whole matrix was read and cut then. Read only the part "
+                "that is asked for."
+            ): _slice_with("then cuts"),
+        },
+        hint="Row r and column c of the transpose: where does that number stand in what is stored?",
+        engine=_load_turned,
+    )
+)
 
 # %% ../../nbs/93ea_exercises_weights.ipynb #dfa896e8
 def _group_by_expert(experts: torch.Tensor, num_experts: int, slip: str = "") -> Any:
-    "Where each choice goes, and where each expert's end; with `slip` one of the usual mistakes is made."
+    """Where each choice goes, and where each expert's end; with `slip` one of the usual mistakes is
+    made.
+    """
     flat = experts.T.flatten() if slip == "columns" else experts.flatten()
     chosen, order = flat.sort(stable=True, descending=slip == "falling")
     counts = torch.bincount(flat, minlength=num_experts)
@@ -134,39 +180,83 @@ def _group_by_expert(experts: torch.Tensor, num_experts: int, slip: str = "") ->
 # %% ../../nbs/93ea_exercises_weights.ipynb #8ed513d1
 def _as_lists(result: Any) -> Any:
     "A pair of tensors as a pair of lists; anything else as it is."
-    return [x.tolist() if hasattr(x, "tolist") else x for x in result] if isinstance(result, tuple | list) else result
+    return (
+        [x.tolist() if hasattr(x, "tolist") else x for x in result]
+        if isinstance(result, tuple | list)
+        else result
+    )
 
 
 def _group_case(choices: list[list[int]], num_experts: int) -> Any:
     "These choices, token by token."
     case = _check.call(torch.tensor(choices), num_experts)
-    return _check.Case(f"NAME(torch.tensor({_check.short(choices, 60)}), num_experts={num_experts})", lambda answer: _as_lists(case.run(answer)))
+    return _check.Case(
+        f"NAME(torch.tensor({_check.short(choices, 60)}), num_experts={num_experts})",
+        lambda answer: _as_lists(case.run(answer)),
+    )
 
 # %% ../../nbs/93ea_exercises_weights.ipynb #01033d96
-_check.register(_check.Exercise(
-    name="group_by_expert",
-    chapter="33g_moe",
-    target="teachvllm.model_executor.models.moe:group_by_expert",
-    cases=[
-        _group_case([[0], [1]], 2), _group_case([[2], [0], [1], [0]], 3), _group_case([[1, 0], [0, 1]], 2), _group_case([[2, 0], [3, 0]], 4),
-        _group_case([[0, 1]], 4), _group_case([[5, 3], [3, 1], [5, 1], [0, 3]], 8),
-    ],
-    mistakes={
-        "These are the numbers of rows, not where they end: add them up as you go.": partial(_group_by_expert, slip="counts"),
-        "These are the places where each expert's rows begin. Asked for is where they end.": partial(_group_by_expert, slip="starts"),
-        "Sorted from the last expert to the first: stretches must stand in the order of the experts.": partial(_group_by_expert, slip="falling"),
-        "`order` holds the experts themselves. It must say which choice stands there: its place in the flat list.":
-            partial(_group_by_expert, slip="sorted"),
-        "`order` is the other way round: it says where each choice goes. Asked for is which choice comes first, second, …":
-            partial(_group_by_expert, slip="places"),
-        "`order` holds tokens. A token has several choices, so it must be the place of the choice; the caller divides by top_k.":
-            partial(_group_by_expert, slip="tokens"),
-        "The choices were read column by column. Read them row by row, token after token.": partial(_group_by_expert, slip="columns"),
-        "An expert without rows was left out. It has an end, too: that of the expert before.": partial(_group_by_expert, slip="only used"),
-        "The last experts are missing because no token chose them. `num_experts` ends are asked for.":
-            partial(_group_by_expert, slip="up to the last"),
-    },
-    hint="Sort first; then ask of each expert how many of the sorted choices are not beyond it.",
-    engine=partial(_serve_with, {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2, "num_local_experts": 4,
-                                 "num_experts_per_tok": 2}, "teachvllm.model_executor.models.moe:group_by_expert"),
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="group_by_expert",
+        chapter="33g_moe",
+        target="teachvllm.model_executor.models.moe:group_by_expert",
+        cases=[
+            _group_case([[0], [1]], 2),
+            _group_case([[2], [0], [1], [0]], 3),
+            _group_case([[1, 0], [0, 1]], 2),
+            _group_case([[2, 0], [3, 0]], 4),
+            _group_case([[0, 1]], 4),
+            _group_case([[5, 3], [3, 1], [5, 1], [0, 3]], 8),
+        ],
+        mistakes={
+            "These are the numbers of rows, not where they end: add them up as you go.": partial(
+                _group_by_expert, slip="counts"
+            ),
+            (
+                "These are the places where each expert's rows begin. Asked for is where they end."
+            ): partial(_group_by_expert, slip="starts"),
+            (
+                "Sorted from the last expert to the first: stretches must stand in the order "
+                "of the experts."
+            ): partial(_group_by_expert, slip="falling"),
+            (
+                "`order` holds the experts themselves. It must say which choice stands there: "
+                "its place in the flat list."
+            ): partial(_group_by_expert, slip="sorted"),
+            (
+                "`order` is the other way round: it says where each choice goes. Asked for is "
+                "which choice comes first, second, …"
+            ): partial(_group_by_expert, slip="places"),
+            (
+                "`order` holds tokens. A token has several choices, so it must be the place of "
+                "the choice; the caller divides by top_k."
+            ): partial(_group_by_expert, slip="tokens"),
+            (
+                "The choices were read column by column. Read them row by row, token after token."
+            ): partial(_group_by_expert, slip="columns"),
+            (
+                "An expert without rows was left out. It has an end, too: that of the expert "
+                "before."
+            ): partial(_group_by_expert, slip="only used"),
+            (
+                "The last experts are missing because no token chose them. `num_experts` ends "
+                "are asked for."
+            ): partial(_group_by_expert, slip="up to the last"),
+        },
+        hint=(
+            "Sort first; then ask of each expert how many of the sorted choices are not beyond it."
+        ),
+        engine=partial(
+            _serve_with,
+            {
+                "model_type": "mixtral",
+                "architectures": ["MixtralForCausalLM"],
+                "num_key_value_heads": 2,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+            "teachvllm.model_executor.models.moe:group_by_expert",
+        ),
+    )
+)

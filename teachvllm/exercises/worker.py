@@ -25,7 +25,9 @@ from ..worker.worker import Worker
 
 # %% ../../nbs/93f_exercises_worker.ipynb #5e605341
 def _serve_with(target: str, adapter: Any, **options: Any) -> str:
-    "Serve the usual requests with `adapter` in the place of `target`: what happened, in a line. `AssertionError` if it went wrong."
+    """Serve the usual requests with `adapter` in the place of `target`: what happened, in a line.
+    `AssertionError` if it went wrong.
+    """
     shell = _check.Exercise("", "", [], {}, "", target=target, engine=options)
     worked, said = _check.try_in_engine(shell, adapter)
     assert worked, said
@@ -33,7 +35,9 @@ def _serve_with(target: str, adapter: Any, **options: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    "Tensors and arrays, also inside dictionaries, as lists: what kind they are is not the question."
+    """Tensors and arrays, also inside dictionaries, as lists: what kind they are is not the
+    question.
+    """
     if isinstance(value, dict):
         return {name: _plain(x) for name, x in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
@@ -50,22 +54,34 @@ class _CountOperations(TorchDispatchMode):
 
 
 def _pool(num_blocks: int, first: int) -> list[torch.Tensor]:
-    "Two layers of blocks with one number for keys and one for values: block b of layer l has first + b + 100 l, values 1000 more."
+    """Two layers of blocks with one number for keys and one for values: block b of layer l has
+    first + b + 100 l, values 1000 more.
+    """
     block = torch.arange(num_blocks).view(1, -1, 1, 1, 1) + first
-    return [(block + 100 * layer + 1000 * torch.arange(2).view(2, 1, 1, 1, 1)).contiguous() for layer in range(2)]
+    return [
+        (block + 100 * layer + 1000 * torch.arange(2).view(2, 1, 1, 1, 1)).contiguous()
+        for layer in range(2)
+    ]
 
 
-def _copy_case(pairs: list[tuple[int, int]], num_source: int = 3, num_target: int = 0) -> "_check.Case":
+def _copy_case(
+    pairs: list[tuple[int, int]], num_source: int = 3, num_target: int = 0
+) -> "_check.Case":
     "Copy inside one pool, or into another one of `num_target` blocks; what is in both afterwards."
 
     def run(answer: Any) -> dict[str, Any]:
         source = _pool(num_source, 10)
         target = _pool(num_target, 50) if num_target else source
         answer(source, target, list(pairs))
-        return {name: [x[:, :, 0, 0, 0].tolist() for x in pool] for name, pool in (("source", source), ("target", target))}
+        return {
+            name: [x[:, :, 0, 0, 0].tolist() for x in pool]
+            for name, pool in (("source", source), ("target", target))
+        }
 
     where = "host, with blocks 50, 51, …" if num_target else "the same pool"
-    return _check.Case(f"NAME(source, target, {pairs}): source has blocks 10, 11, …, target is {where}", run)
+    return _check.Case(
+        f"NAME(source, target, {pairs}): source has blocks 10, 11, …, target is {where}", run
+    )
 
 
 def _operations(answer: Any) -> dict[str, bool]:
@@ -84,7 +100,8 @@ def _wrong_copy(source: list, target: list, blocks: list[tuple[int, int]], slip:
         return
     from_ids, to_ids = map(list, zip(*blocks, strict=True))
     if slip == "first layer":
-        source, target = source[:1], target[:1]
+        source = source[:1]
+        target = target[:1]
     if slip == "backwards":
         from_ids, to_ids = to_ids, from_ids
     for a, b in zip(source, target, strict=True):
@@ -102,40 +119,74 @@ def _wrong_copy(source: list, target: list, blocks: list[tuple[int, int]], slip:
             b[:, to_ids] = a[:, from_ids]
 
 
-_check.register(_check.Exercise(
-    name="copy_blocks",
-    chapter="40_cache_engine",
-    target="teachvllm.worker.cache_engine:copy_blocks",
-    cases=[
-        _copy_case([(0, 2)]), _copy_case([(2, 0)], num_target=4), _copy_case([(0, 3), (2, 1)], num_target=4), _copy_case([]),
-        _copy_case([(0, 1), (1, 2)]), _check.Case("NAME(source, target, pairs) with one pair, then with eight", _operations),
-    ],
-    mistakes={
-        "Only the first layer was copied. `source` and `target` are lists with one tensor a layer: go through both together.":
-            partial(_wrong_copy, slip="first layer"),
-        "A pair is (from, to), and here the second block was copied onto the first. Which place of the pair belongs to `source`?":
-            partial(_wrong_copy, slip="backwards"),
-        "The keys moved, the values did not. Index 0 of a layer's tensor is keys, 1 is values: take both, with `:`.":
-            partial(_wrong_copy, slip="keys"),
-        "The block ids index the first axis, which is keys and values. Look at the shape again: which axis counts blocks?":
-            partial(_wrong_copy, slip="axis"),
-        "Nothing arrived in `target`: a new tensor was made and dropped. Assign into the tensor that is there: `b[...] = ...`.":
-            partial(_wrong_copy, slip="new"),
-        "An empty list of pairs is the usual case, and it fails here: what does `zip(*[])` give? Do nothing if there is nothing to do.":
-            partial(_wrong_copy, slip="empty"),
-        "Block 1 was overwritten before it was read. A loop does that; read all blocks of a layer before you write the first one.":
-            partial(_wrong_copy, slip="chain"),
-        "Right in every number, but each pair takes operations of its own. Can an index be a list of ids, for all pairs at once?":
-            partial(_wrong_copy, slip="loop"),
-    },
-    hint="For one layer: which blocks are read, into what, and onto which blocks is that written?",
-    engine={"preemption_mode": "swap", "swap_space": 0.01},
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="copy_blocks",
+        chapter="40_cache_engine",
+        target="teachvllm.worker.cache_engine:copy_blocks",
+        cases=[
+            _copy_case([(0, 2)]),
+            _copy_case([(2, 0)], num_target=4),
+            _copy_case([(0, 3), (2, 1)], num_target=4),
+            _copy_case([]),
+            _copy_case([(0, 1), (1, 2)]),
+            _check.Case("NAME(source, target, pairs) with one pair, then with eight", _operations),
+        ],
+        mistakes={
+            (
+                "Only the first layer was copied. `source` and `target` are lists with one "
+                "tensor a layer: go through both together."
+            ): partial(_wrong_copy, slip="first layer"),
+            (
+                "A pair is (from, to), and here the second block was copied onto the first. "
+                "Which place of the pair belongs to `source`?"
+            ): partial(_wrong_copy, slip="backwards"),
+            (
+                "The keys moved, the values did not. Index 0 of a layer's tensor is keys, 1 is "
+                "values: take both, with `:`."
+            ): partial(_wrong_copy, slip="keys"),
+            (
+                "The block ids index the first axis, which is keys and values. Look at the "
+                "shape again: which axis counts blocks?"
+            ): partial(_wrong_copy, slip="axis"),
+            (
+                "Nothing arrived in `target`: a new tensor was made and dropped. Assign into "
+                "the tensor that is there: `b[...] = ...`."
+            ): partial(_wrong_copy, slip="new"),
+            (
+                "An empty list of pairs is the usual case, and it fails here: what does "
+                "`zip(*[])` give? Do nothing if there is nothing to do."
+            ): partial(_wrong_copy, slip="empty"),
+            (
+                "Block 1 was overwritten before it was read. A loop does that; read all blocks "
+                "of a layer before you write the first one."
+            ): partial(_wrong_copy, slip="chain"),
+            (
+                "Right in every number, but each pair takes operations of its own. Can an "
+                "index be a list of ids, for all pairs at once?"
+            ): partial(_wrong_copy, slip="loop"),
+        },
+        hint=(
+            "For one layer: which blocks are read, into what, and onto which blocks is that "
+            "written?"
+        ),
+        engine={"preemption_mode": "swap", "swap_space": 0.01},
+    )
+)
 
 # %% ../../nbs/93f_exercises_worker.ipynb #c4000ed5
-def _lay_out(tables: list, num_computed: list, num_scheduled: list, block_size: int, slip: str = "") -> dict[str, list]:
-    "Where each new token stands, and where its key and value go; with `slip` one of the usual mistakes is made."
-    out: dict[str, list] = {"query_start_loc": [0], "seq_lens": [], "positions": [], "slot_mapping": []}
+def _lay_out(
+    tables: list, num_computed: list, num_scheduled: list, block_size: int, slip: str = ""
+) -> dict[str, list]:
+    """Where each new token stands, and where its key and value go; with `slip` one of the usual
+    mistakes is made.
+    """
+    out: dict[str, list] = {
+        "query_start_loc": [0],
+        "seq_lens": [],
+        "positions": [],
+        "slot_mapping": [],
+    }
     for table, computed, n in zip(tables, num_computed, num_scheduled, strict=True):
         for i in range(n):
             position = {"anew": i, "runs on": len(out["positions"])}.get(slip, computed + i)
@@ -144,11 +195,17 @@ def _lay_out(tables: list, num_computed: list, num_scheduled: list, block_size: 
             if slip == "swapped":
                 block, offset = offset, block
             out["positions"].append(position)
-            out["slot_mapping"].append(place if slip == "logical" else table[block] * (1 if slip == "id" else block_size) + offset)
+            out["slot_mapping"].append(
+                place
+                if slip == "logical"
+                else table[block] * (1 if slip == "id" else block_size) + offset
+            )
         out["query_start_loc"].append(len(out["positions"]))
         out["seq_lens"].append(n if slip == "short" else computed + n)
     if slip in ("ends", "starts"):
-        out["query_start_loc"] = out["query_start_loc"][1:] if slip == "ends" else out["query_start_loc"][:-1]
+        out["query_start_loc"] = (
+            out["query_start_loc"][1:] if slip == "ends" else out["query_start_loc"][:-1]
+        )
     return out
 
 
@@ -160,18 +217,27 @@ class _LaidOut(Batch):
     def __init__(self, state: Any, num_scheduled_tokens: dict[int, int]):
         super().__init__(state, num_scheduled_tokens)
         index = self.req_indices
-        tables = [row[:n].tolist() for row, n in zip(state.block_table[index], state.num_blocks[index], strict=True)]
+        tables = [
+            row[:n].tolist()
+            for row, n in zip(state.block_table[index], state.num_blocks[index], strict=True)
+        ]
         computed = state.num_computed_tokens[index].tolist()
         x = type(self).lay_out(tables, computed, self.num_scheduled.tolist(), state.block_size)
         self.query_start_loc, self.seq_lens, self.positions, self.slot_mapping = (
-            np.asarray(x[name], np.int64) for name in ("query_start_loc", "seq_lens", "positions", "slot_mapping")
+            np.asarray(x[name], np.int64)
+            for name in ("query_start_loc", "seq_lens", "positions", "slot_mapping")
         )
-        self.token_ids = state.token_ids[np.repeat(index, self.num_scheduled), self.positions].astype(np.int64)
+        self.token_ids = state.token_ids[
+            np.repeat(index, self.num_scheduled), self.positions
+        ].astype(np.int64)
 
 
 def _serve_laid_out(answer: Any) -> str:
     "Serve with batches that `answer` lays out."
-    return _serve_with("teachvllm.worker.model_runner:Batch", type("Batch", (_LaidOut,), {"lay_out": staticmethod(answer)}))
+    return _serve_with(
+        "teachvllm.worker.model_runner:Batch",
+        type("Batch", (_LaidOut,), {"lay_out": staticmethod(answer)}),
+    )
 
 # %% ../../nbs/93f_exercises_worker.ipynb #f45081a8
 def _lay_out_case(*args: Any) -> "_check.Case":
@@ -180,40 +246,73 @@ def _lay_out_case(*args: Any) -> "_check.Case":
     return _check.Case(case.said, lambda answer: _plain(case.run(answer)))
 
 
-_check.register(_check.Exercise(
-    name="lay_out",
-    chapter="41_model_runner",
-    oracle=_lay_out,
-    cases=[
-        _lay_out_case([[7]], [0], [3], 4), _lay_out_case([[7, 3], [5]], [0, 0], [6, 2], 4), _lay_out_case([[7, 3]], [2], [3], 4),
-        _lay_out_case([[5], [7, 3, 2]], [2, 8], [1, 1], 4), _lay_out_case([[5], [7, 3, 2], [4, 9]], [15, 30, 0], [1, 4, 20], 16),
-    ],
-    mistakes={
-        "`query_start_loc` lacks its first entry: it must say where the first sequence begins, too, so it has one entry more than sequences.":
-            partial(_lay_out, slip="ends"),
-        "`query_start_loc` lacks its last entry, where the last sequence ends: it has one entry more than there are sequences.":
-            partial(_lay_out, slip="starts"),
-        "`slot_mapping` holds positions. The cache is shared: go through the sequence's block table to the block, then to the place in it.":
-            partial(_lay_out, slip="logical"),
-        "The block's id was not multiplied: block 7 begins at cache slot 7 × block_size.": partial(_lay_out, slip="id"),
-        "Quotient and remainder are exchanged: which of `//` and `%` says the block, and which the place in it?":
-            partial(_lay_out, slip="swapped"),
-        "Positions run on into the next sequence. They count inside a sequence; only `query_start_loc` counts along the batch.":
-            partial(_lay_out, slip="runs on"),
-        "Positions begin at 0 although some tokens were computed in earlier steps: where does this step's first token stand?":
-            partial(_lay_out, slip="anew"),
-        "The positions are right, but cache slots are counted from this step's first token. A token's slot follows from its position.":
-            partial(_lay_out, slip="new only"),
-        "`seq_lens` holds only this step's tokens. Attention reads the earlier ones, too: how long is the sequence after the step?":
-            partial(_lay_out, slip="short"),
-    },
-    hint="Take one sequence: which positions are new? Then for one position: which block of the table, and which place in it?",
-    engine=_serve_laid_out,
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="lay_out",
+        chapter="41_model_runner",
+        oracle=_lay_out,
+        cases=[
+            _lay_out_case([[7]], [0], [3], 4),
+            _lay_out_case([[7, 3], [5]], [0, 0], [6, 2], 4),
+            _lay_out_case([[7, 3]], [2], [3], 4),
+            _lay_out_case([[5], [7, 3, 2]], [2, 8], [1, 1], 4),
+            _lay_out_case([[5], [7, 3, 2], [4, 9]], [15, 30, 0], [1, 4, 20], 16),
+        ],
+        mistakes={
+            (
+                "`query_start_loc` lacks its first entry: it must say where the first sequence "
+                "begins, too, so it has one entry more than sequences."
+            ): partial(_lay_out, slip="ends"),
+            (
+                "`query_start_loc` lacks its last entry, where the last sequence ends: it has "
+                "one entry more than there are sequences."
+            ): partial(_lay_out, slip="starts"),
+            (
+                "`slot_mapping` holds positions. The cache is shared: go through the "
+                "sequence's block table to the block, then to the place in it."
+            ): partial(_lay_out, slip="logical"),
+            (
+                "The block's id was not multiplied: block 7 begins at cache slot 7 × block_size."
+            ): partial(_lay_out, slip="id"),
+            (
+                "Quotient and remainder are exchanged: which of `//` and `%` says the block, "
+                "and which the place in it?"
+            ): partial(_lay_out, slip="swapped"),
+            (
+                "Positions run on into the next sequence. They count inside a sequence; only "
+                "`query_start_loc` counts along the batch."
+            ): partial(_lay_out, slip="runs on"),
+            (
+                "Positions begin at 0 although some tokens were computed in earlier steps: "
+                "where does this step's first token stand?"
+            ): partial(_lay_out, slip="anew"),
+            (
+                "The positions are right, but cache slots are counted from this step's first "
+                "token. A token's slot follows from its position."
+            ): partial(_lay_out, slip="new only"),
+            (
+                "`seq_lens` holds only this step's tokens. Attention reads the earlier ones, "
+                "too: how long is the sequence after the step?"
+            ): partial(_lay_out, slip="short"),
+        },
+        hint=(
+            "Take one sequence: which positions are new? Then for one position: which block of "
+            "the table, and which place in it?"
+        ),
+        engine=_serve_laid_out,
+    )
+)
 
 # %% ../../nbs/93f_exercises_worker.ipynb #95e21efb
 def _kv_blocks(
-    total: int, free: int, utilization: float, weights: int, activations: int, non_torch: int, block_bytes: int, slip: str = ""
+    total: int,
+    free: int,
+    utilization: float,
+    weights: int,
+    activations: int,
+    non_torch: int,
+    block_bytes: int,
+    slip: str = "",
 ) -> int:
     "How many KV blocks fit into the budget; with `slip` one of the usual mistakes is made."
     need = weights + activations + non_torch
@@ -236,55 +335,103 @@ def _kv_blocks(
 
 def _profile_with(answer: Any) -> str:
     "Serve with a cache of as many blocks as `answer` says; the profiler must say the same."
-    numbers, budget = [], 32 << 20
+    numbers = []
+    budget = 32 << 20
 
     def num_gpu_blocks(self: Any, block_bytes: int, max_model_len: int) -> int:
-        x, start = self.profile, self.start
-        mine = answer(start.total, start.free, self.config.gpu_memory_utilization, x.weights, x.activations, x.non_torch, block_bytes)
+        x = self.profile
+        start = self.start
+        mine = answer(
+            start.total,
+            start.free,
+            self.config.gpu_memory_utilization,
+            x.weights,
+            x.activations,
+            x.non_torch,
+            block_bytes,
+        )
         numbers.append((mine, ours(self, block_bytes, max_model_len)))
         assert mine == numbers[-1][1], f"the profiler finds {numbers[-1][1]} blocks, not {mine}"
         return mine
 
     ours = vars(MemoryProfiler)["num_gpu_blocks"]
-    options = {"num_gpu_blocks_override": None, "gpu_memory_utilization": budget / available_memory()}
-    said = _serve_with("teachvllm.worker.memory_profiling:MemoryProfiler.num_gpu_blocks", num_gpu_blocks, **options)
-    return f"a budget of {budget >> 20} MiB gives {numbers[-1][0]:,} blocks of the tiny model, as the profiler says; {said}"
+    options = {
+        "num_gpu_blocks_override": None,
+        "gpu_memory_utilization": budget / available_memory(),
+    }
+    said = _serve_with(
+        "teachvllm.worker.memory_profiling:MemoryProfiler.num_gpu_blocks", num_gpu_blocks, **options
+    )
+    return (
+        f"a budget of {budget >> 20} MiB gives {numbers[-1][0]:,} blocks of the tiny model, as "
+        f"the profiler says; {said}"
+    )
 
 # %% ../../nbs/93f_exercises_worker.ipynb #c7349f25
-_check.register(_check.Exercise(
-    name="kv_blocks",
-    chapter="42_memory_profiling",
-    oracle=_kv_blocks,
-    cases=[
-        _check.call(1000, 1000, 0.9, 100, 60, 40, 10), _check.call(1000, 1000, 0.9, 101, 60, 40, 10),
-        _check.call(1000, 800, 0.9, 100, 60, 40, 10), _check.call(1000, 1000, 0.5, 700, 60, 40, 10),
-        _check.call(1000, 500, 0.4, 100, 60, 40, 10),
-        _check.call(24 << 30, 23 << 30, 0.9, 1 << 28, 1 << 29, 1 << 29, 589_824),
-    ],
-    mistakes={
-        "The fraction was taken of what is left after the weights. It is the engine's share of the whole card: take it first, then subtract.":
-            partial(_kv_blocks, slip="last"),
-        "The activations are missing. While a step runs its intermediate results must fit, too.": partial(_kv_blocks, slip="activations"),
-        "The non-torch memory is missing: CUDA and its libraries take that, whatever torch allocates.": partial(_kv_blocks, slip="non_torch"),
-        "Rounded up: the last block would be only partly there. A block needs all of its bytes.": partial(_kv_blocks, slip="up"),
-        "The budget is more than is free: 0.9 of the card, though another process holds a part. Which of the two limits is the smaller?":
-            partial(_kv_blocks, slip="not there"),
-        "That is free × utilization, the formula of old posts. The fraction is of the whole card; what is free is only an upper limit.":
-            partial(_kv_blocks, slip="of free"),
-        "The other process's memory was subtracted from the budget. It is not this engine's; it only limits how large the budget can be.":
-            partial(_kv_blocks, slip="charged"),
-        "A negative number of blocks: the weights do not fit, and then no block does.": partial(_kv_blocks, slip="negative"),
-    },
-    hint="First the budget: which share of which number, and which limit? Then subtract; then divide.",
-    engine=_profile_with,
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="kv_blocks",
+        chapter="42_memory_profiling",
+        oracle=_kv_blocks,
+        cases=[
+            _check.call(1000, 1000, 0.9, 100, 60, 40, 10),
+            _check.call(1000, 1000, 0.9, 101, 60, 40, 10),
+            _check.call(1000, 800, 0.9, 100, 60, 40, 10),
+            _check.call(1000, 1000, 0.5, 700, 60, 40, 10),
+            _check.call(1000, 500, 0.4, 100, 60, 40, 10),
+            _check.call(24 << 30, 23 << 30, 0.9, 1 << 28, 1 << 29, 1 << 29, 589_824),
+        ],
+        mistakes={
+            (
+                "The fraction was taken of what is left after the weights. It is the engine's "
+                "share of the whole card: take it first, then subtract."
+            ): partial(_kv_blocks, slip="last"),
+            (
+                "The activations are missing. While a step runs its intermediate results must "
+                "fit, too."
+            ): partial(_kv_blocks, slip="activations"),
+            (
+                "The non-torch memory is missing: CUDA and its libraries take that, whatever "
+                "torch allocates."
+            ): partial(_kv_blocks, slip="non_torch"),
+            (
+                "Rounded up: the last block would be only partly there. A block needs all of "
+                "its bytes."
+            ): partial(_kv_blocks, slip="up"),
+            (
+                "The budget is more than is free: 0.9 of the card, though another process "
+                "holds a part. Which of the two limits is the smaller?"
+            ): partial(_kv_blocks, slip="not there"),
+            (
+                "That is free × utilization, the formula of old posts. The fraction is of the "
+                "whole card; what is free is only an upper limit."
+            ): partial(_kv_blocks, slip="of free"),
+            (
+                "The other process's memory was subtracted from the budget. It is not this "
+                "engine's; it only limits how large the budget can be."
+            ): partial(_kv_blocks, slip="charged"),
+            "A negative number of blocks: the weights do not fit, and then no block does.": partial(
+                _kv_blocks, slip="negative"
+            ),
+        },
+        hint=(
+            "First the budget: which share of which number, and which limit? Then subtract; "
+            "then divide."
+        ),
+        engine=_profile_with,
+    )
+)
 
 # %% ../../nbs/93f_exercises_worker.ipynb #32672671
 _pad_inputs = partial(pad_inputs)  # ours, also while an answer stands in for it
 
 
-def _pad_to_bucket(inputs: dict[str, Any], sizes: list[int], width: int, slip: str = "") -> dict[str, Any]:
-    "A batch of decodes as one of the smallest of `sizes` that fits; with `slip` one of the usual mistakes is made."
+def _pad_to_bucket(
+    inputs: dict[str, Any], sizes: list[int], width: int, slip: str = ""
+) -> dict[str, Any]:
+    """A batch of decodes as one of the smallest of `sizes` that fits; with `slip` one of the usual
+    mistakes is made.
+    """
     num_seqs = len(inputs["token_ids"])
     fits = [size for size in sizes if size >= num_seqs + (slip == "next")]
     padded = _pad_inputs(inputs, fits[0] if slip == "first" else min(fits), width)
@@ -303,7 +450,14 @@ def _decodes(num_seqs: int, width: int) -> dict[str, np.ndarray]:
     "What a batch of so many decodes consists of, without `query_start_loc`."
     i = np.arange(num_seqs)
     table = (10 * i[:, None] + np.arange(width) + 1).astype(np.int32)
-    return {"token_ids": 11 + i, "token_indices": i - 1, "positions": 4 + i, "slot_mapping": 40 + i, "seq_lens": 5 + i, "block_table": table}
+    return {
+        "token_ids": 11 + i,
+        "token_indices": i - 1,
+        "positions": 4 + i,
+        "slot_mapping": 40 + i,
+        "seq_lens": 5 + i,
+        "block_table": table,
+    }
 
 
 def _pad_case(num_seqs: int, sizes: list[int], width: int) -> "_check.Case":
@@ -311,19 +465,32 @@ def _pad_case(num_seqs: int, sizes: list[int], width: int) -> "_check.Case":
 
     def run(answer: Any) -> Any:
         padded = answer(_decodes(num_seqs, 2), list(sizes), width)
-        arrays = isinstance(padded, dict) and all(isinstance(x, np.ndarray) for x in padded.values())
-        return {name: (x.dtype.name, x.tolist()) for name, x in padded.items()} if arrays else padded
+        arrays = isinstance(padded, dict) and all(
+            isinstance(x, np.ndarray) for x in padded.values()
+        )
+        return (
+            {name: (x.dtype.name, x.tolist()) for name, x in padded.items()} if arrays else padded
+        )
 
-    return _check.Case(f"NAME(inputs, sizes={sizes}, width={width}) for {num_seqs} sequences with tables of 2 blocks", run)
+    return _check.Case(
+        (
+            f"NAME(inputs, sizes={sizes}, width={width}) for {num_seqs} sequences with tables "
+            "of 2 blocks"
+        ),
+        run,
+    )
 
 # %% ../../nbs/93f_exercises_worker.ipynb #42157246
 class _WritableOracle(ReferenceBackend):
-    "The plain attention, in which cache slots of -1 are written nowhere: what a graph's padding needs."
+    """The plain attention, in which cache slots of -1 are written nowhere: what a graph's padding
+    needs.
+    """
 
     supports_graphs = True
 
     def do_kv_cache_update(self, key: Any, value: Any, kv_cache: Any, meta: Any) -> None:
-        real, block_size = meta.slot_mapping >= 0, kv_cache.shape[2]
+        real = meta.slot_mapping >= 0
+        block_size = kv_cache.shape[2]
         slots = meta.slot_mapping[real]
         kv_cache[0, slots // block_size, slots % block_size] = key[real]
         kv_cache[1, slots // block_size, slots % block_size] = value[real]
@@ -334,54 +501,95 @@ class _StandInWorker(Worker):
 
     def compile_or_warm_up_model(self) -> None:
         super().compile_or_warm_up_model()
-        where = self.model_runner, graph_sizes(self.config.scheduler_config.max_num_seqs), self.cache_engine.gpu_cache
+        where = (
+            self.model_runner,
+            graph_sizes(self.config.scheduler_config.max_num_seqs),
+            self.cache_engine.gpu_cache,
+        )
         self.model_runner.graphs = CudaGraphRunner(*where, StandInGraph)
 
 # %% ../../nbs/93f_exercises_worker.ipynb #e3a28e79
 def _replay_with(answer: Any) -> str:
     "Serve through stand-ins for graphs whose inputs `answer` pads."
-    sizes, padded_rows = [], [0]
+    sizes = []
+    padded_rows = [0]
 
     def pad(inputs: dict[str, Any], size: int, width: int) -> dict[str, Any]:
         if not inputs:  # while it records
             sizes.append(size)
             return _pad_inputs(inputs, size, width)
-        padded = answer({name: x for name, x in inputs.items() if name != "query_start_loc"}, sorted(set(sizes)), width)
-        assert len(padded["token_ids"]) == size, f"padded to {len(padded['token_ids'])} sequences, but the graph has {size}"
+        padded = answer(
+            {name: x for name, x in inputs.items() if name != "query_start_loc"},
+            sorted(set(sizes)),
+            width,
+        )
+        assert len(padded["token_ids"]) == size, (
+            f"padded to {len(padded['token_ids'])} sequences, but the graph has {size}"
+        )
         padded_rows[0] += size - len(inputs["token_ids"])
         return {name: padded[name] for name in Batch.NAMES if name in padded}
 
-    options = {"attention_backend": _WritableOracle, "worker_cls": _StandInWorker, "max_num_seqs": 8}
+    options = {
+        "attention_backend": _WritableOracle,
+        "worker_cls": _StandInWorker,
+        "max_num_seqs": 8,
+    }
     said = _serve_with("teachvllm.worker.cuda_graph:pad_inputs", pad, **options)
     return f"{said}; {padded_rows[0]} rows were padding, and none left a trace"
 
 # %% ../../nbs/93f_exercises_worker.ipynb #cb838653
-_check.register(_check.Exercise(
-    name="pad_to_bucket",
-    chapter="43_cuda_graph",
-    oracle=_pad_to_bucket,
-    cases=[
-        _pad_case(2, [2, 4, 8], 2), _pad_case(1, [1], 4), _pad_case(3, [4], 2), _pad_case(2, [8, 4, 2, 1], 3), _pad_case(3, [8, 4, 2, 1], 3),
-        _pad_case(5, [1, 2, 4, 8, 16], 5),
-    ],
-    mistakes={
-        "A size that fits exactly is refused: two sequences fit a graph of two. Is it `>` or `>=`?": partial(_pad_to_bucket, slip="next"),
-        "The block table keeps the batch's width. The graph was recorded with `width` columns: fill the rest with 0.":
-            partial(_pad_to_bucket, slip="narrow"),
-        "The block table must stay int32: the recorded kernel reads four bytes for each id.": partial(_pad_to_bucket, slip="int64"),
-        "The added sequence has slot_mapping 0, so its key is written over the first token of block 0. Which number means nowhere?":
-            partial(_pad_to_bucket, slip="slot"),
-        "token_indices is 0 in the added row, so its token is looked up in slot 0 on the device. Which number means that the host knows it?":
-            partial(_pad_to_bucket, slip="token"),
-        "seq_lens is 1 in the added row: attention would read a token that no sequence wrote. How long is a sequence without tokens?":
-            partial(_pad_to_bucket, slip="ones"),
-        "seq_lens is -1 in the added row. A length counts tokens; this sequence has none.": partial(_pad_to_bucket, slip="minus"),
-        "The first size that fits was taken, and the sizes fall: a larger graph than needed. Find the smallest one that fits.":
-            partial(_pad_to_bucket, slip="first"),
-    },
-    hint="Three questions, one after the other: which size, which shape has each array, and what does an added row say?",
-    engine=_replay_with,
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="pad_to_bucket",
+        chapter="43_cuda_graph",
+        oracle=_pad_to_bucket,
+        cases=[
+            _pad_case(2, [2, 4, 8], 2),
+            _pad_case(1, [1], 4),
+            _pad_case(3, [4], 2),
+            _pad_case(2, [8, 4, 2, 1], 3),
+            _pad_case(3, [8, 4, 2, 1], 3),
+            _pad_case(5, [1, 2, 4, 8, 16], 5),
+        ],
+        mistakes={
+            (
+                "A size that fits exactly is refused: two sequences fit a graph of two. Is it "
+                "`>` or `>=`?"
+            ): partial(_pad_to_bucket, slip="next"),
+            (
+                "The block table keeps the batch's width. The graph was recorded with `width` "
+                "columns: fill the rest with 0."
+            ): partial(_pad_to_bucket, slip="narrow"),
+            (
+                "The block table must stay int32: the recorded kernel reads four bytes for each id."
+            ): partial(_pad_to_bucket, slip="int64"),
+            (
+                "The added sequence has slot_mapping 0, so its key is written over the first "
+                "token of block 0. Which number means nowhere?"
+            ): partial(_pad_to_bucket, slip="slot"),
+            (
+                "token_indices is 0 in the added row, so its token is looked up in slot 0 on "
+                "the device. Which number means that the host knows it?"
+            ): partial(_pad_to_bucket, slip="token"),
+            (
+                "seq_lens is 1 in the added row: attention would read a token that no sequence "
+                "wrote. How long is a sequence without tokens?"
+            ): partial(_pad_to_bucket, slip="ones"),
+            (
+                "seq_lens is -1 in the added row. A length counts tokens; this sequence has none."
+            ): partial(_pad_to_bucket, slip="minus"),
+            (
+                "The first size that fits was taken, and the sizes fall: a larger graph than "
+                "needed. Find the smallest one that fits."
+            ): partial(_pad_to_bucket, slip="first"),
+        },
+        hint=(
+            "Three questions, one after the other: which size, which shape has each array, and "
+            "what does an added row say?"
+        ),
+        engine=_replay_with,
+    )
+)
 
 # %% ../../nbs/93f_exercises_worker.ipynb #d3eb205d
 def _lend_pieces(events: list[tuple], slip: str = "") -> dict[str, int]:
@@ -394,7 +602,11 @@ def _lend_pieces(events: list[tuple], slip: str = "") -> dict[str, int]:
             if slip != "forgets":
                 owner[places[name]] = None
             continue
-        free = [i for i, s in enumerate(sizes) if s == size[0] and (owner[i] is None or slip == "shares")]
+        free = [
+            i
+            for i, s in enumerate(sizes)
+            if s == size[0] and (owner[i] is None or slip == "shares")
+        ]
         if slip == "larger":
             free = [i for i, s in enumerate(sizes) if s >= size[0] and owner[i] is None]
         elif slip == "any size":
@@ -424,7 +636,9 @@ def _random_events(num_events: int = 60) -> list[tuple]:
 
 # %% ../../nbs/93f_exercises_worker.ipynb #54d99ec5
 class _Lender(TorchDispatchMode):
-    "What torch's operations make lies in the pieces that an answer lends: two tensors in one place would spoil each other."
+    """What torch's operations make lies in the pieces that an answer lends: two tensors in one
+    place would spoil each other.
+    """
 
     def __init__(self, answer: Any):
         super().__init__()
@@ -435,8 +649,16 @@ class _Lender(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor) and x.layout is torch.strided}
-        fresh = isinstance(result, torch.Tensor) and result.numel() and result.untyped_storage()._cdata not in given
+        given = {
+            x.untyped_storage()._cdata
+            for x in args
+            if isinstance(x, torch.Tensor) and x.layout is torch.strided
+        }
+        fresh = (
+            isinstance(result, torch.Tensor)
+            and result.numel()
+            and result.untyped_storage()._cdata not in given
+        )
         return self.lend(result) if fresh and not func.is_view else result
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -444,7 +666,8 @@ class _Lender(TorchDispatchMode):
         for name in [name for name, storage in self.alive.items() if storage.expired()]:
             self.events.append(("gone", name))
             del self.alive[name]
-        num_bytes, name = tensor.untyped_storage().nbytes(), f"t{len(self.events)}"
+        num_bytes = tensor.untyped_storage().nbytes()
+        name = f"t{len(self.events)}"
         self.events.append(("made", name, num_bytes))
         number = self.answer(list(self.events))[name]
         while len(self.pieces) <= number:
@@ -466,35 +689,63 @@ def _lend_with(answer: Any) -> str:
 
     ours = vars(ModelRunner)["forward"]
     said = _serve_with("teachvllm.worker.model_runner:ModelRunner.forward", forward)
-    return f"the {counts[-1][0]} tensors that the last step made shared {counts[-1][1]} pieces; {said}"
+    return (
+        f"the {counts[-1][0]} tensors that the last step made shared {counts[-1][1]} pieces; {said}"
+    )
 
 # %% ../../nbs/93f_exercises_worker.ipynb #56a63c97
-_check.register(_check.Exercise(
-    name="lend_pieces",
-    chapter="43a_cpu_graph",
-    oracle=_lend_pieces,
-    cases=[
-        _check.call([("made", "a", 64), ("made", "b", 64)]),
-        _check.call([("made", "a", 64), ("gone", "a"), ("made", "b", 64)]),
-        _check.call([("made", "a", 64), ("gone", "a"), ("made", "b", 64), ("made", "c", 64)]),
-        _check.call([("made", "a", 64), ("gone", "a"), ("made", "b", 256)]),
-        _check.call([("made", "a", 64), ("gone", "a"), ("made", "b", 16)]),
-        _check.call([("made", "a", 64), ("made", "b", 64), ("gone", "b"), ("gone", "a"), ("made", "c", 64)]),
-        _check.call(_random_events()),
-    ],
-    mistakes={
-        "Two tensors that are alive at the same time share a piece: the second would overwrite the first. Is its owner gone?":
-            partial(_lend_pieces, slip="shares"),
-        "Each tensor gets a piece of its own, as if none ever went. What does \"gone\" change?": partial(_lend_pieces, slip="forgets"),
-        "The piece was lent again while its new tensor is alive. A piece that is lent belongs to that tensor until it is gone.":
-            partial(_lend_pieces, slip="twice"),
-        "A tensor of 16 bytes got a piece of 64. The rule asks for a piece of exactly its size.": partial(_lend_pieces, slip="larger"),
-        "The piece's size was not looked at. The rule asks for a piece of exactly the tensor's size.": partial(_lend_pieces, slip="any size"),
-        "A free piece was found, but not the first one: of several, take the one with the smallest number.": partial(_lend_pieces, slip="last"),
-    },
-    hint="Keep two things of each piece: its size, and which tensor has it now.",
-    engine=_lend_with,
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="lend_pieces",
+        chapter="43a_cpu_graph",
+        oracle=_lend_pieces,
+        cases=[
+            _check.call([("made", "a", 64), ("made", "b", 64)]),
+            _check.call([("made", "a", 64), ("gone", "a"), ("made", "b", 64)]),
+            _check.call([("made", "a", 64), ("gone", "a"), ("made", "b", 64), ("made", "c", 64)]),
+            _check.call([("made", "a", 64), ("gone", "a"), ("made", "b", 256)]),
+            _check.call([("made", "a", 64), ("gone", "a"), ("made", "b", 16)]),
+            _check.call(
+                [
+                    ("made", "a", 64),
+                    ("made", "b", 64),
+                    ("gone", "b"),
+                    ("gone", "a"),
+                    ("made", "c", 64),
+                ]
+            ),
+            _check.call(_random_events()),
+        ],
+        mistakes={
+            (
+                "Two tensors that are alive at the same time share a piece: the second would "
+                "overwrite the first. Is its owner gone?"
+            ): partial(_lend_pieces, slip="shares"),
+            (
+                'Each tensor gets a piece of its own, as if none ever went. What does "gone" '
+                "change?"
+            ): partial(_lend_pieces, slip="forgets"),
+            (
+                "The piece was lent again while its new tensor is alive. A piece that is lent "
+                "belongs to that tensor until it is gone."
+            ): partial(_lend_pieces, slip="twice"),
+            (
+                "A tensor of 16 bytes got a piece of 64. The rule asks for a piece of exactly "
+                "its size."
+            ): partial(_lend_pieces, slip="larger"),
+            (
+                "The piece's size was not looked at. The rule asks for a piece of exactly the "
+                "tensor's size."
+            ): partial(_lend_pieces, slip="any size"),
+            (
+                "A free piece was found, but not the first one: of several, take the one with "
+                "the smallest number."
+            ): partial(_lend_pieces, slip="last"),
+        },
+        hint="Keep two things of each piece: its size, and which tensor has it now.",
+        engine=_lend_with,
+    )
+)
 
 # %% ../../nbs/93f_exercises_worker.ipynb #89dfb7ee
 class _Diary:
@@ -514,7 +765,9 @@ class _Diary:
         self.notes.append(f"copy {blocks}")
 
     def execute_model(self, out: Any, kv_caches: Any) -> Any:
-        assert kv_caches is self.gpu_cache, "execute_model(out, kv_caches) wants the cache engine's gpu_cache"
+        assert kv_caches is self.gpu_cache, (
+            "execute_model(out, kv_caches) wants the cache engine's gpu_cache"
+        )
         self.notes.append(f"launch step {out.number}")
         return SimpleNamespace(to_model_runner_output=partial(self.wait_for, out.number))
 
@@ -527,11 +780,17 @@ def _queue_case(said: str, *calls: str) -> "_check.Case":
     "Submit and collect in this order; the diary, and what `collect` returned."
 
     def run(answer: Any) -> dict[str, list]:
-        diary, returned, numbers = _Diary(), [], iter(range(9))
+        diary = _Diary()
+        returned = []
+        numbers = iter(range(9))
         queue = answer(diary, diary)
         for name in calls:
             if name == "submit":
-                blocks = {"blocks_to_swap_out": [(1, 0)], "blocks_to_swap_in": [(2, 5)], "blocks_to_copy": [(5, 1)]}
+                blocks = {
+                    "blocks_to_swap_out": [(1, 0)],
+                    "blocks_to_swap_in": [(2, 5)],
+                    "blocks_to_copy": [(5, 1)],
+                }
                 queue.submit(SimpleNamespace(number=next(numbers), **blocks))
             else:
                 returned.append(queue.collect())
@@ -546,25 +805,46 @@ class _StepQueue:
     slip = ""  # a usual mistake
 
     def __init__(self, cache_engine: Any, runner: Any):
-        self.cache_engine, self.runner = cache_engine, runner
+        self.cache_engine = cache_engine
+        self.runner = runner
         self.in_flight: deque[Any] = deque()
 
     def submit(self, out: Any) -> None:
-        orders = {"copy first": ("copy", "swap_out", "swap_in"), "in first": ("swap_in", "swap_out", "copy"), "none": ()}
-        calls = [partial(getattr(self.cache_engine, name), getattr(out, f"blocks_to_{name}"))
-                 for name in orders.get(self.slip, ("swap_out", "swap_in", "copy"))]  # fmt: skip
+        orders = {
+            "copy first": ("copy", "swap_out", "swap_in"),
+            "in first": ("swap_in", "swap_out", "copy"),
+            "none": (),
+        }
+        calls = [
+            partial(getattr(self.cache_engine, name), getattr(out, f"blocks_to_{name}"))
+            for name in orders.get(self.slip, ("swap_out", "swap_in", "copy"))
+        ]
         calls.insert(0 if self.slip == "runs first" else len(calls), partial(self._launch, out))
         for call in calls:
             call()
 
     def _launch(self, out: Any) -> None:
         launched = self.runner.execute_model(out, self.cache_engine.gpu_cache)
-        self.in_flight.append(launched.to_model_runner_output() if self.slip == "waits" else launched)
+        self.in_flight.append(
+            launched.to_model_runner_output() if self.slip == "waits" else launched
+        )
 
     def collect(self) -> Any:
         results = [x.to_model_runner_output() for x in self.in_flight] if self.slip == "all" else []
-        step = self.in_flight[0] if self.slip == "stays" else self.in_flight.pop() if self.slip == "newest" else self.in_flight.popleft()
-        return results[0] if results else step if self.slip == "waits" else step.to_model_runner_output()
+        step = (
+            self.in_flight[0]
+            if self.slip == "stays"
+            else self.in_flight.pop()
+            if self.slip == "newest"
+            else self.in_flight.popleft()
+        )
+        return (
+            results[0]
+            if results
+            else step
+            if self.slip == "waits"
+            else step.to_model_runner_output()
+        )
 
 
 def _slipping(slip: str) -> type:
@@ -590,32 +870,79 @@ def _work_with(answer: Any) -> str:
         def collect(self) -> Any:
             return self.queue.collect()
 
-    options: dict[str, Any] = {"preemption_mode": "swap", "swap_space": 0.01, "async_scheduling": True}
+    options: dict[str, Any] = {
+        "preemption_mode": "swap",
+        "swap_space": 0.01,
+        "async_scheduling": True,
+    }
     ours, _ = _check.serve_prompts(**options)
     tokens, _ = _check.serve_prompts(**options, worker_cls=QueueWorker)
-    assert calls[0] > 0 and tokens == ours, "the tokens are not those of the worker's own submit and collect"
-    return f"a worker with your queue ran {calls[0]} steps, one ahead of the other, and made the same {sum(map(len, ours))} tokens as ours"
+    assert calls[0] > 0 and tokens == ours, (
+        "the tokens are not those of the worker's own submit and collect"
+    )
+    return (
+        f"a worker with your queue ran {calls[0]} steps, one ahead of the other, and made the "
+        f"same {sum(map(len, ours))} tokens as ours"
+    )
 
 
-_check.register(_check.Exercise(
-    name="StepQueue",
-    chapter="44_worker",
-    oracle=_StepQueue,
-    cases=[
-        _queue_case("queue.submit(step 0)", "submit"), _queue_case("queue.submit(step 0); queue.collect()", "submit", "collect"),
-        _queue_case("submit step 0 and step 1; collect", "submit", "submit", "collect"),
-        _queue_case("submit, submit, collect, submit, collect, collect", "submit", "submit", "collect", "submit", "collect", "collect"),
-    ],
-    mistakes={
-        "The model ran before the blocks were moved: it read blocks that were not there yet. Move first, then launch.": _slipping("runs first"),
-        "No block was moved. The orders are in `out.blocks_to_swap_out`, `out.blocks_to_swap_in` and `out.blocks_to_copy`.": _slipping("none"),
-        "Copying came before swapping. A block may be swapped in and then be the source of a copy in the same step.": _slipping("copy first"),
-        "Blocks came in before others went out. The place that one takes may be the other's, whose bytes are not saved yet.": _slipping("in first"),
-        "`submit` waited for the tokens. It only launches; `to_model_runner_output()` waits, so it belongs into `collect`.": _slipping("waits"),
-        "The newest step was collected. Steps are collected in the order in which they were submitted: the oldest first.": _slipping("newest"),
-        "`collect` waited for every step in flight. Wait for the oldest one only: the newest may just have begun.": _slipping("all"),
-        "The same step was collected twice: a step that is collected is no longer in flight.": _slipping("stays"),
-    },
-    hint="Which four calls does `submit` make, in which order, and what does it keep for `collect`?",
-    engine=_work_with,
-))  # fmt: skip
+_check.register(
+    _check.Exercise(
+        name="StepQueue",
+        chapter="44_worker",
+        oracle=_StepQueue,
+        cases=[
+            _queue_case("queue.submit(step 0)", "submit"),
+            _queue_case("queue.submit(step 0); queue.collect()", "submit", "collect"),
+            _queue_case("submit step 0 and step 1; collect", "submit", "submit", "collect"),
+            _queue_case(
+                "submit, submit, collect, submit, collect, collect",
+                "submit",
+                "submit",
+                "collect",
+                "submit",
+                "collect",
+                "collect",
+            ),
+        ],
+        mistakes={
+            (
+                "The model ran before the blocks were moved: it read blocks that were not "
+                "there yet. Move first, then launch."
+            ): _slipping("runs first"),
+            (
+                "No block was moved. The orders are in `out.blocks_to_swap_out`, "
+                "`out.blocks_to_swap_in` and `out.blocks_to_copy`."
+            ): _slipping("none"),
+            (
+                "Copying came before swapping. A block may be swapped in and then be the "
+                "source of a copy in the same step."
+            ): _slipping("copy first"),
+            (
+                "Blocks came in before others went out. The place that one takes may be the "
+                "other's, whose bytes are not saved yet."
+            ): _slipping("in first"),
+            (
+                "`submit` waited for the tokens. It only launches; `to_model_runner_output()` "
+                "waits, so it belongs into `collect`."
+            ): _slipping("waits"),
+            (
+                "The newest step was collected. Steps are collected in the order in which they "
+                "were submitted: the oldest first."
+            ): _slipping("newest"),
+            (
+                "`collect` waited for every step in flight. Wait for the oldest one only: the "
+                "newest may just have begun."
+            ): _slipping("all"),
+            (
+                "The same step was collected twice: a step that is collected is no longer in "
+                "flight."
+            ): _slipping("stays"),
+        },
+        hint=(
+            "Which four calls does `submit` make, in which order, and what does it keep for "
+            "`collect`?"
+        ),
+        engine=_work_with,
+    )
+)

@@ -40,24 +40,40 @@ GATES |= dict.fromkeys(("gelu_new", "gelu_fast"), GATES["gelu_pytorch_tanh"])
 @compiled
 def gate_rows(words, floats, dtype):
     "One thread's rows of `sigmoid_and_mul`."
-    n, size, a, b = words[0], words[1], np.float32(floats[2]), np.float32(floats[3])
-    x, out = array_at(words[4], (n, 2, size), dtype), array_at(words[5], (n, size), dtype)
+    n = words[0]
+    size = words[1]
+    a = np.float32(floats[2])
+    b = np.float32(floats[3])
+    x = array_at(words[4], (n, 2, size), dtype)
+    out = array_at(words[5], (n, size), dtype)
     first, last = share(n)
     for i in range(first, last):
         for j in range(size):
             gate = load(x[i, 0, j])
-            z = gate * (a + b * min(gate * gate, np.float32(1e30)))  # infinite squares times b = 0 would be NaN
+            # infinite squares times b = 0 would be NaN
+            z = gate * (a + b * min(gate * gate, np.float32(1e30)))
             e = exp(-abs(z))
-            store(out[i], j, gate * ((np.float32(1) if z >= 0 else e) / (np.float32(1) + e)) * load(x[i, 1, j]))
+            store(
+                out[i],
+                j,
+                gate * ((np.float32(1) if z >= 0 else e) / (np.float32(1) + e)) * load(x[i, 1, j]),
+            )
 
 # %% ../../nbs/30b_fused_ops.ipynb #21b54f84
 @compiled
 def norm_rows(words, floats, dtype):
     "One thread's rows of `rms_norm`."
-    n, heads, size, stride, eps, added = words[0], words[1], words[2], words[3], np.float32(floats[4]), words[5]
-    x, out = array_at(words[6], (n, stride), dtype), array_at(words[7], (n * heads, size), dtype)
+    n = words[0]
+    heads = words[1]
+    size = words[2]
+    stride = words[3]
+    eps = np.float32(floats[4])
+    added = words[5]
+    x = array_at(words[6], (n, stride), dtype)
+    out = array_at(words[7], (n * heads, size), dtype)
     weight = array_at(words[8], (size,), dtype)
-    other, total = array_at(words[9], (n, size), dtype), array_at(words[10], (n, size), dtype)
+    other = array_at(words[9], (n, size), dtype)
+    total = array_at(words[10], (n, size), dtype)
     first, last = share(n * heads)
     for i in range(first, last):
         row = x[i // heads, i % heads * size : (i % heads + 1) * size]
@@ -76,15 +92,25 @@ def norm_rows(words, floats, dtype):
 @compiled
 def turn_rows(words, dtype):
     "One thread's tokens of `rotary_embedding`."
-    n, heads, size, rotary_dim = words[0], words[1], words[2], words[3]
-    x, out = array_at(words[4], (n, words[5]), dtype), array_at(words[6], (n, heads, size), dtype)
-    cos, sin = array_at(words[7], (n, rotary_dim), dtype), array_at(words[8], (n, rotary_dim), dtype)
-    half, (first, last) = rotary_dim // 2, share(n)
+    n = words[0]
+    heads = words[1]
+    size = words[2]
+    rotary_dim = words[3]
+    x = array_at(words[4], (n, words[5]), dtype)
+    out = array_at(words[6], (n, heads, size), dtype)
+    cos = array_at(words[7], (n, rotary_dim), dtype)
+    sin = array_at(words[8], (n, rotary_dim), dtype)
+    half = rotary_dim // 2
+    (first, last) = share(n)
     for i in range(first, last):
         for head in range(heads):
-            row, turned = x[i, head * size : (head + 1) * size], out[i, head]
+            row = x[i, head * size : (head + 1) * size]
+            turned = out[i, head]
             for j in range(half):
-                a, b, c, s = load(row[j]), load(row[half + j]), load(cos[i, half + j]), load(sin[i, half + j])
+                a = load(row[j])
+                b = load(row[half + j])
+                c = load(cos[i, half + j])
+                s = load(sin[i, half + j])
                 store(turned, j, a * c - b * s)
                 store(turned, half + j, b * c + a * s)
             for j in range(rotary_dim, size):
@@ -94,9 +120,12 @@ def turn_rows(words, dtype):
 @compiled
 def take_rows(words, dtype):
     "One thread's rows of `embedding`."
-    n, size = words[0], words[1]
-    table, rows = array_at(words[2], (words[3], size), dtype), array_at(words[4], (n,), np.int64)
-    out, (first, last) = array_at(words[5], (n, size), dtype), share(n)
+    n = words[0]
+    size = words[1]
+    table = array_at(words[2], (words[3], size), dtype)
+    rows = array_at(words[4], (n,), np.int64)
+    out = array_at(words[5], (n, size), dtype)
+    (first, last) = share(n)
     for i in range(first, last):
         row = table[min(max(rows[i], 0), words[3] - 1)]
         for j in range(size):
@@ -106,9 +135,12 @@ def take_rows(words, dtype):
 @compiled
 def add_rows(words, dtype):
     "One thread's rows of `add`."
-    n, size = words[0], words[1]
-    x, y = array_at(words[2], (n, size), dtype), array_at(words[3], (n, size), dtype)
-    out, (first, last) = array_at(words[4], (n, size), dtype), share(n)
+    n = words[0]
+    size = words[1]
+    x = array_at(words[2], (n, size), dtype)
+    y = array_at(words[3], (n, size), dtype)
+    out = array_at(words[4], (n, size), dtype)
+    (first, last) = share(n)
     for i in range(first, last):
         for j in range(size):
             store(out[i], j, load(x[i, j]) + load(y[i, j]))
@@ -152,12 +184,16 @@ def _add(dtype):
 
 
 MAKERS = _gate, _norm, _turn, _take, _add
-GATE, NORM, TURN, TAKE, ADD = ({dtype: make(seen) for dtype, seen in DTYPES.items()} for make in MAKERS)
+GATE, NORM, TURN, TAKE, ADD = (
+    {dtype: make(seen) for dtype, seen in DTYPES.items()} for make in MAKERS
+)
 
 # %% ../../nbs/30b_fused_ops.ipynb #98fcbe52
 def serves(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these functions take x [n, size] or [n, heads, size], and others with it: bfloat16 or float32, on a CPU whose
-    threads they can use; the numbers of a row side by side, and a token's heads; the others contiguous and of x's dtype."""
+    """Whether these functions take x [n, size] or [n, heads, size], and others with it: bfloat16 or
+    float32, on a CPU whose threads they can use; the numbers of a row side by side, and a token's
+    heads; the others contiguous and of x's dtype.
+    """
     if x.device.type != "cpu" or x.dtype not in NORM or x.stride(-1) != 1 or find_openmp() is None:
         return False
     for other in others:
@@ -169,11 +205,16 @@ def serves(x: torch.Tensor, *others: torch.Tensor) -> bool:
 def compile(dtype: torch.dtype) -> None:
     "Compile the kernels of a dtype, or load them, before a step needs them."
     if dtype in NORM and find_openmp():
-        compile_all((kernels[dtype] for kernels in (GATE, NORM, TURN, TAKE, ADD)), "norms, rotation and gates")
+        compile_all(
+            (kernels[dtype] for kernels in (GATE, NORM, TURN, TAKE, ADD)),
+            "norms, rotation and gates",
+        )
 
 # %% ../../nbs/30b_fused_ops.ipynb #9a148573
 def sigmoid_and_mul(x: torch.Tensor, name: str) -> torch.Tensor:
-    "act(gate) * up, for x [n, 2 * size] with gate first; `name` is one of `GATES`. vLLM: `silu_and_mul`, `gelu_tanh_and_mul`."
+    """act(gate) * up, for x [n, 2 * size] with gate first; `name` is one of `GATES`. vLLM:
+    `silu_and_mul`, `gelu_tanh_and_mul`.
+    """
     assert x.dim() == 2 and x.is_contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     GATE[x.dtype](*out.shape, *GATES[name], x, out, threads=min(len(x), 1 + out.numel() // GRAIN))
@@ -183,43 +224,99 @@ def sigmoid_and_mul(x: torch.Tensor, name: str) -> torch.Tensor:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x [n, size], or of each head of x [n, heads, size], and x; with `added` that of x + added, and the sum.
+    """The norm of x [n, size], or of each head of x [n, heads, size], and x; with `added` that of x
+    + added, and the sum.
 
     vLLM: `rms_norm` and `fused_add_rms_norm`.
     """
-    heads, size = (x.shape[1] if x.dim() == 3 else 1), x.shape[-1]
-    assert weight.shape == (size,) and weight.dtype == x.dtype and (x.dim() == 2 or x.stride(1) == size)
+    heads = x.shape[1] if x.dim() == 3 else 1
+    size = x.shape[-1]
+    assert (
+        weight.shape == (size,)
+        and weight.dtype == x.dtype
+        and (x.dim() == 2 or x.stride(1) == size)
+    )
     out = x.new_empty(x.shape)
     if added is None:
         total = other = x
     else:
-        assert x.dim() == 2 and added.shape == x.shape and added.dtype == x.dtype and added.is_contiguous()
-        total, other = torch.empty_like(out), added
+        assert (
+            x.dim() == 2
+            and added.shape == x.shape
+            and added.dtype == x.dtype
+            and added.is_contiguous()
+        )
+        total = torch.empty_like(out)
+        other = added
     threads = min(len(x), 1 + out.numel() // GRAIN)
-    NORM[x.dtype](len(x), heads, size, x.stride(0), float(eps), added is not None, x, out, weight, other, total, threads=threads)
+    NORM[x.dtype](
+        len(x),
+        heads,
+        size,
+        x.stride(0),
+        float(eps),
+        added is not None,
+        x,
+        out,
+        weight,
+        other,
+        total,
+        threads=threads,
+    )
     return out, total
 
 # %% ../../nbs/30b_fused_ops.ipynb #408cf810
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    "Turn the first dimensions of every head of x [n, heads, size]; cos and sin [n, 1, rotary_dim] as chapter 31a has them."
-    assert x.dim() == 3 and cos.shape == sin.shape == (len(x), 1, cos.shape[-1]) and cos.shape[-1] <= x.shape[-1]
+    """Turn the first dimensions of every head of x [n, heads, size]; cos and sin [n, 1, rotary_dim]
+    as chapter 31a has them.
+    """
+    assert (
+        x.dim() == 3
+        and cos.shape == sin.shape == (len(x), 1, cos.shape[-1])
+        and cos.shape[-1] <= x.shape[-1]
+    )
     assert x.stride(1) == x.shape[2] and cos.dtype == sin.dtype == x.dtype
     out = x.new_empty(x.shape)
-    TURN[x.dtype](*x.shape, cos.shape[-1], x, x.stride(0), out, cos, sin, threads=min(len(x), 1 + out.numel() // GRAIN))
+    TURN[x.dtype](
+        *x.shape,
+        cos.shape[-1],
+        x,
+        x.stride(0),
+        out,
+        cos,
+        sin,
+        threads=min(len(x), 1 + out.numel() // GRAIN),
+    )
     return out
 
 
 def embedding(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    "The rows [n] int64 of `table` [num_rows, size]. None is checked: one outside of the table is its first or last."
-    assert table.dim() == 2 and table.is_contiguous() and rows.dim() == 1 and rows.dtype == torch.int64 and rows.is_contiguous()
+    """The rows [n] int64 of `table` [num_rows, size]. None is checked: one outside of the table is
+    its first or last.
+    """
+    assert (
+        table.dim() == 2
+        and table.is_contiguous()
+        and rows.dim() == 1
+        and rows.dtype == torch.int64
+        and rows.is_contiguous()
+    )
     out = table.new_empty(len(rows), table.shape[1])
-    TAKE[table.dtype](*out.shape, table, len(table), rows, out, threads=min(len(rows), 1 + out.numel() // GRAIN))
+    TAKE[table.dtype](
+        *out.shape, table, len(table), rows, out, threads=min(len(rows), 1 + out.numel() // GRAIN)
+    )
     return out
 
 
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     "x + y, both [n, size] and contiguous."
-    assert x.shape == y.shape and x.dim() == 2 and x.is_contiguous() and y.is_contiguous() and x.dtype == y.dtype
+    assert (
+        x.shape == y.shape
+        and x.dim() == 2
+        and x.is_contiguous()
+        and y.is_contiguous()
+        and x.dtype == y.dtype
+    )
     out = x.new_empty(x.shape)
     ADD[x.dtype](*x.shape, x, y, out, threads=min(len(x), 1 + out.numel() // GRAIN))
     return out

@@ -13,9 +13,13 @@ import triton.language as tl
 # %% ../../nbs/32a_fused_sampler.ipynb #2944554e
 @triton.jit
 def load_block(logits, block, vocab_size, BLOCK: tl.constexpr):
-    "The indices of a block of one row, and its logits in float32; past the vocabulary's end they are -inf."
+    """The indices of a block of one row, and its logits in float32; past the vocabulary's end they
+    are -inf.
+    """
     index = block * BLOCK + tl.arange(0, BLOCK)
-    return index, tl.load(logits + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+    return index, tl.load(logits + index, mask=index < vocab_size, other=float("-inf")).to(
+        tl.float32
+    )
 
 # %% ../../nbs/32a_fused_sampler.ipynb #663084d8
 @triton.jit
@@ -26,7 +30,9 @@ def weigh(x, largest, scale):
 # %% ../../nbs/32a_fused_sampler.ipynb #a1aad5bf
 @triton.jit
 def first_passing(weights, target, index):
-    "The first of `index` at which the running sum of `weights` passes `target`; if none does, the last with a weight."
+    """The first of `index` at which the running sum of `weights` passes `target`; if none does, the
+    last with a weight.
+    """
     passed = (tl.cumsum(weights, 0) > target) & (weights > 0)
     last = tl.max(tl.where(weights > 0, index, 0), 0)
     return tl.minimum(tl.min(tl.where(passed, index, 2147483647), 0), last)
@@ -34,14 +40,25 @@ def first_passing(weights, target, index):
 # %% ../../nbs/32a_fused_sampler.ipynb #318a1d15
 @triton.jit
 def sample_kernel(
-    ids, logits, temperature, uniform, vocab_size, row_stride, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr
-):  # fmt: skip
-    "Grid (rows). First each block's largest logit and total weight; then the token in the chosen block, or -1."
-    row, block = tl.program_id(0), tl.arange(0, NUM_BLOCKS)
+    ids,
+    logits,
+    temperature,
+    uniform,
+    vocab_size,
+    row_stride,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+):
+    """Grid (rows). First each block's largest logit and total weight; then the token in the chosen
+    block, or -1.
+    """
+    row = tl.program_id(0)
+    block = tl.arange(0, NUM_BLOCKS)
     logits += row.to(tl.int64) * row_stride
     heat = tl.load(temperature + row)
     scale = 1.4426950408889634 / tl.where(heat > 0, heat, 1.0)
-    largest, total = tl.full([NUM_BLOCKS], float("-inf"), tl.float32), tl.zeros([NUM_BLOCKS], tl.float32)
+    largest = tl.full([NUM_BLOCKS], float("-inf"), tl.float32)
+    total = tl.zeros([NUM_BLOCKS], tl.float32)
     is_nan = tl.zeros([BLOCK], tl.int32)
     for i in tl.range(0, tl.cdiv(vocab_size, BLOCK), num_stages=3):
         _, x = load_block(logits, i, vocab_size, BLOCK)
@@ -64,21 +81,36 @@ def sample_kernel(
     tl.store(ids + row, found.to(tl.int64))
 
 # %% ../../nbs/32a_fused_sampler.ipynb #50db9ea2
-BLOCK = 4096  # logits a program reads at a time; two more such blocks are on their way, in 32 KiB of shared memory
+# logits a program reads at a time; two more such blocks are on their way, in 32 KiB of shared
+# memory
+BLOCK = 4096
 
 
-def sample_rows(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """A token for each row: the likeliest at temperature 0 (of equals the first), else `inverse_cdf` at `uniform`.
+def sample_rows(
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+) -> torch.Tensor:
+    """A token for each row: the likeliest at temperature 0 (of equals the first), else
+    `inverse_cdf` at `uniform`.
 
-    `logits` [rows, vocab_size] float32, float16 or bfloat16, each row in one piece; `temperature` and `uniform` [rows]
-    float32; returns int64 [rows]. A row with a NaN gets -1.
+    `logits` [rows, vocab_size] float32, float16 or bfloat16, each row in one piece; `temperature`
+    and `uniform` [rows] float32; returns int64 [rows]. A row with a NaN gets -1.
     """
-    (num_rows, vocab_size), block = logits.shape, min(BLOCK, triton.next_power_of_2(logits.shape[1]))
+    (num_rows, vocab_size), block = (
+        logits.shape,
+        min(BLOCK, triton.next_power_of_2(logits.shape[1])),
+    )
     assert logits.stride(1) == 1 and temperature.shape == uniform.shape == (num_rows,)
     ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     num_blocks = triton.next_power_of_2(triton.cdiv(vocab_size, block))
     sample_kernel[(num_rows,)](
-        ids, logits, temperature, uniform, vocab_size, logits.stride(0), block, num_blocks,
+        ids,
+        logits,
+        temperature,
+        uniform,
+        vocab_size,
+        logits.stride(0),
+        block,
+        num_blocks,
         num_warps=max(1, block // 512),
-    )  # fmt: skip
+    )
     return ids

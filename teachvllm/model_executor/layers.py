@@ -25,7 +25,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..attention.backend import FLOAT8, AttentionBackend, AttentionMetadata, KVCacheSpec, to_float8
+from teachvllm.attention.backend import (
+    FLOAT8,
+    AttentionBackend,
+    AttentionMetadata,
+    KVCacheSpec,
+    to_float8,
+)
 from ..config import defined_fields, require
 from ..distributed.parallel_state import ParallelState
 
@@ -38,18 +44,24 @@ class WeightsError(ValueError):
 
 
 def default_weight_loader(
-    param: torch.Tensor, loaded_weight: torch.Tensor, shard_id: int | None = None, output_sizes: Sequence[int] = ()
+    param: torch.Tensor,
+    loaded_weight: torch.Tensor,
+    shard_id: int | None = None,
+    output_sizes: Sequence[int] = (),
 ) -> None:
-    """The usual `weight_loader`: copy a checkpoint's tensor into `param`, or into one of the matrices stacked in it.
+    """The usual `weight_loader`: copy a checkpoint's tensor into `param`, or into one of the
+    matrices stacked in it.
 
-    `output_sizes` counts the rows of each stacked matrix, `shard_id` says which one this is; None: all of them.
-    `WeightsError` if the shapes differ. vLLM: `model_loader/weight_utils.py`.
+    `output_sizes` counts the rows of each stacked matrix, `shard_id` says which one this is; None:
+    all of them. `WeightsError` if the shapes differ. vLLM: `model_loader/weight_utils.py`.
     """
     target = param.data
     if shard_id is not None:
         target = target.narrow(0, sum(output_sizes[:shard_id]), output_sizes[shard_id])
     if target.shape != loaded_weight.shape:
-        raise WeightsError(f"has shape {tuple(loaded_weight.shape)}, the model needs {tuple(target.shape)}")
+        raise WeightsError(
+            f"has shape {tuple(loaded_weight.shape)}, the model needs {tuple(target.shape)}"
+        )
     target.copy_(loaded_weight)
 
 
@@ -60,20 +72,30 @@ def set_weight_attrs(weight: torch.Tensor, weight_attrs: dict[str, Any]) -> None
 
 # %% ../../nbs/31_layers.ipynb #d64701a4
 class LinearMethod(ABC):
-    """How the weights of a linear layer are stored and multiplied. vLLM: `LinearMethodBase` in `layers/linear.py`.
+    """How the weights of a linear layer are stored and multiplied. vLLM: `LinearMethodBase` in
+    `layers/linear.py`.
 
-    A parameter that stacks matrices, or is stored in another form than the checkpoint's, has an attribute
-    `weight_loader(param, loaded_weight, shard_id)`: see `default_weight_loader`.
+    A parameter that stacks matrices, or is stored in another form than the checkpoint's, has an
+    attribute `weight_loader(param, loaded_weight, shard_id)`: see `default_weight_loader`.
     """
 
     @abstractmethod
     def create_weights(
-        self, layer: "LinearBase", input_size: int, output_sizes: list[int], bias: bool, dtype: torch.dtype
+        self,
+        layer: "LinearBase",
+        input_size: int,
+        output_sizes: list[int],
+        bias: bool,
+        dtype: torch.dtype,
     ) -> None:
-        "Give `layer` its parameters, not yet filled; `output_sizes` counts the rows of each stacked matrix."
+        """Give `layer` its parameters, not yet filled; `output_sizes` counts the rows of each
+        stacked matrix.
+        """
 
     def process_weights_after_loading(self, layer: "LinearBase") -> None:
-        "Once, when the checkpoint is loaded: bring the weights into the form that `apply` is fastest with."
+        """Once, when the checkpoint is loaded: bring the weights into the form that `apply` is
+        fastest with.
+        """
 
     @abstractmethod
     def apply(self, layer: "LinearBase", x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +104,9 @@ class LinearMethod(ABC):
 # %% ../../nbs/31_layers.ipynb #a64aa582
 @cache
 def import_compiled(name: str) -> Any:
-    "A module of compiled loops, such as `model_executor.fused_ops`; None if Numba is not installed."
+    """A module of compiled loops, such as `model_executor.fused_ops`; None if Numba is not
+    installed.
+    """
     return import_module(f"teachvllm.{name}") if find_spec("numba") else None
 
 
@@ -93,16 +117,22 @@ def fused_ops(x: torch.Tensor, *others: torch.Tensor) -> Any:
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
-    "A matrix as `packed_linear` likes it: chapter 21c's panels or else oneDNN's blocks; None where neither serves."
+    """A matrix as `packed_linear` likes it: chapter 21c's panels or else oneDNN's blocks; None
+    where neither serves.
+    """
     if (own := import_compiled("model_executor.numba_linear")) and own.serves(weight):
         return own.pack(weight.data)
-    ops, served = torch.ops.mkldnn, weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    ops = torch.ops.mkldnn
+    served = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
     if served and torch.backends.mkldnn.is_available() and hasattr(ops, "_linear_pointwise"):
-        return ops._reorder_linear_weight(weight.data, 256)  # for 256 tokens; more and fewer run as fast
+        # for 256 tokens; more and fewer run as fast
+        return ops._reorder_linear_weight(weight.data, 256)
     return None
 
 
-def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def packed_linear(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     "`F.linear` with a matrix that `pack_weight` has packed."
     if packed.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
@@ -110,13 +140,17 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
 
 
 class UnquantizedLinearMethod(LinearMethod):
-    "Weights as they are. On a CPU they are laid out as the product likes them, so that no call has to rearrange them."
+    """Weights as they are. On a CPU they are laid out as the product likes them, so that no call
+    has to rearrange them.
+    """
 
     def create_weights(self, layer, input_size, output_sizes, bias, dtype):
         "A matrix [sum(output_sizes), input_size], and a bias if asked for."
         rows = sum(output_sizes)
         layer.weight = nn.Parameter(torch.empty(rows, input_size, dtype=dtype), requires_grad=False)
-        layer.bias = nn.Parameter(torch.empty(rows, dtype=dtype), requires_grad=False) if bias else None
+        layer.bias = (
+            nn.Parameter(torch.empty(rows, dtype=dtype), requires_grad=False) if bias else None
+        )
         layer.packed = None
         set_weight_attrs(layer.weight, {"input_dim": 1})
         for parameter in layer.parameters():
@@ -138,22 +172,29 @@ class UnquantizedLinearMethod(LinearMethod):
 # %% ../../nbs/31_layers.ipynb #c7ca0d5d
 @dataclass(frozen=True)
 class ModelContext:
-    "What a model's layers must know of the engine they are in. Handed to `model_class(hf_config, context)`."
+    """What a model's layers must know of the engine they are in. Handed to `model_class(hf_config,
+    context)`.
+    """
 
     attn_backend: type[AttentionBackend]
     block_size: int  # tokens in a KV block
     dtype: torch.dtype  # of weights and activations
-    quant_config: Any = None  # its `get_quant_method(layer)` gives a layer's `LinearMethod`; None: plain weights
-    parallel: ParallelState = ParallelState()  # the other workers that have a part of this model; default: none
-    max_model_len: int | None = None  # tokens of the longest text that is served; None: as many as the model has positions
+    # its `get_quant_method(layer)` gives a layer's `LinearMethod`; None: plain weights
+    quant_config: Any = None
+    # the other workers that have a part of this model; default: none
+    parallel: ParallelState = ParallelState()
+    # tokens of the longest text that is served; None: as many as the model has positions
+    max_model_len: int | None = None
     kv_cache_dtype: torch.dtype | None = None  # None: `dtype`
 
 
 class LinearBase(nn.Module):
-    """A linear layer, perhaps several checkpoints' matrices stacked: `output_sizes` says how many rows each brings.
+    """A linear layer, perhaps several checkpoints' matrices stacked: `output_sizes` says how many
+    rows each brings.
 
-    `columns` and `rows` say which part of them this rank holds (see `Partition`); default: all. What its weights look
-    like and how they are multiplied is its `LinearMethod`'s part. vLLM: `layers/linear.py`.
+    `columns` and `rows` say which part of them this rank holds (see `Partition`); default: all.
+    What its weights look like and how they are multiplied is its `LinearMethod`'s part. vLLM:
+    `layers/linear.py`.
     """
 
     weight: nn.Parameter
@@ -161,19 +202,32 @@ class LinearBase(nn.Module):
     shares_weight = False  # True: `weight` is another layer's, too
 
     def __init__(
-        self, input_size: int, output_sizes: int | list[int], context: ModelContext, bias: bool = False,
-        columns: range | None = None, rows: list[range] | None = None,
-    ):  # fmt: skip
+        self,
+        input_size: int,
+        output_sizes: int | list[int],
+        context: ModelContext,
+        bias: bool = False,
+        columns: range | None = None,
+        rows: list[range] | None = None,
+    ):
         super().__init__()
-        self.input_size, self.tp = input_size, context.parallel.tp
+        self.input_size = input_size
+        self.tp = context.parallel.tp
         self.output_sizes = [output_sizes] if isinstance(output_sizes, int) else output_sizes
-        self.columns, self.rows = columns or range(input_size), rows or [range(size) for size in self.output_sizes]
+        self.columns = columns or range(input_size)
+        self.rows = rows or [range(size) for size in self.output_sizes]
         self.output_partition_sizes = [len(part) for part in self.rows]
         quant = context.quant_config
-        self.linear_method: LinearMethod = UnquantizedLinearMethod() if quant is None else quant.get_quant_method(self)
-        self.linear_method.create_weights(self, len(self.columns), self.output_partition_sizes, bias, context.dtype)
+        self.linear_method: LinearMethod = (
+            UnquantizedLinearMethod() if quant is None else quant.get_quant_method(self)
+        )
+        self.linear_method.create_weights(
+            self, len(self.columns), self.output_partition_sizes, bias, context.dtype
+        )
         if context.parallel.size > 1:
-            Partition(input_size, self.output_sizes, self.columns, self.rows).attach(self.parameters())
+            Partition(input_size, self.output_sizes, self.columns, self.rows).attach(
+                self.parameters()
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, input_size] -> [num_tokens, sum(output_sizes)]."
@@ -182,7 +236,8 @@ class LinearBase(nn.Module):
 # %% ../../nbs/31_layers.ipynb #731d2f49
 @dataclass(frozen=True)
 class Partition:
-    """The part of a layer's stacked matrices that a rank holds: a range of their columns, and of each a range of rows.
+    """The part of a layer's stacked matrices that a rank holds: a range of their columns, and of
+    each a range of rows.
 
     Rows past a matrix's end are padding, and zero.
     """
@@ -193,40 +248,57 @@ class Partition:
     rows: list[range]
 
     def attach(self, parameters: Iterable[torch.Tensor]) -> None:
-        "Let the `weight_loader`s of those that have an `output_dim` get this rank's part of what is loaded."
+        """Let the `weight_loader`s of those that have an `output_dim` get this rank's part of what
+        is loaded.
+        """
         for param in parameters:
             if hasattr(param, "output_dim"):
                 loader = getattr(param, "weight_loader", default_weight_loader)
                 set_weight_attrs(param, {"weight_loader": partial(self.load, loader)})
 
-    def load(self, weight_loader: Callable, param: Any, loaded_weight: Any, shard_id: int | None = None) -> None:
-        "Hand this rank's part of `loaded_weight` to the `weight_loader`. From a tensor still in its file no more is read."
+    def load(
+        self, weight_loader: Callable, param: Any, loaded_weight: Any, shard_id: int | None = None
+    ) -> None:
+        """Hand this rank's part of `loaded_weight` to the `weight_loader`. From a tensor still in
+        its file no more is read.
+        """
         matrices = range(len(self.rows)) if shard_id is None else [shard_id]
         sizes = {param.output_dim: sum(self.output_sizes[i] for i in matrices)}
         index = [slice(None)] * len(loaded_weight.shape)
         if (input_dim := getattr(param, "input_dim", None)) is not None:
-            sizes[input_dim], index[input_dim] = self.input_size, slice(self.columns.start, self.columns.stop)
+            sizes[input_dim] = self.input_size
+            index[input_dim] = slice(self.columns.start, self.columns.stop)
         needed = tuple(sizes.get(dim, size) for dim, size in enumerate(loaded_weight.shape))
         if needed != tuple(loaded_weight.shape):
             raise WeightsError(f"has shape {tuple(loaded_weight.shape)}, the model needs {needed}")
         first = 0  # row of matrix i in what is loaded
         for i in matrices:
-            start, stop = (min(row, self.output_sizes[i]) for row in (self.rows[i].start, self.rows[i].stop))
+            start, stop = (
+                min(row, self.output_sizes[i]) for row in (self.rows[i].start, self.rows[i].stop)
+            )
             index[param.output_dim] = slice(first + start, first + stop)
             piece = loaded_weight[tuple(index)]
             if missing := len(self.rows[i]) - (stop - start):
-                shape = [missing if dim == param.output_dim else size for dim, size in enumerate(piece.shape)]
+                shape = [
+                    missing if dim == param.output_dim else size
+                    for dim, size in enumerate(piece.shape)
+                ]
                 piece = torch.cat([piece, piece.new_zeros(shape)], param.output_dim)
             weight_loader(param, piece, i if len(self.rows) > 1 else shard_id)
             first += self.output_sizes[i]
 
 # %% ../../nbs/31_layers.ipynb #65e65c86
 def equal_part(size: int, parallel: ParallelState) -> range:
-    "This rank's part of a matrix's rows or columns; `ValueError` lists the sizes of a group that divide them."
+    """This rank's part of a matrix's rows or columns; `ValueError` lists the sizes of a group that
+    divide them.
+    """
     count = parallel.tp_size
     if size % count:
         fits = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
-        raise ValueError(f"tensor_parallel_size={count} does not divide a matrix of {size} rows or columns: choose {fits}")
+        raise ValueError(
+            f"tensor_parallel_size={count} does not divide a matrix of {size} rows or "
+            f"columns: choose {fits}"
+        )
     return range(parallel.tp_rank * size // count, (parallel.tp_rank + 1) * size // count)
 
 
@@ -235,9 +307,17 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    "Each rank has some of the output's rows, of each matrix if several are stacked, and computes that part of the output."
+    """Each rank has some of the output's rows, of each matrix if several are stacked, and computes
+    that part of the output.
+    """
 
-    def __init__(self, input_size: int, output_sizes: int | list[int], context: ModelContext, bias: bool = False):
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: int | list[int],
+        context: ModelContext,
+        bias: bool = False,
+    ):
         sizes = [output_sizes] if isinstance(output_sizes, int) else output_sizes
         rows = [equal_part(size, context.parallel) for size in sizes]
         super().__init__(input_size, sizes, context, bias, rows=rows)
@@ -248,13 +328,24 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    "Each rank has some of the input's columns, and the sum over all ranks is the output. The bias is in it once."
+    """Each rank has some of the input's columns, and the sum over all ranks is the output. The bias
+    is in it once.
+    """
 
-    def __init__(self, input_size: int, output_sizes: int | list[int], context: ModelContext, bias: bool = False):
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: int | list[int],
+        context: ModelContext,
+        bias: bool = False,
+    ):
         columns = equal_part(input_size, context.parallel)
         super().__init__(input_size, output_sizes, context, bias, columns)
         if context.parallel.tp_rank and self.bias is not None:  # the first rank adds it
-            set_weight_attrs(self.bias, {"weight_loader": lambda param, loaded_weight, shard_id=None: param.data.zero_()})
+            set_weight_attrs(
+                self.bias,
+                {"weight_loader": lambda param, loaded_weight, shard_id=None: param.data.zero_()},
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "This rank's columns of the input -> the whole output."
@@ -263,40 +354,68 @@ class RowParallelLinear(LinearBase):
 
 # %% ../../nbs/31_layers.ipynb #0994b2dd
 class QKVParallelLinear(LinearBase):
-    """One product for queries, keys and values: each rank has some heads, `num_heads` and `num_kv_heads` of them.
+    """One product for queries, keys and values: each rank has some heads, `num_heads` and
+    `num_kv_heads` of them.
 
-    Where there are fewer KV heads than ranks, neighbours have the same one. `ValueError` if heads cannot be shared equally.
+    Where there are fewer KV heads than ranks, neighbours have the same one. `ValueError` if heads
+    cannot be shared equally.
     """
 
-    def __init__(self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int, context: ModelContext,
-                 bias: bool = False):  # fmt: skip
-        rank, count = context.parallel.tp_rank, context.parallel.tp_size
-        fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)]
-        heads, choices = f"{num_heads} heads and {num_kv_heads} KV heads", ", ".join(map(str, fits))
-        require(count in fits, f"tensor_parallel_size={count} does not divide the model's {heads}: choose {choices}")
-        self.num_heads, self.num_kv_heads = num_heads // count, max(1, num_kv_heads // count)
+    def __init__(
+        self,
+        hidden_size: int,
+        head_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        context: ModelContext,
+        bias: bool = False,
+    ):
+        rank = context.parallel.tp_rank
+        count = context.parallel.tp_size
+        fits = [
+            n
+            for n in range(1, num_heads + 1)
+            if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
+        ]
+        heads = f"{num_heads} heads and {num_kv_heads} KV heads"
+        choices = ", ".join(map(str, fits))
+        require(
+            count in fits,
+            f"tensor_parallel_size={count} does not divide the model's {heads}: choose {choices}",
+        )
+        self.num_heads = num_heads // count
+        self.num_kv_heads = max(1, num_kv_heads // count)
 
         def rows(first_head: int, heads: int) -> range:
             return range(first_head * head_size, (first_head + heads) * head_size)
 
         kv_rows = rows(rank * num_kv_heads // count, self.num_kv_heads)
         super().__init__(
-            hidden_size, [n * head_size for n in (num_heads, num_kv_heads, num_kv_heads)], context, bias,
+            hidden_size,
+            [n * head_size for n in (num_heads, num_kv_heads, num_kv_heads)],
+            context,
+            bias,
             rows=[rows(rank * self.num_heads, self.num_heads), kv_rows, kv_rows],
-        )  # fmt: skip
+        )
 
 # %% ../../nbs/31_layers.ipynb #a593b7d1
 class PPMissingLayer(nn.Identity):
-    "Stands where another pipeline stage has a layer, so that names and numbers of layers are the same on all stages."
+    """Stands where another pipeline stage has a layer, so that names and numbers of layers are the
+    same on all stages.
+    """
 
 
 def get_pp_indices(num_layers: int, parallel: ParallelState) -> tuple[int, int]:
-    """The first layer of this rank's stage, and the one after its last. vLLM: `distributed/utils.py`.
+    """The first layer of this rank's stage, and the one after its last. vLLM:
+    `distributed/utils.py`.
 
     What does not divide goes to the stages before the last, which has the head to compute as well.
     """
-    rank, size = parallel.pp_rank, parallel.pp_size
-    require(num_layers >= size, f"pipeline_parallel_size={size}: the model has only {num_layers} layers")
+    rank = parallel.pp_rank
+    size = parallel.pp_size
+    require(
+        num_layers >= size, f"pipeline_parallel_size={size}: the model has only {num_layers} layers"
+    )
     counts = [num_layers // size] * size
     for i in range(num_layers % size):
         counts[-2 - i] += 1
@@ -306,44 +425,69 @@ def get_pp_indices(num_layers: int, parallel: ParallelState) -> tuple[int, int]:
 def make_layers(
     num_layers: int, make_layer: Callable[[int], nn.Module], parallel: ParallelState
 ) -> tuple[int, int, nn.ModuleList]:
-    "This stage's first layer, the one after its last, and the list of all: other stages' are `PPMissingLayer`s."
+    """This stage's first layer, the one after its last, and the list of all: other stages' are
+    `PPMissingLayer`s.
+    """
     start, end = get_pp_indices(num_layers, parallel)
     layers = [make_layer(i) if start <= i < end else PPMissingLayer() for i in range(num_layers)]
     return start, end, nn.ModuleList(layers)
 
 # %% ../../nbs/31_layers.ipynb #285e2a81
-_WITHOUT_USE = ("lm_head.weight", "rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")  # tied; tables; masks
+# tied; tables; masks
+_WITHOUT_USE = (
+    "lm_head.weight",
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attention.bias",
+    ".masked_bias",
+)
 
 
 def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy a checkpoint into `model`, and check that every parameter was filled.
 
-    The model's `packed_modules_mapping` names the checkpoint's modules that it stacks into one, such as
-    `{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`; a checkpoint may bring the stacked tensor itself. A parameter's
-    `weight_loader(param, loaded_weight, shard_id)` does the copy. Raises `WeightsError` naming what is missing or of
-    the wrong shape; tensors that the model has no use for are logged, but for those of other ranks' layers.
+    The model's `packed_modules_mapping` names the checkpoint's modules that it stacks into one,
+    such as `{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`; a checkpoint may bring the stacked
+    tensor itself. A parameter's `weight_loader(param, loaded_weight, shard_id)` does the copy.
+    Raises `WeightsError` naming what is missing or of the wrong shape; tensors that the model has
+    no use for are logged, but for those of other ranks' layers.
 
-    A tensor may still be in its file, with a `shape` and an index that reads: a parameter with an `output_dim` reads its part.
-    A model whose checkpoint has other names or forms says so in a method `map_weight(name, tensor)`, which returns both.
+    A tensor may still be in its file, with a `shape` and an index that reads: a parameter with an
+    `output_dim` reads its part. A model whose checkpoint has other names or forms says so in a
+    method `map_weight(name, tensor)`, which returns both.
     """
-    map_weight: Callable[[str, Any], tuple[str, Any]] = getattr(model, "map_weight", lambda name, tensor: (name, tensor))
-    outer = next((name for name, _ in model.named_children()), "")  # some checkpoints leave the outermost name away
+    map_weight: Callable[[str, Any], tuple[str, Any]] = getattr(
+        model, "map_weight", lambda name, tensor: (name, tensor)
+    )
+    # some checkpoints leave the outermost name away
+    outer = next((name for name, _ in model.named_children()), "")
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    parameters: dict[str, Any] = dict(model.named_parameters())  # a tied weight is in here once, as the embedding's
-    places: dict[str, tuple[str, int | None]] = {}  # a checkpoint's name -> parameter, which of the matrices in it
+    # a tied weight is in here once, as the embedding's
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    # a checkpoint's name -> parameter, which of the matrices in it
+    places: dict[str, tuple[str, int | None]] = {}
     missing: dict[str, set[int]] = {}  # parameter -> its matrices that have not come yet
     for name in parameters:
         path, _, leaf = name.rpartition(".")
         module = path.rpartition(".")[2]
         parts = packed.get(module, [])
-        places[name], missing[name] = (name, None), set(range(len(parts) or 1))
-        places |= {f"{path.removesuffix(module)}{part}.{leaf}": (name, i) for i, part in enumerate(parts)}
-    elsewhere = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, PPMissingLayer))
+        places[name] = (name, None)
+        missing[name] = set(range(len(parts) or 1))
+        places |= {
+            f"{path.removesuffix(module)}{part}.{leaf}": (name, i) for i, part in enumerate(parts)
+        }
+    elsewhere = tuple(
+        f"{name}." for name, module in model.named_modules() if isinstance(module, PPMissingLayer)
+    )
     unused: list[str] = []
     for name, tensor in starmap(map_weight, weights):
         place = places.get(name) or places.get(f"{outer}.{name}")
         if place is None:
-            unused += [] if name.startswith(elsewhere) or f"{outer}.{name}".startswith(elsewhere) else [name]
+            unused += (
+                []
+                if name.startswith(elsewhere) or f"{outer}.{name}".startswith(elsewhere)
+                else [name]
+            )
             continue
         target, shard = place
         param = parameters[target]
@@ -355,20 +499,28 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
         missing[target] -= missing[target] if shard is None else {shard}
     lacking = sorted(name for name, matrices in missing.items() if matrices)
     if lacking:
-        raise WeightsError(f"the checkpoint lacks {len(lacking)} of {len(missing)} parameters, among them {lacking[:5]}")
+        raise WeightsError(
+            f"the checkpoint lacks {len(lacking)} of {len(missing)} parameters, among them "
+            f"{lacking[:5]}"
+        )
     unused = [name for name in unused if not name.endswith(_WITHOUT_USE)]
     if unused:
-        logger.warning("%d tensors of the checkpoint are not used, among them %s", len(unused), unused[:5])
+        logger.warning(
+            "%d tensors of the checkpoint are not used, among them %s", len(unused), unused[:5]
+        )
 
 # %% ../../nbs/31_layers.ipynb #668ad1eb
 def vocab_part(num_embeddings: int, parallel: ParallelState) -> range:
-    "The token ids of this rank. Equal parts: a vocabulary that does not divide is padded, past its end."
+    """The token ids of this rank. Equal parts: a vocabulary that does not divide is padded, past
+    its end.
+    """
     count = -(-num_embeddings // parallel.tp_size)
     return range(parallel.tp_rank * count, (parallel.tp_rank + 1) * count)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A row for each token id; each rank has a range of ids. vLLM: `layers/vocab_parallel_embedding.py`.
+    """A row for each token id; each rank has a range of ids. vLLM:
+    `layers/vocab_parallel_embedding.py`.
 
     Without a `context` every rank has all rows.
     """
@@ -376,7 +528,8 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, num_embeddings: int, size: int, context: ModelContext | None = None):
         super().__init__()
         parallel = context.parallel if context else ParallelState()
-        self.tp, self.ids = parallel.tp, vocab_part(num_embeddings, parallel)
+        self.tp = parallel.tp
+        self.ids = vocab_part(num_embeddings, parallel)
         self.weight = nn.Parameter(torch.empty(len(self.ids), size), requires_grad=False)
         if self.tp:
             set_weight_attrs(self.weight, {"output_dim": 0})
@@ -385,7 +538,11 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         "[num_tokens] -> [num_tokens, size]."
         if self.tp is None:
-            fused = fused_ops(self.weight) if ids.dim() == 1 and ids.dtype == torch.int64 and ids.is_contiguous() else None
+            fused = (
+                fused_ops(self.weight)
+                if ids.dim() == 1 and ids.dtype == torch.int64 and ids.is_contiguous()
+                else None
+            )
             return fused.embedding(self.weight, ids) if fused else F.embedding(ids, self.weight)
         elsewhere = (ids < self.ids.start) | (ids >= self.ids.stop)
         x = F.embedding((ids - self.ids.start).masked_fill_(elsewhere, 0), self.weight)
@@ -395,15 +552,25 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(LinearBase):
     """From hidden states to a logit for each token id; it may share an embedding's weight.
 
-    Each rank computes the logits of its ids, and all ranks get all logits, so that all choose the same token.
+    Each rank computes the logits of its ids, and all ranks get all logits, so that all choose the
+    same token.
     """
 
-    def __init__(self, input_size: int, num_embeddings: int, context: ModelContext, bias: bool = False):
-        super().__init__(input_size, num_embeddings, context, bias, rows=[vocab_part(num_embeddings, context.parallel)])
+    def __init__(
+        self, input_size: int, num_embeddings: int, context: ModelContext, bias: bool = False
+    ):
+        super().__init__(
+            input_size,
+            num_embeddings,
+            context,
+            bias,
+            rows=[vocab_part(num_embeddings, context.parallel)],
+        )
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
         "Use the embedding's rows: one tensor, two uses."
-        self.weight, self.shares_weight = embedding.weight, True
+        self.weight = embedding.weight
+        self.shares_weight = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[n, input_size] -> [n, num_embeddings]."
@@ -418,7 +585,9 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class RMSNorm(nn.Module):
-    "Scale to a root mean square of one, then by a learned weight (Zhang and Sennrich 2019). In float32 inside."
+    """Scale to a root mean square of one, then by a learned weight (Zhang and Sennrich 2019). In
+    float32 inside.
+    """
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -426,7 +595,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """[num_tokens, size] -> the same shape. With a `residual`: the norm of their sum, and the sum."""
+        """[num_tokens, size] -> the same shape. With a `residual`: the norm of their sum, and the
+        sum.
+        """
         others = (self.weight,) if residual is None else (self.weight, residual)
         if fused := fused_ops(x, *others):
             normed, x = fused.rms_norm(x, self.weight, self.eps, residual)
@@ -438,16 +609,27 @@ class RMSNorm(nn.Module):
 # %% ../../nbs/31_layers.ipynb #b51b09f6
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_new": _tanh_gelu, "gelu_pytorch_tanh": _tanh_gelu,
-    "gelu_fast": _tanh_gelu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu, "relu2": lambda x: F.relu(x).square(),
-}  # fmt: skip
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "gelu_fast": _tanh_gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 def get_act_fn(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    "The activation that a configuration calls `name`; `ValueError` lists all. vLLM: `layers/activation.py`."
+    """The activation that a configuration calls `name`; `ValueError` lists all. vLLM:
+    `layers/activation.py`.
+    """
     known = ", ".join(ACTIVATIONS)
-    require(name in ACTIVATIONS, f"hidden_act (activation_function) {name!r} is not supported; supported are {known}")
+    require(
+        name in ACTIVATIONS,
+        f"hidden_act (activation_function) {name!r} is not supported; supported are {known}",
+    )
     return ACTIVATIONS[name]
 
 
@@ -456,7 +638,8 @@ class ActAndMul(nn.Module):
 
     def __init__(self, name: str):
         super().__init__()
-        self.name, self.act = name, get_act_fn(name)
+        self.name = name
+        self.act = get_act_fn(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, 2 * size] -> [num_tokens, size]."
@@ -468,9 +651,11 @@ class ActAndMul(nn.Module):
 
 # %% ../../nbs/31_layers.ipynb #ae7978c1
 class Attention(nn.Module):
-    """The attention of one layer: write the new keys and values, then attend. vLLM: `attention/layer.py`.
+    """The attention of one layer: write the new keys and values, then attend. vLLM:
+    `attention/layer.py`.
 
-    Layers may differ in every argument: each has its own backend object and `kv_cache_spec`. The cache is handed in.
+    Layers may differ in every argument: each has its own backend object and `kv_cache_spec`. The
+    cache is handed in.
     """
 
     def __init__(
@@ -480,32 +665,50 @@ class Attention(nn.Module):
         num_kv_heads: int,
         scale: float,
         context: ModelContext,
-        window: int | None = None,  # the latest tokens that a token sees, itself included; None: all
+        # the latest tokens that a token sees, itself included; None: all
+        window: int | None = None,
         soft_cap: float | None = None,  # scores are squashed to ±soft_cap
     ):
         super().__init__()
-        self.backend = context.attn_backend(num_heads, head_size, num_kv_heads, scale, window, soft_cap)
+        self.backend = context.attn_backend(
+            num_heads, head_size, num_kv_heads, scale, window, soft_cap
+        )
         dtype = str(context.kv_cache_dtype or context.dtype).removeprefix("torch.")
         self.kv_cache_spec = KVCacheSpec(num_kv_heads, head_size, dtype, window)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        meta: AttentionMetadata,
     ) -> torch.Tensor:
-        "q [num_tokens, num_heads, head_size], k and v with num_kv_heads -> [num_tokens, num_heads * head_size]."
+        """q [num_tokens, num_heads, head_size], k and v with num_kv_heads -> [num_tokens, num_heads
+        * head_size].
+        """
         backend = self.backend
-        if kv_cache.dtype in FLOAT8:  # bytes are stored: how numbers lie in memory is the backend's, what they are is not
-            k, v = to_float8(k, kv_cache.dtype, backend.k_scale), to_float8(v, kv_cache.dtype, backend.v_scale)
-            backend.do_kv_cache_update(k.view(torch.uint8), v.view(torch.uint8), kv_cache.view(torch.uint8), meta)
+        # bytes are stored: how numbers lie in memory is the backend's, what they are is not
+        if kv_cache.dtype in FLOAT8:
+            k = to_float8(k, kv_cache.dtype, backend.k_scale)
+            v = to_float8(v, kv_cache.dtype, backend.v_scale)
+            backend.do_kv_cache_update(
+                k.view(torch.uint8), v.view(torch.uint8), kv_cache.view(torch.uint8), meta
+            )
         else:
             backend.do_kv_cache_update(k, v, kv_cache, meta)
         return backend.forward(q, kv_cache, meta).flatten(1)
 
 
 def attention_layers(model: nn.Module) -> dict[str, Attention]:
-    "A model's attention layers by name, in the order in which they run (that in which the model lists them)."
+    """A model's attention layers by name, in the order in which they run (that in which the model
+    lists them).
+    """
     return {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
 
 # %% ../../nbs/31_layers.ipynb #4ad318c8
 def config_field(hf_config: Any, name: str, default: Any = None) -> Any:
-    "The value of a field that only some configuration classes define: `default` where this one does not."
+    """The value of a field that only some configuration classes define: `default` where this one
+    does not.
+    """
     return getattr(hf_config, name) if name in defined_fields(hf_config) else default

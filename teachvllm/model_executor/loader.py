@@ -48,19 +48,27 @@ Weights = Iterator[tuple[str, Any]]  # names, with tensors or what can be indexe
 
 # %% ../../nbs/34_loader.ipynb #28e9c106
 def weight_files(folder: Path, kind: str) -> list[Path]:
-    "The folder's `kind` files (`safetensors` or `bin`): those its index names, or all; empty if there are none."
+    """The folder's `kind` files (`safetensors` or `bin`): those its index names, or all; empty if
+    there are none.
+    """
     indexes = sorted(folder.glob(f"*.{kind}.index.json"))
     if not indexes:
         return sorted(path for path in folder.glob(f"*.{kind}") if path.name != "training_args.bin")
-    named = sorted({folder / name for name in json.loads(indexes[0].read_text())["weight_map"].values()})
+    named = sorted(
+        {folder / name for name in json.loads(indexes[0].read_text())["weight_map"].values()}
+    )
     absent = [path.name for path in named if not path.is_file()]
     if absent:
-        raise WeightsError(f"{indexes[0].name} names {len(named)} files, but {', '.join(absent)} not in {folder}")
+        raise WeightsError(
+            f"{indexes[0].name} names {len(named)} files, but {', '.join(absent)} not in {folder}"
+        )
     return named
 
 # %% ../../nbs/34_loader.ipynb #6d7e0702
 class TensorSlice:
-    "A tensor that is still in its file: an index reads that part, and no more. For as long as the file is open."
+    """A tensor that is still in its file: an index reads that part, and no more. For as long as the
+    file is open.
+    """
 
     def __init__(self, tensors: Any, name: str):
         self.slice = tensors.get_slice(name)
@@ -71,7 +79,9 @@ class TensorSlice:
 
 
 def safetensors_weights(files: list[Path], sliced: bool = False) -> Weights:
-    "Name and tensor of everything in `files`, read as it is asked for; `sliced`: as `TensorSlice`s, not read yet."
+    """Name and tensor of everything in `files`, read as it is asked for; `sliced`: as
+    `TensorSlice`s, not read yet.
+    """
     from safetensors import SafetensorError, safe_open
 
     for path in files:
@@ -84,7 +94,9 @@ def safetensors_weights(files: list[Path], sliced: bool = False) -> Weights:
 
 # %% ../../nbs/34_loader.ipynb #12cfd33f
 def bin_weights(files: list[Path]) -> Weights:
-    "The same for PyTorch's `.bin` files, each read whole. `weights_only`: a pickle from elsewhere must not run code."
+    """The same for PyTorch's `.bin` files, each read whole. `weights_only`: a pickle from elsewhere
+    must not run code.
+    """
     for path in files:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -101,45 +113,77 @@ def dummy_weights(model: nn.Module, seed: int = 0) -> None:
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
-        values = torch.empty_like(parameter, dtype=torch.float32).uniform_(-1e-2, 1e-2, generator=generator)
+        values = torch.empty_like(parameter, dtype=torch.float32).uniform_(
+            -1e-2, 1e-2, generator=generator
+        )
         parameter.data.copy_(values)
 
 # %% ../../nbs/34_loader.ipynb #e6e634f1
 GGUF_NAMES = {
-    "blk": "model.layers", "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_qkv": "self_attn.qkv_proj",
-    "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
-}  # fmt: skip
+    "blk": "model.layers",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 GGUF_OTHER_NAMES = {  # by the configuration's model_type
     "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
     "gemma3_text": {"ffn_norm": "pre_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "mixtral": {
-        "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-        "ffn_up_exps": "block_sparse_moe.experts.{}.w3", "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     },
     "qwen3_moe": {
-        "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-        "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj",
     },
     "gpt2": {
-        "blk": "transformer.h", "token_embd": "transformer.wte", "position_embd": "transformer.wpe",
-        "output_norm": "transformer.ln_f", "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
-        "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+        "blk": "transformer.h",
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
     },
     "gpt_neox": {
-        "blk": "gpt_neox.layers", "token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm",
-        "output": "embed_out", "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense",
-        "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h",
+        "blk": "gpt_neox.layers",
+        "token_embd": "gpt_neox.embed_in",
+        "output_norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out",
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
     },
-}  # fmt: skip
+}
 
 
 def hf_name(name: str, model_type: str = "llama") -> str:
-    "What Hugging Face calls a tensor of a GGUF file, with `{}` for the number of an expert; an unknown name stays as it is."
+    """What Hugging Face calls a tensor of a GGUF file, with `{}` for the number of an expert; an
+    unknown name stays as it is.
+    """
     path, _, leaf = name.rpartition(".")
     block, _, part = path.rpartition(".")
     names = GGUF_NAMES | GGUF_OTHER_NAMES.get(model_type, {})
@@ -148,13 +192,17 @@ def hf_name(name: str, model_type: str = "llama") -> str:
 
 # %% ../../nbs/34_loader.ipynb #7e089b56
 def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    "llama.cpp keeps the rows of q and k in another order, neighbours turning together; this is the order used here."
+    """llama.cpp keeps the rows of q and k in another order, neighbours turning together; this is
+    the order used here.
+    """
     pairs = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 # %% ../../nbs/34_loader.ipynb #b1c5fe03
 def gguf_tensor(data: np.ndarray, shape: tuple[int, ...], kind: int, start: int) -> torch.Tensor:
-    "One tensor from the bytes of a GGUF file: float32 if it was stored as float32 or float16, else bfloat16."
+    """One tensor from the bytes of a GGUF file: float32 if it was stored as float32 or float16,
+    else bfloat16.
+    """
     import gguf
 
     qtype = gguf.GGMLQuantizationType(kind)
@@ -166,8 +214,11 @@ def gguf_tensor(data: np.ndarray, shape: tuple[int, ...], kind: int, start: int)
 
 
 def hf_layout(name: str, weight: torch.Tensor, hf_config: Any) -> torch.Tensor:
-    "A GGUF file's tensor, called `name` by Hugging Face, with its rows, columns and numbers as they are there."
-    model_type, heads = hf_config.model_type, hf_config.num_attention_heads
+    """A GGUF file's tensor, called `name` by Hugging Face, with its rows, columns and numbers as
+    they are there.
+    """
+    model_type = hf_config.model_type
+    heads = hf_config.num_attention_heads
     if model_type in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
         return unpermute(weight, heads if ".q_proj." in name else hf_config.num_key_value_heads)
     if model_type in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
@@ -180,14 +231,19 @@ def hf_layout(name: str, weight: torch.Tensor, hf_config: Any) -> torch.Tensor:
 
 
 def gguf_weights(path: Path, hf_config: Any) -> Weights:
-    "The tensors of a GGUF file under their Hugging Face names; quantized ones come out as bfloat16."
+    """The tensors of a GGUF file under their Hugging Face names; quantized ones come out as
+    bfloat16.
+    """
     try:
         _, tensors = read_gguf_header(path)
         data = np.asarray(np.memmap(path, mode="r"))
-        for gguf_name, place in tqdm(tensors.items(), desc=f"Converting {path.name}", delay=0.5, unit=" tensors"):
+        for gguf_name, place in tqdm(
+            tensors.items(), desc=f"Converting {path.name}", delay=0.5, unit=" tensors"
+        ):
             if gguf_name.startswith(("rope_freqs.", "rope_factors_")):
                 continue  # the configuration has them
-            name, weight = hf_name(gguf_name, hf_config.model_type), gguf_tensor(data, *place)
+            name = hf_name(gguf_name, hf_config.model_type)
+            weight = gguf_tensor(data, *place)
             if "{}" in name:
                 yield from ((name.format(i), expert) for i, expert in enumerate(weight))
             else:
@@ -197,9 +253,11 @@ def gguf_weights(path: Path, hf_config: Any) -> Weights:
 
 # %% ../../nbs/34_loader.ipynb #343d709c
 def convert_gguf(path: Path) -> Path:
-    """The Hugging Face folder made from a GGUF file: config, tokenizer, safetensors. Made once, then found again.
+    """The Hugging Face folder made from a GGUF file: config, tokenizer, safetensors. Made once,
+    then found again.
 
-    It is written beside its place and moved there whole, so that two processes never see half of it.
+    It is written beside its place and moved there whole, so that two processes never see half of
+    it.
     """
     folder = cache_folder(path)
     if folder.is_dir():
@@ -207,7 +265,9 @@ def convert_gguf(path: Path) -> Path:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise ValueError(f"reading {path.name} needs the gguf package: pip install 'teachvllm[gguf]'") from None
+        raise ValueError(
+            f"reading {path.name} needs the gguf package: pip install 'teachvllm[gguf]'"
+        ) from None
     from safetensors.torch import save_file
 
     try:
@@ -217,13 +277,17 @@ def convert_gguf(path: Path) -> Path:
             hf_config = load_hf_config(path)
             hf_config.architectures = architectures_of(hf_config)
             hf_config.save_pretrained(draft)
-            save_file(dict(gguf_weights(path, hf_config)), draft / "model.safetensors", {"format": "pt"})
+            save_file(
+                dict(gguf_weights(path, hf_config)), draft / "model.safetensors", {"format": "pt"}
+            )
             get_tokenizer(path).save_pretrained(draft)
             os.rename(draft, folder)
     except OSError as error:
         if not folder.is_dir():  # else another process was first
             where = f"cannot keep the converted model in {folder.parent}"
-            raise ValueError(f"{where} ({error}): set TEACHVLLM_CACHE to a folder with room for it") from error
+            raise ValueError(
+                f"{where} ({error}): set TEACHVLLM_CACHE to a folder with room for it"
+            ) from error
     logger.info("converted %s once; it is kept in %s", path.name, folder)
     return folder
 
@@ -232,14 +296,23 @@ SHARD_NAME = "model-rank-{rank}-part-{part}.safetensors"
 
 
 def shard_files(folder: Path, parallel: ParallelState) -> list[Path]:
-    "The files of this rank's part; `ValueError` if `folder` was written for another number of ranks."
+    """The files of this rank's part; `ValueError` if `folder` was written for another number of
+    ranks.
+    """
     files = sorted(folder.glob(SHARD_NAME.format(rank="*", part="*")))
     ranks = [file.name.split("-")[2] for file in files]
-    count, size = len(set(ranks)), parallel.size
-    require(bool(files), f"load_format='sharded_state', but no {SHARD_NAME.format(rank=0, part=0)} in {folder}")
+    count = len(set(ranks))
+    size = parallel.size
+    require(
+        bool(files),
+        f"load_format='sharded_state', but no {SHARD_NAME.format(rank=0, part=0)} in {folder}",
+    )
     require(
         count == size,
-        f"{folder} was saved for tensor_parallel_size * pipeline_parallel_size = {count} and cannot be loaded for {size}",
+        (
+            f"{folder} was saved for tensor_parallel_size * pipeline_parallel_size = {count} "
+            f"and cannot be loaded for {size}"
+        ),
     )
     return [file for file, rank in zip(files, ranks) if rank == str(parallel.rank)]
 
@@ -249,22 +322,36 @@ def load_sharded_state(model: nn.Module, weights: Weights) -> None:
     lacking: dict[str, Any] = dict(model.named_parameters())
     for name, tensor in weights:
         if name not in lacking:
-            raise WeightsError(f"{name} has no place in this rank's part of the model: it was cut in another way")
+            raise WeightsError(
+                f"{name} has no place in this rank's part of the model: it was cut in another way"
+            )
         try:
             default_weight_loader(lacking.pop(name), tensor)
         except WeightsError as error:
             raise WeightsError(f"{name} {error}") from None
     if lacking:
-        raise WeightsError(f"the shard lacks {len(lacking)} parameters, among them {sorted(lacking)[:5]}")
+        raise WeightsError(
+            f"the shard lacks {len(lacking)} parameters, among them {sorted(lacking)[:5]}"
+        )
 
 # %% ../../nbs/34_loader.ipynb #8d69e23a
 def find_weights(path: Path, load_format: str, sliced: bool = False) -> Weights:
-    "The weights of the model at `path` in the format asked for; `auto` takes safetensors, then `.bin`."
+    """The weights of the model at `path` in the format asked for; `auto` takes safetensors, then
+    `.bin`.
+    """
     if path.is_file():
-        require(load_format in ("auto", "gguf"), f"load_format={load_format!r}, but {path} is a GGUF file")
+        require(
+            load_format in ("auto", "gguf"),
+            f"load_format={load_format!r}, but {path} is a GGUF file",
+        )
         path = convert_gguf(path)
-    if load_format in ("auto", "safetensors", "gguf") and (files := weight_files(path, "safetensors")):
-        require(not files[0].match(SHARD_NAME.format(rank="*", part="*")), f"{path} needs load_format='sharded_state'")
+    if load_format in ("auto", "safetensors", "gguf") and (
+        files := weight_files(path, "safetensors")
+    ):
+        require(
+            not files[0].match(SHARD_NAME.format(rank="*", part="*")),
+            f"{path} needs load_format='sharded_state'",
+        )
         return safetensors_weights(files, sliced)
     if load_format in ("auto", "pt") and (files := weight_files(path, "bin")):
         return bin_weights(files)
@@ -276,7 +363,9 @@ _one_at_a_time = threading.RLock()  # torch's default dtype is one for all threa
 
 @contextmanager
 def default_tensors(dtype: torch.dtype, device: str) -> Iterator[None]:
-    "Inside, new floating tensors are of `dtype` and on `device`. Another thread that wants the same waits."
+    """Inside, new floating tensors are of `dtype` and on `device`. Another thread that wants the
+    same waits.
+    """
     with _one_at_a_time:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -291,8 +380,9 @@ KV_SCALE = re.compile(r"(.*?)(?:\.(?:attn|k_proj|v_proj|qkv_proj))?\.(k_scale|v_
 
 
 def take_kv_scales(model: nn.Module, weights: Weights) -> Weights:
-    """`weights` without the scales of an 8-bit KV cache, which the attention layers take; a cache in the model's dtype needs
-    none. `kv_scale` is one for both. vLLM: `maybe_remap_kv_scale_name`."""
+    """`weights` without the scales of an 8-bit KV cache, which the attention layers take; a cache
+    in the model's dtype needs none. `kv_scale` is one for both. vLLM: `maybe_remap_kv_scale_name`.
+    """
     layers = attention_layers(model)
     for name, tensor in weights:
         path, kind = match.groups() if (match := KV_SCALE.fullmatch(name)) else ("", "")
@@ -302,43 +392,63 @@ def take_kv_scales(model: nn.Module, weights: Weights) -> Weights:
         elif getattr(torch, layer.kv_cache_spec.dtype) in FLOAT8:
             values = tensor[...].flatten().tolist()
             if len(values) != 1 or not 0 < values[0] < math.inf:
-                raise WeightsError(f"{name} is {values[:5]}: a layer's scale is one positive number")
+                raise WeightsError(
+                    f"{name} is {values[:5]}: a layer's scale is one positive number"
+                )
             for scale in ("k_scale", "v_scale") if kind == "kv_scale" else (kind,):
                 setattr(layer.backend, scale, values[0])
 
 # %% ../../nbs/34_loader.ipynb #c2e60039
 def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) -> ModelContext:
-    """What the model's layers must know of the engine: the attention backend asked for or the best, block size, dtype, and
-    the other workers that have a part of the model."""
-    model, block_size = config.model_config, config.cache_config.block_size
+    """What the model's layers must know of the engine: the attention backend asked for or the best,
+    block size, dtype, and the other workers that have a part of the model.
+    """
+    model = config.model_config
+    block_size = config.cache_config.block_size
     dtype = getattr(torch, model.dtype)
     kv_cache_dtype = getattr(torch, config.cache_config.torch_dtype(model.dtype))
-    asked, device = model.attention_backend, config.device_config.device
-    attn_backend = get_attn_backend(asked, device, dtype, model.head_size, block_size, kv_cache_dtype)
-    return ModelContext(attn_backend, block_size, dtype, None, parallel, model.max_model_len, kv_cache_dtype)
+    asked = model.attention_backend
+    device = config.device_config.device
+    attn_backend = get_attn_backend(
+        asked, device, dtype, model.head_size, block_size, kv_cache_dtype
+    )
+    return ModelContext(
+        attn_backend, block_size, dtype, None, parallel, model.max_model_len, kv_cache_dtype
+    )
 
 
 def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.Module:
     "This rank's part of the model on `device`, as the checkpoint has it."
-    model_config, load_format, parallel = config.model_config, config.load_config.load_format, context.parallel
+    model_config = config.model_config
+    load_format = config.load_config.load_format
+    parallel = context.parallel
     model_class = get_model_class(model_config.hf_config, model_config.pooler_config)
     with default_tensors(context.dtype, device):
         model = model_class(model_config.hf_config, context)
     if load_format == "dummy":
         dummy_weights(model, model_config.seed)
     elif load_format == "sharded_state":
-        load_sharded_state(model, take_kv_scales(model, safetensors_weights(shard_files(model_config.path, parallel))))
+        load_sharded_state(
+            model,
+            take_kv_scales(model, safetensors_weights(shard_files(model_config.path, parallel))),
+        )
     else:
         weights = find_weights(model_config.path, load_format, sliced=parallel.size > 1)
-        bar = tqdm(weights, desc="Loading weights", delay=2, unit=" tensors") if parallel.rank == 0 else weights
+        bar = (
+            tqdm(weights, desc="Loading weights", delay=2, unit=" tensors")
+            if parallel.rank == 0
+            else weights
+        )
         load_weights(model, take_kv_scales(model, bar))
     return model
 
 
 def get_model(config: VllmConfig, context: ModelContext, device: str | None = None) -> nn.Module:
-    """Build the model on `device` (by default the configuration's), fill its parameters, lay them out for speed.
+    """Build the model on `device` (by default the configuration's), fill its parameters, lay them
+    out for speed.
 
-    Of several workers each calls it, with its own `context`, and gets its part. vLLM: `model_loader/`.
+    Of several workers each calls it, with its own `context`, and gets its part. vLLM:
+    `model_loader/`.
     """
     model = _filled_model(config, context, device or config.device_config.device)
     for module in model.modules():
@@ -348,24 +458,33 @@ def get_model(config: VllmConfig, context: ModelContext, device: str | None = No
 
 # %% ../../nbs/34_loader.ipynb #e1ab55c7
 def save_sharded_state(config: VllmConfig, context: ModelContext, path: Path) -> None:
-    """Write this rank's part of the model into the folder `path`, for `load_format="sharded_state"`. Every rank calls it.
+    """Write this rank's part of the model into the folder `path`, for
+    `load_format="sharded_state"`. Every rank calls it.
 
-    The part is made again from the checkpoint, on the CPU, because a running engine's weights may be packed. The first rank
-    copies configuration and tokenizer, too. Scales of a KV cache are written if the engine has an 8-bit one.
-    vLLM: `ShardedStateLoader.save_model`.
+    The part is made again from the checkpoint, on the CPU, because a running engine's weights may
+    be packed. The first rank copies configuration and tokenizer, too. Scales of a KV cache are
+    written if the engine has an 8-bit one. vLLM: `ShardedStateLoader.save_model`.
     """
     from safetensors.torch import save_file
 
-    source, rank = config.model_config.path, context.parallel.rank
+    source = config.model_config.path
+    rank = context.parallel.rank
     folder = convert_gguf(source) if source.is_file() else source
     path.mkdir(parents=True, exist_ok=True)
-    require(not path.samefile(folder), f"the shards of {folder} need another folder: beside the checkpoint they would hide")
+    require(
+        not path.samefile(folder),
+        f"the shards of {folder} need another folder: beside the checkpoint they would hide",
+    )
     model = _filled_model(config, context, "cpu")
     state = {name: param.data for name, param in model.named_parameters()}
     for name, layer in attention_layers(model).items():
         scales = {"k_scale": layer.backend.k_scale, "v_scale": layer.backend.v_scale}
-        state |= {f"{name}.{kind}": torch.tensor(scale) for kind, scale in scales.items() if scale != 1}
+        state |= {
+            f"{name}.{kind}": torch.tensor(scale) for kind, scale in scales.items() if scale != 1
+        }
     save_file(state, path / SHARD_NAME.format(rank=rank, part=0), {"format": "pt"})
     for file in folder.iterdir() if rank == 0 else ():
-        if file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith(".index.json"):
+        if file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith(
+            ".index.json"
+        ):
             shutil.copy(file, path)

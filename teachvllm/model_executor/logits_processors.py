@@ -19,15 +19,19 @@ from ..sampling_params import SamplingParams
 
 # %% ../../nbs/32b_logits_processors.ipynb #343d5f8b
 def apply_penalties(
-    logits: torch.Tensor,     # [rows, vocab_size], changed in place
-    ids: torch.Tensor,        # [rows, longest]: prompt, then output
-    begin: torch.Tensor,      # [rows]: where the output begins
-    end: torch.Tensor,        # [rows]: where it ends
+    logits: torch.Tensor,  # [rows, vocab_size], changed in place
+    ids: torch.Tensor,  # [rows, longest]: prompt, then output
+    begin: torch.Tensor,  # [rows]: where the output begins
+    end: torch.Tensor,  # [rows]: where it ends
     penalties: torch.Tensor,  # [rows, 3]: presence, frequency, repetition
-) -> torch.Tensor:            # logits
-    "Change the logits of what was written, by the repetition penalty first. vLLM: `model_executor/layers/utils.py`."
+) -> torch.Tensor:  # logits
+    """Change the logits of what was written, by the repetition penalty first. vLLM:
+    `model_executor/layers/utils.py`.
+    """
     presence, frequency, repetition = penalties[:, :, None].unbind(1)
-    place, begin, end = torch.arange(ids.shape[1], device=ids.device), begin[:, None], end[:, None]
+    place = torch.arange(ids.shape[1], device=ids.device)
+    begin = begin[:, None]
+    end = end[:, None]
     is_output = (place >= begin) & (place < end)
     seen = torch.where(place < end, ids, ids[:, :1]).long()
     before = logits.gather(1, seen)
@@ -53,35 +57,51 @@ def make_bias(params: SamplingParams, vocab_size: int) -> np.ndarray | None:
 # %% ../../nbs/32b_logits_processors.ipynb #85a2a226
 def apply_bad_words(
     logits: torch.Tensor,  # [num_rows, vocab_size], changed in place
-    rows: torch.Tensor,    # [words]: whose row
-    last: torch.Tensor,    # [words]: the token that would complete the word
-    tails: torch.Tensor,   # [words, longest]: the last tokens of that row's text
+    rows: torch.Tensor,  # [words]: whose row
+    last: torch.Tensor,  # [words]: the token that would complete the word
+    tails: torch.Tensor,  # [words, longest]: the last tokens of that row's text
     begins: torch.Tensor,  # [words, longest]: the word's other tokens, right-aligned; -1: any
 ) -> None:
-    "Forbid each word's last token where its other tokens were just written. vLLM: `v1/sample/ops/bad_words.py`."
+    """Forbid each word's last token where its other tokens were just written. vLLM:
+    `v1/sample/ops/bad_words.py`.
+    """
     matches = ((tails == begins) | (begins < 0)).all(-1)
-    logits.index_put_((rows, last), torch.where(matches, -torch.inf, 0.0).to(logits.dtype), accumulate=True)
+    logits.index_put_(
+        (rows, last), torch.where(matches, -torch.inf, 0.0).to(logits.dtype), accumulate=True
+    )
 
 # %% ../../nbs/32b_logits_processors.ipynb #b861b894
-LogitsFunction = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]  # (prompt ids, output ids, logits) -> logits
+# (prompt ids, output ids, logits) -> logits
+LogitsFunction = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
 
 
 def with_prompt(function: Callable) -> LogitsFunction:
-    "A function of (output ids, logits) or (prompt ids, output ids, logits), as one of three arguments."
+    """A function of (output ids, logits) or (prompt ids, output ids, logits), as one of three
+    arguments.
+    """
     try:
         num_arguments = len(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some built-in functions do not say
         num_arguments = 2
-    return function if num_arguments == 3 else lambda prompt, output, logits: function(output, logits)
+    return (
+        function if num_arguments == 3 else lambda prompt, output, logits: function(output, logits)
+    )
 
 
-def call_functions(functions: list[LogitsFunction], prompt: list[int], output: list[int], row: torch.Tensor) -> str:
-    "Let each function change `row` [vocab_size], in place; returns what went wrong, or an empty string. Then the row is NaN."
+def call_functions(
+    functions: list[LogitsFunction], prompt: list[int], output: list[int], row: torch.Tensor
+) -> str:
+    """Let each function change `row` [vocab_size], in place; returns what went wrong, or an empty
+    string. Then the row is NaN.
+    """
     try:
         for function in functions:
             changed = function(list(prompt), list(output), row)
             if not isinstance(changed, torch.Tensor) or changed.shape != row.shape:
-                raise TypeError(f"{getattr(function, '__name__', function)!s} returned no tensor of shape {tuple(row.shape)}")
+                raise TypeError(
+                    f"{getattr(function, '__name__', function)!s} returned no tensor of "
+                    f"shape {tuple(row.shape)}"
+                )
             row.copy_(changed)
     except Exception as error:  # it ends this request only
         row.fill_(torch.nan)
@@ -108,26 +128,39 @@ class LogitsRequest:
 def changes_logits(params: SamplingParams) -> bool:
     "Whether a request asks for anything of this chapter."
     return bool(
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.logit_bias
-        or params.allowed_token_ids or params.bad_words_token_ids or params.logits_processors
-    )  # fmt: skip
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words_token_ids
+        or params.logits_processors
+    )
 
 # %% ../../nbs/32b_logits_processors.ipynb #084d3cbc
-NONE_LEFT = "allowed_token_ids, bad_words, min_tokens and logits_processors together leave no token (or the logits are NaN)"
+NONE_LEFT = (
+    "allowed_token_ids, bad_words, min_tokens and logits_processors together leave no token "
+    "(or the logits are NaN)"
+)
 
 # %% ../../nbs/32b_logits_processors.ipynb #eb7a5004
 class LogitsProcessors:
-    """What the running sequences ask to be done to their logits, by slot of the `InputBatch`; on the device, in batches.
+    """What the running sequences ask to be done to their logits, by slot of the `InputBatch`; on
+    the device, in batches.
 
     vLLM: `apply_penalties`, `apply_bad_words` and others of `v1/sample/sampler.py`.
     """
 
     def __init__(self, vocab_size: int, device: str = "cpu"):
-        self.vocab_size, self.device = vocab_size, device
+        self.vocab_size = vocab_size
+        self.device = device
         self.requests: dict[int, LogitsRequest] = {}  # by slot: only those that ask
-        self.history = torch.zeros((0, 0), dtype=torch.int32, device=device)  # [slots, longest]: their token ids
+        # [slots, longest]: their token ids
+        self.history = torch.zeros((0, 0), dtype=torch.int32, device=device)
 
-    def add(self, slot: int, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
+    def add(
+        self, slot: int, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int
+    ) -> None:
         "A sequence takes a slot."
         if not changes_logits(params):
             return
@@ -154,7 +187,11 @@ class LogitsProcessors:
 
     def set_tokens(self, tokens: list[tuple[int, int, int]]) -> None:
         "Tokens that the device has not sampled, or not so: (slot, place in the text, id)."
-        tokens = [token for token in tokens if token[0] in self.requests and self.requests[token[0]].needs_history]
+        tokens = [
+            token
+            for token in tokens
+            if token[0] in self.requests and self.requests[token[0]].needs_history
+        ]
         if tokens:
             self._reserve(0, 1 + max(place for _, place, _ in tokens))
             slots, places, ids = self._send(np.array(tokens)).unbind(1)
@@ -170,26 +207,45 @@ class LogitsProcessors:
         return x if self.device == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
 
     def _reserve(self, num_slots: int, length: int) -> None:
-        "The history grows: slots are taken from the lowest, so it has about as many rows as sequences ever ran at once."
+        """The history grows: slots are taken from the lowest, so it has about as many rows as
+        sequences ever ran at once.
+        """
         (rows, columns), old = self.history.shape, self.history
         if num_slots > rows or length > columns:
-            grown = [max(needed, 2 * has) if needed > has else has for needed, has in ((num_slots, rows), (length, columns))]
+            grown = [
+                max(needed, 2 * has) if needed > has else has
+                for needed, has in ((num_slots, rows), (length, columns))
+            ]
             self.history = torch.zeros(grown, dtype=torch.int32, device=self.device)
             self.history[:rows, :columns] = old
 
-    def inputs(self, slots: np.ndarray, num_tokens: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
-        """Which rows need what; nothing if no row asks. Row i is drawn for `slots[i]`, whose text has `num_tokens[i]` tokens.
+    def inputs(
+        self, slots: np.ndarray, num_tokens: np.ndarray, kept: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Which rows need what; nothing if no row asks. Row i is drawn for `slots[i]`, whose text
+        has `num_tokens[i]` tokens.
 
-        Its token is appended to that text if `kept[i]`: of several drawn for one sequence that will be forked, only the first.
+        Its token is appended to that text if `kept[i]`: of several drawn for one sequence that will
+        be forked, only the first.
         """
-        asking = [(i, self.requests[slot]) for i, slot in enumerate(slots.tolist()) if slot in self.requests]
+        asking = [
+            (i, self.requests[slot])
+            for i, slot in enumerate(slots.tolist())
+            if slot in self.requests
+        ]
         if not asking:
             return {}
-        x = {"limited_rows": np.array([i for i, r in asking if r.words or r.functions or r.bias is not None], np.int64)}
+        x = {
+            "limited_rows": np.array(
+                [i for i, r in asking if r.words or r.functions or r.bias is not None], np.int64
+            )
+        }
         if rows := [i for i, r in asking if r.bias is not None]:
             x["bias_rows"] = np.array(rows)
         if rows := [i for i, r in asking if r.needs_history and kept[i]]:
-            x["history_rows"], x["history_slots"], x["history_places"] = np.array(rows), slots[rows], num_tokens[rows]
+            x["history_rows"] = np.array(rows)
+            x["history_slots"] = slots[rows]
+            x["history_places"] = num_tokens[rows]
             self._reserve(0, 1 + int(num_tokens[rows].max()))
         if any(r.functions for _, r in asking):
             x["function_ends"] = num_tokens
@@ -197,14 +253,23 @@ class LogitsProcessors:
             x["penalty_rows"] = of = np.array([i for i, _ in penalized])
             x["penalties"] = np.array([r.penalties for _, r in penalized], np.float32)
             x["penalty_begin"] = np.array([r.num_prompt_tokens for _, r in penalized])
-            x["penalty_slots"], x["penalty_end"] = slots[of], num_tokens[of]
-        words = [(i, word) for i, r in asking for word in r.words if len(word) - 1 <= num_tokens[i] - r.num_prompt_tokens]
+            x["penalty_slots"] = slots[of]
+            x["penalty_end"] = num_tokens[of]
+        words = [
+            (i, word)
+            for i, r in asking
+            for word in r.words
+            if len(word) - 1 <= num_tokens[i] - r.num_prompt_tokens
+        ]
         if words:
             x["word_rows"] = of = np.array([i for i, _ in words])
             longest = max(len(word) for _, word in words) - 1
-            x["word_begins"] = np.array([[-1] * (longest + 1 - len(word)) + word[:-1] for _, word in words])
+            x["word_begins"] = np.array(
+                [[-1] * (longest + 1 - len(word)) + word[:-1] for _, word in words]
+            )
             x["word_last"] = np.array([word[-1] for _, word in words])
-            x["word_slots"], x["word_ends"] = slots[of], num_tokens[of]
+            x["word_slots"] = slots[of]
+            x["word_ends"] = num_tokens[of]
         return x
 
     def apply(
@@ -215,8 +280,9 @@ class LogitsProcessors:
         errors: dict[int, str],
         logits: torch.Tensor,
     ) -> None:
-        """Change `logits` [num_rows, vocab_size] in place. `x` is `inputs` on the device, and `host` as it was, both with
-        `banned_rows` and `banned_ids`: tokens that `min_tokens` forbids. `errors` gets what to say if a row has no token.
+        """Change `logits` [num_rows, vocab_size] in place. `x` is `inputs` on the device, and
+        `host` as it was, both with `banned_rows` and `banned_ids`: tokens that `min_tokens`
+        forbids. `errors` gets what to say if a row has no token.
         """
         errors.update(dict.fromkeys(host["limited_rows"].tolist(), NONE_LEFT))
         if "function_ends" in host:
@@ -234,18 +300,31 @@ class LogitsProcessors:
         if len(host["banned_rows"]):
             logits[x["banned_rows"], x["banned_ids"]] = -torch.inf
         for some in self._pieces(len(host.get("penalty_rows", ()))):
-            rows, begin, end = x["penalty_rows"][some], x["penalty_begin"][some], x["penalty_end"][some]
+            rows = x["penalty_rows"][some]
+            begin = x["penalty_begin"][some]
+            end = x["penalty_end"][some]
             ids = self.history[x["penalty_slots"][some], : int(host["penalty_end"][some].max())]
-            logits[rows] = apply_penalties(logits[rows], ids, begin, end, x["penalties"][some])  # of a copy
+            # of a copy
+            logits[rows] = apply_penalties(logits[rows], ids, begin, end, x["penalties"][some])
         if len(rows := x["limited_rows"]):  # a row without a token is marked as one of NaN is
             none_left = logits.amax(-1)[rows].isneginf()
             logits[rows, 0] = torch.where(none_left, torch.nan, logits[rows, 0])
 
-    def _call_functions(self, logits: torch.Tensor, num_tokens: np.ndarray, slots: np.ndarray, errors: dict[int, str]) -> None:
+    def _call_functions(
+        self,
+        logits: torch.Tensor,
+        num_tokens: np.ndarray,
+        slots: np.ndarray,
+        errors: dict[int, str],
+    ) -> None:
         for i, slot in enumerate(slots.tolist()):
             if (request := self.requests.get(slot)) and request.functions:
-                text, begin = self.history[slot, : num_tokens[i]].tolist(), request.num_prompt_tokens  # waits for the device
-                if wrong := call_functions(request.functions, text[:begin], text[begin:], logits[i]):
+                # waits for the device
+                text = self.history[slot, : num_tokens[i]].tolist()
+                begin = request.num_prompt_tokens
+                if wrong := call_functions(
+                    request.functions, text[:begin], text[begin:], logits[i]
+                ):
                     errors[i] = wrong
 
     def _pieces(self, num_rows: int) -> list[slice]:
@@ -256,4 +335,6 @@ class LogitsProcessors:
     def append(self, ids: torch.Tensor, x: dict[str, torch.Tensor]) -> None:
         "The sampled tokens `ids` [num_rows], on the device, are part of the texts from now on."
         if "history_rows" in x:
-            self.history[x["history_slots"], x["history_places"]] = ids[x["history_rows"]].clamp(min=0).int()
+            self.history[x["history_slots"], x["history_places"]] = (
+                ids[x["history_rows"]].clamp(min=0).int()
+            )

@@ -35,12 +35,15 @@ from teachvllm.attention.numba_utils import (
 )
 
 # %% ../../nbs/21c_numba_linear.ipynb #7981a79a
-COLUMNS, LANES = 64, 16  # outputs in a panel; numbers in a register of float32
+# outputs in a panel; numbers in a register of float32
+COLUMNS = 64
+LANES = 16
 VECTORS = COLUMNS // LANES
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A matrix [size, width] as panels [size / 64, steps, 64, pair]: what a step needs for 64 outputs lies side by side.
+    """A matrix [size, width] as panels [size / 64, steps, 64, pair]: what a step needs for 64
+    outputs lies side by side.
 
     A step takes a pair of bfloat16, or one float32, from each row of the input: 4 bytes.
     """
@@ -57,7 +60,8 @@ class Tile(types.Type):
     "Rows of 64 float32 sums; `dtype` is that of what is multiplied, as Numba sees it."
 
     def __init__(self, rows: int, dtype: Any):
-        self.rows, self.dtype = rows, dtype
+        self.rows = rows
+        self.dtype = dtype
         super().__init__(f"Tile({rows}, {dtype})")
 
 
@@ -74,12 +78,16 @@ def _each(value):
 
 
 def _at(builder, address, offset, kind):
-    return builder.inttoptr(builder.add(address, llvmlite.ir.Constant(I64, offset)), kind.as_pointer())
+    return builder.inttoptr(
+        builder.add(address, llvmlite.ir.Constant(I64, offset)), kind.as_pointer()
+    )
 
 
 def _spread(builder, x):
     nothing = llvmlite.ir.Constant(llvmlite.ir.VectorType(x.type, LANES), llvmlite.ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(nothing, x, llvmlite.ir.Constant(I32, 0)), nothing, _each(0))
+    return builder.shuffle_vector(
+        builder.insert_element(nothing, x, llvmlite.ir.Constant(I32, 0)), nothing, _each(0)
+    )
 
 
 @operation(prefer_literal=True)
@@ -88,7 +96,9 @@ def zeros(typing_context, rows, dtype):
     if not isinstance(rows, types.IntegerLiteral):
         return None
     tile = Tile(rows.literal_value, dtype.dtype)
-    return tile(rows, dtype), lambda context, builder, sig, args: llvmlite.ir.Constant(context.get_value_type(tile), None)
+    return tile(rows, dtype), lambda context, builder, sig, args: llvmlite.ir.Constant(
+        context.get_value_type(tile), None
+    )
 
 
 @operation
@@ -99,7 +109,9 @@ def biased(typing_context, tile, bias):
         sums, bias = args
         for j in range(VECTORS):
             if tile.dtype == types.uint16:
-                bits = builder.zext(builder.load(_at(builder, bias, 32 * j, HALVES), align=2), WORDS)
+                bits = builder.zext(
+                    builder.load(_at(builder, bias, 32 * j, HALVES), align=2), WORDS
+                )
                 x = builder.bitcast(builder.shl(bits, _each(16)), FLOATS)
             else:
                 x = builder.load(_at(builder, bias, 64 * j, FLOATS), align=4)
@@ -112,7 +124,9 @@ def biased(typing_context, tile, bias):
 # %% ../../nbs/21c_numba_linear.ipynb #d35c8a59
 @operation
 def add_products(typing_context, tile, x, stride, weights):
-    "Add one step's products: 4 bytes of each row of x, whose rows are `stride` bytes apart, times 256 bytes of weights."
+    """Add one step's products: 4 bytes of each row of x, whose rows are `stride` bytes apart, times
+    256 bytes of weights.
+    """
 
     def build(context, builder, sig, args):
         sums, x, stride, weights = args
@@ -120,11 +134,17 @@ def add_products(typing_context, tile, x, stride, weights):
         kind, number = (PAIRS, I32) if small else (FLOATS, FLOAT)
         name = "llvm.x86.avx512bf16.dpbf16ps.512" if small else "llvm.fma.v16f32"
         form = [FLOATS, PAIRS, PAIRS] if small else [FLOATS] * 3
-        multiply = cgutils.get_or_insert_function(builder.module, llvmlite.ir.FunctionType(FLOATS, form), name)
-        loaded = [builder.load(_at(builder, weights, 64 * j, kind), align=4) for j in range(VECTORS)]
+        multiply = cgutils.get_or_insert_function(
+            builder.module, llvmlite.ir.FunctionType(FLOATS, form), name
+        )
+        loaded = [
+            builder.load(_at(builder, weights, 64 * j, kind), align=4) for j in range(VECTORS)
+        ]
         for row in range(tile.rows):
             place = builder.add(x, builder.mul(stride, llvmlite.ir.Constant(I64, row)))
-            same = builder.bitcast(_spread(builder, builder.load(_at(builder, place, 0, number), align=4)), kind)
+            same = builder.bitcast(
+                _spread(builder, builder.load(_at(builder, place, 0, number), align=4)), kind
+            )
             for j, weight in enumerate(loaded):
                 old = builder.extract_value(sums, row * VECTORS + j)
                 new = builder.call(multiply, [old, same, weight] if small else [same, weight, old])
@@ -135,13 +155,17 @@ def add_products(typing_context, tile, x, stride, weights):
 
 # %% ../../nbs/21c_numba_linear.ipynb #c87f4b91
 def _rounded(builder, x):
-    "bfloat16 bits of sixteen float32 numbers: one instruction, which every processor with `vdpbf16ps` has."
+    """bfloat16 bits of sixteen float32 numbers: one instruction, which every processor with
+    `vdpbf16ps` has.
+    """
     return builder.bitcast(builder.fptrunc(x, llvmlite.ir.VectorType(BFLOAT, LANES)), HALVES)
 
 
 @operation
 def put(typing_context, tile, out, stride):
-    "Write the sums to rows `stride` bytes apart, from the address `out` on, rounded to the tile's dtype."
+    """Write the sums to rows `stride` bytes apart, from the address `out` on, rounded to the tile's
+    dtype.
+    """
 
     def build(context, builder, sig, args):
         sums, out, stride = args
@@ -150,7 +174,9 @@ def put(typing_context, tile, out, stride):
             for j in range(VECTORS):
                 x = builder.extract_value(sums, row * VECTORS + j)
                 if tile.dtype == types.uint16:
-                    builder.store(_rounded(builder, x), _at(builder, place, 32 * j, HALVES), align=2)
+                    builder.store(
+                        _rounded(builder, x), _at(builder, place, 32 * j, HALVES), align=2
+                    )
                 else:
                     builder.store(x, _at(builder, place, 64 * j, FLOATS), align=4)
         return context.get_dummy_value()
@@ -167,7 +193,11 @@ def put_sums(typing_context, tile, out, stride):
         for row in range(tile.rows):
             place = builder.add(out, builder.mul(stride, llvmlite.ir.Constant(I64, row)))
             for j in range(VECTORS):
-                builder.store(builder.extract_value(sums, row * VECTORS + j), _at(builder, place, 64 * j, FLOATS), align=4)
+                builder.store(
+                    builder.extract_value(sums, row * VECTORS + j),
+                    _at(builder, place, 64 * j, FLOATS),
+                    align=4,
+                )
         return context.get_dummy_value()
 
     return types.void(tile, types.intp, types.intp), build
@@ -186,13 +216,16 @@ def _fetch(typing_context, address):
 
 
 fetch = operation(_fetch)
-ROWS = 4  # of a tile, at most: 16 registers of sums; `linear_rows` has a line for each number up to it
+# of a tile, at most: 16 registers of sums; `linear_rows` has a line for each number up to it
+ROWS = 4
 TOGETHER = 4  # steps between two lines that are fetched
 
 
 @compiled
 def multiply(tile, bias, x, stride, panel, steps, out, out_stride, coming):
-    "A tile's rows of x times a panel, into as many rows of the output; the lines at `coming` are fetched on the way."
+    """A tile's rows of x times a panel, into as many rows of the output; the lines at `coming` are
+    fetched on the way.
+    """
     if bias:
         tile = biased(tile, bias)
     for k in range(0, steps, TOGETHER):
@@ -205,20 +238,37 @@ def multiply(tile, bias, x, stride, panel, steps, out, out_stride, coming):
 @compiled
 def linear_rows(words, dtype):
     "One thread's part of `linear`: of all tiles, panel by panel, an equal share."
-    n, size, width, x, panels, bias, out = words[0], words[1], words[2], words[3], words[4], words[5], words[6]
+    n = words[0]
+    size = words[1]
+    width = words[2]
+    x = words[3]
+    panels = words[4]
+    bias = words[5]
+    out = words[6]
     item = array_at(out, (1,), dtype).itemsize
-    steps, stride, out_stride, panel_bytes = width * item // 4, width * item, size * item, width * item * COLUMNS
+    steps = width * item // 4
+    stride = width * item
+    out_stride = size * item
+    panel_bytes = width * item * COLUMNS
     each = steps * 64 // TOGETHER  # bytes that a pass over rows asks for
     of_panel = (n + ROWS - 1) // ROWS  # tiles
     first, last = share(size // COLUMNS * of_panel)
     while first < last:
-        i, row = first // of_panel, first % of_panel * ROWS
-        end, first = min(n, row + (last - first) * ROWS), (i + 1) * of_panel
-        panel, to, i_bias = panels + i * panel_bytes, out + i * COLUMNS * item, bias + i * COLUMNS * item if bias else 0
+        i = first // of_panel
+        row = first % of_panel * ROWS
+        end = min(n, row + (last - first) * ROWS)
+        first = (i + 1) * of_panel
+        panel = panels + i * panel_bytes
+        to = out + i * COLUMNS * item
+        i_bias = bias + i * COLUMNS * item if bias else 0
         coming = panel + panel_bytes  # the next one
-        farthest = panel + (2 if first < last else 1) * panel_bytes - each  # the last place to ask for
+        # the last place to ask for
+        farthest = panel + (2 if first < last else 1) * panel_bytes - each
         while row < end:
-            at, there, here, rows = x + row * stride, to + row * out_stride, min(coming, farthest), min(ROWS, end - row)
+            at = x + row * stride
+            there = to + row * out_stride
+            here = min(coming, farthest)
+            rows = min(ROWS, end - row)
             if rows == 4:
                 multiply(zeros(4, dtype), i_bias, at, stride, panel, steps, there, out_stride, here)
             elif rows == 3:
@@ -247,7 +297,8 @@ def dtypes_served() -> frozenset[torch.dtype]:
     if find_openmp() is None:
         return frozenset()
     found = host_features()
-    floats, pairs = found.get("avx512f", False), found.get("avx512bf16", False) and not found.get("amx-bf16", False)
+    floats = found.get("avx512f", False)
+    pairs = found.get("avx512bf16", False) and not found.get("amx-bf16", False)
     return frozenset([torch.float32] * floats + [torch.bfloat16] * pairs)
 
 
@@ -264,15 +315,24 @@ def serves(weight: torch.Tensor) -> bool:
     "Whether `pack` and `linear` take this matrix [size, width]."
     if weight.device.type != "cpu" or weight.dtype not in dtypes_served():
         return False
-    size, stride = weight.shape[0], weight.shape[1] * weight.itemsize
-    return size % COLUMNS == 0 and stride % (4 * TOGETHER) == 0 and stride * COLUMNS <= LARGEST_PANEL
+    size = weight.shape[0]
+    stride = weight.shape[1] * weight.itemsize
+    return (
+        size % COLUMNS == 0 and stride % (4 * TOGETHER) == 0 and stride * COLUMNS <= LARGEST_PANEL
+    )
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     "y = x Wᵀ + bias: x [n, width], `packed` what `pack` made of W [size, width] -> [n, size]."
     (num_panels, steps, _, pair), n = packed.shape, x.shape[0]
-    assert x.dtype == packed.dtype and x.shape[1:] == (steps * pair,), f"{x.shape} does not fit {steps * pair} columns"
-    assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and len(bias) == num_panels * COLUMNS)
+    assert x.dtype == packed.dtype and x.shape[1:] == (steps * pair,), (
+        f"{x.shape} does not fit {steps * pair} columns"
+    )
+    assert bias is None or (
+        bias.dtype == x.dtype and bias.is_contiguous() and len(bias) == num_panels * COLUMNS
+    )
     x, out = x.contiguous(), x.new_empty(n, num_panels * COLUMNS)
-    LINEAR[x.dtype](n, num_panels * COLUMNS, steps * pair, x, packed, 0 if bias is None else bias, out)
+    LINEAR[x.dtype](
+        n, num_panels * COLUMNS, steps * pair, x, packed, 0 if bias is None else bias, out
+    )
     return out

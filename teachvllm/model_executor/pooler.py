@@ -13,37 +13,54 @@ import torch
 from torch.nn import functional as F
 
 from ..config import PoolerConfig
-from .layers import ModelContext, ParallelLMHead, PPMissingLayer, ReplicatedLinear
+from teachvllm.model_executor.layers import (
+    ModelContext,
+    ParallelLMHead,
+    PPMissingLayer,
+    ReplicatedLinear,
+)
 
 # %% ../../nbs/32c_pooler.ipynb #c81e0f86
 class Pooler:
     """One vector a sequence, from hidden states that come chunk by chunk.
 
-    "LAST" needs the last chunk only. For "MEAN" a row for each slot of the `InputBatch` keeps the sum so far, for "CLS" the
-    first token's state; a sequence that begins again, after a preemption, begins its row again. So it must compute all of
-    its tokens: no prefix from the cache. vLLM: `model_executor/layers/pooler.py`.
+    "LAST" needs the last chunk only. For "MEAN" a row for each slot of the `InputBatch` keeps the
+    sum so far, for "CLS" the first token's state; a sequence that begins again, after a preemption,
+    begins its row again. So it must compute all of its tokens: no prefix from the cache. vLLM:
+    `model_executor/layers/pooler.py`.
     """
 
     def __init__(self, config: PoolerConfig, num_slots: int):
-        self.config, self.num_slots = config, num_slots
+        self.config = config
+        self.num_slots = num_slots
         self.kept: torch.Tensor | None = None  # [num_slots, hidden_size] float32
 
     def inputs(
         self, slots: np.ndarray, num_scheduled: np.ndarray, seq_lens: np.ndarray, done: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """What a step needs, as arrays for the device. For each sequence of the batch, in its order: its slot, how many of its
-        tokens are computed now and how many are then, and whether these are all."""
+        """What a step needs, as arrays for the device. For each sequence of the batch, in its
+        order: its slot, how many of its tokens are computed now and how many are then, and whether
+        these are all.
+        """
         ends = num_scheduled.cumsum()
         if self.config.pooling_type == "LAST":
             return {"last_rows": ends[done] - 1}
         begun = seq_lens == num_scheduled  # its first chunk
-        x = {"begun_slots": slots[begun], "begun_rows": (ends - num_scheduled)[begun], "done_slots": slots[done]}
+        x = {
+            "begun_slots": slots[begun],
+            "begun_rows": (ends - num_scheduled)[begun],
+            "done_slots": slots[done],
+        }
         if self.config.pooling_type == "MEAN":
             x |= {"token_slots": np.repeat(slots, num_scheduled), "lengths": seq_lens[done]}
         return x
 
-    def __call__(self, model: Any, hidden: torch.Tensor, x: dict[str, torch.Tensor]) -> torch.Tensor:
-        "Hidden states [num_tokens, hidden_size] -> the vectors of the sequences that are done, float32 [n, size]."
+    def __call__(
+        self, model: Any, hidden: torch.Tensor, x: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] -> the vectors of the sequences that are done,
+        float32 [n, size].
+        """
         pooled = self.pool(hidden, x)
         if self.config.has_labels:
             scores = model.score(pooled.to(hidden.dtype)).float()
@@ -66,7 +83,8 @@ class Pooler:
 
 # %% ../../nbs/32c_pooler.ipynb #cb57d0c9
 def as_pooling_model(model_class: type, num_labels: int | None = None) -> type:
-    """`model_class`, a causal language model's, with no head, or with one for `num_labels` labels, called `score`.
+    """`model_class`, a causal language model's, with no head, or with one for `num_labels` labels,
+    called `score`.
 
     vLLM: `as_embedding_model` and `as_classification_model` in `model_executor/models/adapters.py`.
     """

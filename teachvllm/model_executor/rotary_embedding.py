@@ -18,9 +18,11 @@ from .layers import fused_ops
 
 # %% ../../nbs/31a_rotary_embedding.ipynb #50904cfa
 def default_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """Angle per position of each pair of dimensions, float32 [rotary_dim / 2], and a factor on cosine and sine.
+    """Angle per position of each pair of dimensions, float32 [rotary_dim / 2], and a factor on
+    cosine and sine.
 
-    Every kind has such a function. This one is the first (Su et al. 2021): from 1 down to nearly 1 / rope_theta.
+    Every kind has such a function. This one is the first (Su et al. 2021): from 1 down to nearly 1
+    / rope_theta.
     """
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim), 1.0
 
@@ -28,28 +30,41 @@ def default_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Te
 class RotaryEmbedding(nn.Module):
     """Positions as rotations (Su et al. 2021): dimension i and i + rotary_dim / 2 turn together.
 
-    `inv_freq` and `scale` are what the functions of `ROPE_KINDS` give. Cosine and sine of every position are computed
-    once; a step looks its positions up once for all layers.
+    `inv_freq` and `scale` are what the functions of `ROPE_KINDS` give. Cosine and sine of every
+    position are computed once; a step looks its positions up once for all layers.
     """
 
     def __init__(self, inv_freq: torch.Tensor, scale: float, max_position: int):
         super().__init__()
-        angles = torch.arange(max_position, device=inv_freq.device).float()[:, None] * inv_freq.float()
-        cos, sin = angles.cos(), angles.sin()
+        angles = (
+            torch.arange(max_position, device=inv_freq.device).float()[:, None] * inv_freq.float()
+        )
+        cos = angles.cos()
+        sin = angles.sin()
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))) * scale
-        self.table = nn.Buffer(table.to(torch.get_default_device(), torch.get_default_dtype()), persistent=False)
+        self.table = nn.Buffer(
+            table.to(torch.get_default_device(), torch.get_default_dtype()), persistent=False
+        )
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        "[num_tokens] -> cosine, and sine with its sign, each [num_tokens, 1, rotary_dim]: see `apply_rotary_emb`."
-        plain = positions.dim() == 1 and positions.dtype == torch.int64 and positions.is_contiguous()
+        """[num_tokens] -> cosine, and sine with its sign, each [num_tokens, 1, rotary_dim]: see
+        `apply_rotary_emb`.
+        """
+        plain = (
+            positions.dim() == 1 and positions.dtype == torch.int64 and positions.is_contiguous()
+        )
         if plain and (fused := fused_ops(self.table[0])):
-            return fused.embedding(self.table[0], positions)[:, None], fused.embedding(self.table[1], positions)[:, None]
+            return fused.embedding(self.table[0], positions)[:, None], fused.embedding(
+                self.table[1], positions
+            )[:, None]
         cos, sin = self.table[:, positions, None]
         return cos, sin
 
 
 def apply_rotary_emb(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    "Turn the first dimensions of every head of `x` [num_tokens, num_heads, head_size] by its token's position."
+    """Turn the first dimensions of every head of `x` [num_tokens, num_heads, head_size] by its
+    token's position.
+    """
     cos, sin = cos_sin
     if len(cos) == len(x) and (fused := fused_ops(x, cos, sin)):
         return fused.rotary_embedding(x, cos, sin)
@@ -66,47 +81,68 @@ def linear_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Ten
 
 # %% ../../nbs/31a_rotary_embedding.ipynb #adf44318
 def llama3_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    "Llama 3.1's: slow dimensions are squeezed by `factor`, fast ones left alone, and those between mixed."
+    """Llama 3.1's: slow dimensions are squeezed by `factor`, fast ones left alone, and those
+    between mixed.
+    """
     inv_freq, scale = default_frequencies(rotary_dim, rope)
-    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)  # in the text it was trained on
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    # in the text it was trained on
+    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * inv_freq / rope["factor"] + kept * inv_freq, scale
 
 # %% ../../nbs/31a_rotary_embedding.ipynb #978c80f5
 def yarn_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    "YaRN (Peng et al. 2023): as Llama 3's, mixed along the dimensions; cosine and sine grow with `factor`."
+    """YaRN (Peng et al. 2023): as Llama 3's, mixed along the dimensions; cosine and sine grow with
+    `factor`.
+    """
     inv_freq, _ = default_frequencies(rotary_dim, rope)
-    factor, trained_for = rope["factor"], rope["original_max_position_embeddings"]
+    factor = rope["factor"]
+    trained_for = rope["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:
         "The pair of dimensions that turns so often in the text the model was trained on."
-        return rotary_dim * math.log(trained_for / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+        return (
+            rotary_dim
+            * math.log(trained_for / (turns * 2 * math.pi))
+            / (2 * math.log(rope["rope_theta"]))
+        )
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    low = dimension(rope.get("beta_fast") or 32)
+    high = dimension(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rotary_dim - 1)
     high += 0.001 if low == high else 0
     squeezed = ((torch.arange(rotary_dim // 2).float() - low) / (high - low)).clamp(0, 1)
-    scale, mscale, all_dim = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    scale, mscale, all_dim = (
+        rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")
+    )
     if scale is None:
         scale = magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1)
     return inv_freq / factor * squeezed + inv_freq * (1 - squeezed), scale
 
 # %% ../../nbs/31a_rotary_embedding.ipynb #d600ff3a
 def longrope_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    """LongRoPE (Ding et al. 2024): a factor for each pair of dimensions, from one of two lists; cosine and sine grow.
+    """LongRoPE (Ding et al. 2024): a factor for each pair of dimensions, from one of two lists;
+    cosine and sine grow.
 
-    `long_factor` if `max_position`, the longest text that is served, is beyond what the model was first trained on.
+    `long_factor` if `max_position`, the longest text that is served, is beyond what the model was
+    first trained on.
     """
     wavelengths = rope["rope_theta"] ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
-    trained_for, factor, scale = rope["original_max_position_embeddings"], rope["factor"], rope.get("attention_factor")
+    trained_for = rope["original_max_position_embeddings"]
+    factor = rope["factor"]
+    scale = rope.get("attention_factor")
     of = rope["long_factor" if rope["max_position"] > trained_for else "short_factor"]
-    squeezed = torch.tensor(of, dtype=torch.float32)  # the default dtype is the model's, which is too coarse
+    # the default dtype is the model's, which is too coarse
+    squeezed = torch.tensor(of, dtype=torch.float32)
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(trained_for)) if factor > 1 else 1.0
     return 1.0 / (squeezed * wavelengths), scale
@@ -115,7 +151,8 @@ def longrope_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.T
 ROPE_KINDS = {
     "default": default_frequencies,
     "linear": linear_frequencies,
-    "dynamic": default_frequencies,  # scales beyond max_position_embeddings only: see `longest_text` in arg_utils.py
+    # scales beyond max_position_embeddings only: see `longest_text` in arg_utils.py
+    "dynamic": default_frequencies,
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
     "longrope": longrope_frequencies,
@@ -123,13 +160,16 @@ ROPE_KINDS = {
 
 
 def get_rope(head_size: int, max_position: int, rope: dict[str, Any]) -> RotaryEmbedding:
-    """The embedding that `rope` (see `rope_parameters`) describes, for positions below `max_position`.
+    """The embedding that `rope` (see `rope_parameters`) describes, for positions below
+    `max_position`.
 
     `NotSupportedYet` names a kind that is not served. vLLM: `layers/rotary_embedding`.
     """
     kind = rope["rope_type"]
     if kind not in ROPE_KINDS:
-        raise NotSupportedYet(f"rope_type={kind!r} is not supported yet; supported are {', '.join(ROPE_KINDS)}")
+        raise NotSupportedYet(
+            f"rope_type={kind!r} is not supported yet; supported are {', '.join(ROPE_KINDS)}"
+        )
     with torch.device("cpu"):
         rotary_dim = int(head_size * rope["partial_rotary_factor"])
         inv_freq, scale = ROPE_KINDS[kind](rotary_dim, rope | {"max_position": max_position})
@@ -137,14 +177,17 @@ def get_rope(head_size: int, max_position: int, rope: dict[str, Any]) -> RotaryE
 
 # %% ../../nbs/31a_rotary_embedding.ipynb #606c1f0f
 def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
-    """The rotary settings of a `transformers` configuration, where version 5 keeps them or where version 4 did.
+    """The rotary settings of a `transformers` configuration, where version 5 keeps them or where
+    version 4 did.
 
     `layer_type`, such as "sliding_attention", matters where each type of layer has its own.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if layer_type in rope:
         rope = rope[layer_type]
-    elif layer_type == "sliding_attention" and (local_theta := getattr(config, "rope_local_base_freq", None)):
+    elif layer_type == "sliding_attention" and (
+        local_theta := getattr(config, "rope_local_base_freq", None)
+    ):
         rope = {"rope_theta": local_theta}
     longest = config.max_position_embeddings
     trained_for = getattr(config, "original_max_position_embeddings", None) or longest

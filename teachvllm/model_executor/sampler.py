@@ -17,14 +17,16 @@ from torch.nn import functional as F
 
 # %% ../../nbs/32_sampler.ipynb #d038ecae
 def uniform_noise(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (seed uint64, position in its text): float32, whatever else is in the batch.
+    """One number in [0, 1) for each (seed uint64, position in its text): float32, whatever else is
+    in the batch.
 
-    The mixing function of SplitMix64 (Steele, Lea and Flood 2014), used as a hash: no state, so a preempted request
-    draws its numbers again, and batches can be cut in any way.
+    The mixing function of SplitMix64 (Steele, Lea and Flood 2014), used as a hash: no state, so a
+    preempted request draws its numbers again, and batches can be cut in any way.
     """
     with np.errstate(over="ignore"):
         x = seeds.astype(np.uint64) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        for _ in range(2):  # twice, so that neighbouring seeds and neighbouring positions do not meet
+        # twice, so that neighbouring seeds and neighbouring positions do not meet
+        for _ in range(2):
             x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             x = x ^ (x >> np.uint64(31))
@@ -35,11 +37,12 @@ CHUNK = 256  # neighbouring tokens whose weights are summed first
 
 
 def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """For each row, the first index at which the running sum of `weights` passes `uniform` times their total.
+    """For each row, the first index at which the running sum of `weights` passes `uniform` times
+    their total.
 
-    `weights` [rows, n], not negative, not normalised; `uniform` [rows] in [0, 1); returns int64 [rows]. A weight of
-    zero is never chosen. Two levels: which chunk of the row, then which of its weights; so a running sum is needed of
-    one chunk a row, not of all n.
+    `weights` [rows, n], not negative, not normalised; `uniform` [rows] in [0, 1); returns int64
+    [rows]. A weight of zero is never chosen. Two levels: which chunk of the row, then which of its
+    weights; so a running sum is needed of one chunk a row, not of all n.
     """
     n = weights.shape[1]
     whole = n - n % CHUNK  # the rest is a last, shorter chunk: padding the rows would copy them
@@ -50,16 +53,21 @@ def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     rest = target - F.pad(ends, (1, 0)).gather(1, chunk)
     places = chunk * CHUNK + torch.arange(CHUNK, device=weights.device)
     inside = (weights.gather(1, places.clamp(max=n - 1)) * (places < n)).cumsum(-1)
-    largest = torch.nextafter(inside[:, -1:], torch.zeros_like(rest))  # the two ways to sum a chunk round differently
+    # the two ways to sum a chunk round differently
+    largest = torch.nextafter(inside[:, -1:], torch.zeros_like(rest))
     index = torch.searchsorted(inside, torch.minimum(rest, largest), right=True)
     return (chunk * CHUNK + index)[:, 0].clamp(max=n - 1)
 
 # %% ../../nbs/32_sampler.ipynb #4331ff3f
-def keep_mask(top: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Which of the likeliest tokens survive, bool [rows, candidates]. `top`: their probabilities, falling; same shape.
+def keep_mask(
+    top: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Which of the likeliest tokens survive, bool [rows, candidates]. `top`: their probabilities,
+    falling; same shape.
 
-    As in vLLM, top_k cuts first and top_p is a share of what top_k left; min_p compares with the likeliest. A row with
-    a larger top_k than there are candidates takes its share of one, the sum over all tokens, seen or not.
+    As in vLLM, top_k cuts first and top_p is a share of what top_k left; min_p compares with the
+    likeliest. A row with a larger top_k than there are candidates takes its share of one, the sum
+    over all tokens, seen or not.
     """
     keep = torch.arange(top.shape[1], device=top.device) < top_k[:, None]
     top = top * keep
@@ -73,7 +81,9 @@ def keep_mask(top: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p
 # %% ../../nbs/32_sampler.ipynb #8ff28af4
 @dataclass
 class SamplingMetadata:
-    "What the sampler must know of each row of logits. Rows are sorted into those that need the same work."
+    """What the sampler must know of each row of logits. Rows are sorted into those that need the
+    same work.
+    """
 
     greedy: bool  # every row is: nothing else is looked at
     temperature: torch.Tensor  # [num_rows] float32; 0 = greedy
@@ -85,26 +95,38 @@ class SamplingMetadata:
     filtered_rows: torch.Tensor  # [m] int64: rows with top_p, top_k or min_p
     scored_rows: torch.Tensor  # [s] int64: rows whose log-probabilities are asked for
     num_top: int = 0  # how many of the likeliest tokens, of each of those rows
-    banned: tuple[torch.Tensor, torch.Tensor] | None = None  # (rows, ids): tokens that must not come yet
-    process: Callable[[torch.Tensor], None] | None = None  # changes the logits in place as requests ask (chapter 32b)
-    may_sort: bool = True  # False: each of `filtered_rows` has a top_k of MAX_CANDIDATES at most; the host never waits
+    # (rows, ids): tokens that must not come yet
+    banned: tuple[torch.Tensor, torch.Tensor] | None = None
+    # changes the logits in place as requests ask (chapter 32b)
+    process: Callable[[torch.Tensor], None] | None = None
+    # False: each of `filtered_rows` has a top_k of MAX_CANDIDATES at most; the host never waits
+    may_sort: bool = True
 
 # %% ../../nbs/32_sampler.ipynb #2569ec54
-def _draw(top: torch.Tensor, ids: torch.Tensor, meta: SamplingMetadata, rows: torch.Tensor) -> torch.Tensor:
-    "Token ids [len(rows)] from each row's candidates: `top` in falling order, and which tokens they are, `ids`."
+def _draw(
+    top: torch.Tensor, ids: torch.Tensor, meta: SamplingMetadata, rows: torch.Tensor
+) -> torch.Tensor:
+    """Token ids [len(rows)] from each row's candidates: `top` in falling order, and which tokens
+    they are, `ids`.
+    """
     keep = keep_mask(top, meta.top_k[rows], meta.top_p[rows], meta.min_p[rows])
     return ids.gather(1, inverse_cdf(top * keep, meta.uniform[rows])[:, None])[:, 0]
 
 # %% ../../nbs/32_sampler.ipynb #762698d6
-MAX_CANDIDATES = 256  # the nucleus is nearly always within as many; finding them is far cheaper than sorting all
+# the nucleus is nearly always within as many; finding them is far cheaper than sorting all
+MAX_CANDIDATES = 256
 
 
-def sample_filtered(probs: torch.Tensor, meta: SamplingMetadata, rows: torch.Tensor) -> torch.Tensor:
+def sample_filtered(
+    probs: torch.Tensor, meta: SamplingMetadata, rows: torch.Tensor
+) -> torch.Tensor:
     """Token ids for rows with top_p, top_k or min_p. `probs`: [len(rows), vocab_size].
 
-    The few likeliest tokens are enough for most rows; the others, and only they, are sorted in full.
+    The few likeliest tokens are enough for most rows; the others, and only they, are sorted in
+    full.
     """
-    vocab_size, top_k = probs.shape[1], meta.top_k[rows]
+    vocab_size = probs.shape[1]
+    top_k = meta.top_k[rows]
     top, ids = probs.topk(min(MAX_CANDIDATES, vocab_size))
     in_nucleus = top.sum(-1) >= meta.top_p[rows]
     above_min_p = top[:, -1] < meta.min_p[rows] * top[:, 0]
@@ -118,8 +140,8 @@ def sample_filtered(probs: torch.Tensor, meta: SamplingMetadata, rows: torch.Ten
 # %% ../../nbs/32_sampler.ipynb #498da529
 @dataclass
 class LogprobsTensors:
-    """Log-probabilities under the model itself (vLLM's "raw"), before bans, penalties, temperature and filters, of the
-    rows that ask for them. vLLM: `LogprobsTensors` in `v1/outputs.py`.
+    """Log-probabilities under the model itself (vLLM's "raw"), before bans, penalties, temperature
+    and filters, of the rows that ask for them. vLLM: `LogprobsTensors` in `v1/outputs.py`.
     """
 
     rows: torch.Tensor  # [s] int64
@@ -131,18 +153,25 @@ class LogprobsTensors:
     def tolists(self) -> list[tuple[float, int, list[tuple[int, float]]]]:
         "One `TokenLogprobs` (chapter 08) a row, on the host."
         each = (x.tolist() for x in (self.logprobs, self.ranks, self.top_ids, self.top_logprobs))
-        return [(own, rank, list(zip(ids, tops, strict=True))) for own, rank, ids, tops in zip(*each, strict=True)]
+        return [
+            (own, rank, list(zip(ids, tops, strict=True)))
+            for own, rank, ids, tops in zip(*each, strict=True)
+        ]
 
 # %% ../../nbs/32_sampler.ipynb #f3586498
 MAX_LOGITS = 1 << 24  # logits that are looked at together: 64 MiB in float32
 
 
-def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int, rows: torch.Tensor) -> LogprobsTensors:
-    """For each row of `logits` [s, vocab_size] the log-probability and rank of its token, `ids` [s], and the `num_top` likeliest.
+def gather_logprobs(
+    logits: torch.Tensor, ids: torch.Tensor, num_top: int, rows: torch.Tensor
+) -> LogprobsTensors:
+    """For each row of `logits` [s, vocab_size] the log-probability and rank of its token, `ids`
+    [s], and the `num_top` likeliest.
 
     `rows` [s] is passed on. An id of -1 is read as 0.
     """
-    parts, size = [], max(1, MAX_LOGITS // logits.shape[1])
+    parts = []
+    size = max(1, MAX_LOGITS // logits.shape[1])
     for some, own in zip(logits.split(size), ids.split(size), strict=True):
         logprobs = some.float().log_softmax(-1)
         top = logprobs.topk(min(num_top, logprobs.shape[1]))
@@ -152,18 +181,26 @@ def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int, rows:
 
 # %% ../../nbs/32_sampler.ipynb #c6bb457d
 class Sampler:
-    """Greedy, temperature, top_k, top_p and min_p; one random number a row, drawn by `uniform_noise`.
+    """Greedy, temperature, top_k, top_p and min_p; one random number a row, drawn by
+    `uniform_noise`.
 
-    No loop over sequences: rows are grouped by the work they need, and each group is one batched computation.
-    `fused(logits, temperature, uniform) -> ids`, if given, chooses for greedy and plain rows alike, as one kernel on a
-    GPU does (`fused_sampler.sample_rows`). vLLM: `v1/sample/sampler.py`.
+    No loop over sequences: rows are grouped by the work they need, and each group is one batched
+    computation. `fused(logits, temperature, uniform) -> ids`, if given, chooses for greedy and
+    plain rows alike, as one kernel on a GPU does (`fused_sampler.sample_rows`). vLLM:
+    `v1/sample/sampler.py`.
     """
 
-    def __init__(self, fused: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None):
+    def __init__(
+        self,
+        fused: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ):
         self.fused = fused
 
-    def __call__(self, logits: torch.Tensor, meta: SamplingMetadata) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Token ids [num_rows] int64 for `logits` [num_rows, vocab_size] float32, and log-probabilities if asked for.
+    def __call__(
+        self, logits: torch.Tensor, meta: SamplingMetadata
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Token ids [num_rows] int64 for `logits` [num_rows, vocab_size] float32, and
+        log-probabilities if asked for.
 
         A row that holds a NaN gets the id -1. `logits` may be overwritten.
         """
@@ -174,41 +211,64 @@ class Sampler:
             meta.process(logits)
         if meta.banned is not None:
             logits[meta.banned] = -torch.inf
-        ids = self.fused(logits, meta.temperature, meta.uniform) if self.fused else self.greedy(logits)
-        for rows, filtered in () if meta.greedy else ((meta.plain_rows, False), (meta.filtered_rows, True)):
+        ids = (
+            self.fused(logits, meta.temperature, meta.uniform)
+            if self.fused
+            else self.greedy(logits)
+        )
+        for rows, filtered in (
+            () if meta.greedy else ((meta.plain_rows, False), (meta.filtered_rows, True))
+        ):
             if len(rows) and (filtered or not self.fused):
                 probs = logits[rows].div_(meta.temperature[rows, None]).softmax(-1)
-                chosen = sample_filtered(probs, meta, rows) if filtered else inverse_cdf(probs, meta.uniform[rows])
+                chosen = (
+                    sample_filtered(probs, meta, rows)
+                    if filtered
+                    else inverse_cdf(probs, meta.uniform[rows])
+                )
                 ids[rows] = torch.where(ids[rows] < 0, -1, chosen)
         if not len(meta.scored_rows):
             return ids, None
         raw = logits[meta.scored_rows] if raw is None else raw
-        return ids, gather_logprobs(raw, ids[meta.scored_rows], meta.num_top, meta.scored_rows.clone())
+        return ids, gather_logprobs(
+            raw, ids[meta.scored_rows], meta.num_top, meta.scored_rows.clone()
+        )
 
     @staticmethod
     def greedy(logits: torch.Tensor) -> torch.Tensor:
-        "The likeliest token of each row; -1 where there is a NaN, which `argmax` takes for the largest number."
+        """The likeliest token of each row; -1 where there is a NaN, which `argmax` takes for the
+        largest number.
+        """
         ids = logits.argmax(-1)
         return torch.where(logits.gather(1, ids[:, None])[:, 0].isnan(), -1, ids)
 
 # %% ../../nbs/32_sampler.ipynb #f7fb9066
 @dataclass
 class ModelRunnerOutput:
-    """A step's new tokens as plain data, for the engine. vLLM: `ModelRunnerOutput` in `v1/outputs.py`.
+    """A step's new tokens as plain data, for the engine. vLLM: `ModelRunnerOutput` in
+    `v1/outputs.py`.
 
-    Entry i belongs to the sequence `seq_ids[i]`; one about to be forked n ways has n entries, one after the other.
+    Entry i belongs to the sequence `seq_ids[i]`; one about to be forked n ways has n entries, one
+    after the other.
     """
 
     seq_ids: list[int]
     sampled_token_ids: list[int]  # -1: the model's logits were NaN
-    # entry -> (the token's log-probability, the likeliest tokens with theirs), where they were asked for
+    # entry -> (the token's log-probability, the likeliest tokens with theirs), where they were
+    # asked for
     logprobs: dict[int, tuple[float, list[tuple[int, float]]]] = field(default_factory=dict)
-    device_span: tuple[float, float] | None = None  # the step's begin and end on the device, `perf_counter` seconds
-    ranks: dict[int, int] = field(default_factory=dict, repr=False)  # entry -> its token's rank, where `logprobs` has one
-    errors: dict[int, str] = field(default_factory=dict, repr=False)  # entry -> what is wrong, should its id be -1
+    # the step's begin and end on the device, `perf_counter` seconds
+    device_span: tuple[float, float] | None = None
+    # entry -> its token's rank, where `logprobs` has one
+    ranks: dict[int, int] = field(default_factory=dict, repr=False)
+    # entry -> what is wrong, should its id be -1
+    errors: dict[int, str] = field(default_factory=dict, repr=False)
     # seq_id -> `TokenLogprobs` of the prompt's tokens that were scored in this step, in their order
-    prompt_logprobs: dict[int, list[tuple[float, int, list[tuple[int, float]]]]] = field(default_factory=dict, repr=False)
-    # seq_id -> the vector of a sequence that samples nothing (chapter 32c); empty if there are NaNs in it
+    prompt_logprobs: dict[int, list[tuple[float, int, list[tuple[int, float]]]]] = field(
+        default_factory=dict, repr=False
+    )
+    # seq_id -> the vector of a sequence that samples nothing (chapter 32c); empty if there are NaNs
+    # in it
     pooled: dict[int, list[float]] = field(default_factory=dict, repr=False)
 
 # %% ../../nbs/32_sampler.ipynb #18614b73
@@ -222,19 +282,27 @@ class SamplerOutput:
     arrived: Any = None  # the CUDA event after `start_copy`; None: nothing to wait for
     errors: dict[int, str] = field(default_factory=dict)  # see `ModelRunnerOutput`
     prompt_logprobs: LogprobsTensors | None = None  # its `rows` are sequence ids
-    pooled: torch.Tensor | None = None  # [len(seq_ids), n] float32: vectors, and then no tokens (chapter 32c)
+    # [len(seq_ids), n] float32: vectors, and then no tokens (chapter 32c)
+    pooled: torch.Tensor | None = None
 
     def start_copy(self) -> "SamplerOutput":
         "The same on its way to the host, in pinned memory. The caller does not wait."
         if self.token_ids.device.type == "cpu":
             return self
-        token_ids, scores = self.token_ids.to("cpu", non_blocking=True), []
+        token_ids = self.token_ids.to("cpu", non_blocking=True)
+        scores = []
         for logprobs in (self.logprobs, self.prompt_logprobs):
             there = logprobs is not None
-            scores.append(LogprobsTensors(*(x.to("cpu", non_blocking=True) for x in vars(logprobs).values())) if there else None)
+            scores.append(
+                LogprobsTensors(*(x.to("cpu", non_blocking=True) for x in vars(logprobs).values()))
+                if there
+                else None
+            )
         pooled = None if self.pooled is None else self.pooled.to("cpu", non_blocking=True)
         event = torch.cuda.current_stream().record_event()
-        return SamplerOutput(self.seq_ids, token_ids, scores[0], event, self.errors, scores[1], pooled)
+        return SamplerOutput(
+            self.seq_ids, token_ids, scores[0], event, self.errors, scores[1], pooled
+        )
 
     def to_model_runner_output(self) -> ModelRunnerOutput:
         "Waits until the copy has arrived, and not for what the device does after it."
@@ -246,9 +314,14 @@ class SamplerOutput:
             return ModelRunnerOutput([], [], pooled=dict(zip(self.seq_ids, vectors, strict=True)))
         out = ModelRunnerOutput(self.seq_ids, self.token_ids.tolist(), errors=self.errors)
         if self.logprobs is not None:
-            for row, (logprob, rank, top) in zip(self.logprobs.rows.tolist(), self.logprobs.tolists(), strict=True):
-                out.logprobs[row], out.ranks[row] = (logprob, top), rank
+            for row, (logprob, rank, top) in zip(
+                self.logprobs.rows.tolist(), self.logprobs.tolists(), strict=True
+            ):
+                out.logprobs[row] = (logprob, top)
+                out.ranks[row] = rank
         if self.prompt_logprobs is not None:
-            for seq_id, scores in zip(self.prompt_logprobs.rows.tolist(), self.prompt_logprobs.tolists(), strict=True):
+            for seq_id, scores in zip(
+                self.prompt_logprobs.rows.tolist(), self.prompt_logprobs.tolists(), strict=True
+            ):
                 out.prompt_logprobs.setdefault(seq_id, []).append(scores)
         return out

@@ -15,19 +15,23 @@ from ..attention.backend import AttentionBackend, KVCacheSpec
 
 # %% ../../nbs/40_cache_engine.ipynb #0b5fe9f5
 def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A tensor of zeros. On a CPU its memory is taken only as it is written to: `calloc` promises zeros, and the kernel
-    keeps the promise page by page (only memory that malloc uses again is cleared at once). So a large cache costs a
-    small load little."""
+    """A tensor of zeros. On a CPU its memory is taken only as it is written to: `calloc` promises
+    zeros, and the kernel keeps the promise page by page (only memory that malloc uses again is
+    cleared at once). So a large cache costs a small load little.
+    """
     if device != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 # %% ../../nbs/40_cache_engine.ipynb #8164e1a7
-def copy_blocks(source: list[torch.Tensor], target: list[torch.Tensor], blocks: list[tuple[int, int]]) -> None:
+def copy_blocks(
+    source: list[torch.Tensor], target: list[torch.Tensor], blocks: list[tuple[int, int]]
+) -> None:
     "In every layer, copy whole blocks: one gather and one scatter a layer, however many blocks."
     if blocks:
-        pin = source[0].is_cuda or target[0].is_cuda  # then the host does not wait while the ids travel
+        # then the host does not wait while the ids travel
+        pin = source[0].is_cuda or target[0].is_cuda
         from_ids, to_ids = torch.tensor(list(zip(*blocks, strict=True)), pin_memory=pin)
         from_ids = from_ids.to(source[0].device, non_blocking=True)
         to_ids = to_ids.to(target[0].device, non_blocking=True)
@@ -38,8 +42,8 @@ def copy_blocks(source: list[torch.Tensor], target: list[torch.Tensor], blocks: 
 class CacheEngine:
     """Owns the KV cache: allocates it, copies blocks, and frees it when it is dropped.
 
-    The block manager decides which blocks; each layer's `KVCacheSpec` says what it keeps of a token, and the attention
-    backend how that lies in memory. vLLM: `worker/cache_engine.py`.
+    The block manager decides which blocks; each layer's `KVCacheSpec` says what it keeps of a
+    token, and the attention backend how that lies in memory. vLLM: `worker/cache_engine.py`.
     """
 
     def __init__(
@@ -51,7 +55,9 @@ class CacheEngine:
         num_gpu_blocks: int,
         num_cpu_blocks: int = 0,
     ):
-        self.specs, self.block_size, self.backend_cls = specs, block_size, backend_cls
+        self.specs = specs
+        self.block_size = block_size
+        self.backend_cls = backend_cls
         self.gpu_cache = [self._allocate_kv_cache(spec, num_gpu_blocks, device) for spec in specs]
         self.cpu_cache = [self._allocate_kv_cache(spec, num_cpu_blocks, "cpu") for spec in specs]
 

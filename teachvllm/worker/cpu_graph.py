@@ -17,8 +17,25 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..attention.numba_attention import DECODE, MERGE, WRITE, NumbaPlan, decode, merge, write
-from ..attention.numba_utils import DTYPES, MAX_ARGUMENTS, Kernel, arguments, array_at, barrier, compile_all, compiled
+from teachvllm.attention.numba_attention import (
+    DECODE,
+    MERGE,
+    WRITE,
+    NumbaPlan,
+    decode,
+    merge,
+    write,
+)
+from teachvllm.attention.numba_utils import (
+    DTYPES,
+    MAX_ARGUMENTS,
+    Kernel,
+    arguments,
+    array_at,
+    barrier,
+    compile_all,
+    compiled,
+)
 from teachvllm.model_executor.fused_ops import (
     ADD,
     GATE,
@@ -36,20 +53,29 @@ from .model_runner import Batch, ModelRunner, to_device
 
 # %% ../../nbs/43a_cpu_graph.ipynb #0a2e6dc0
 class Pool:
-    "Memory for tensors that are made while a step is recorded: a piece whose tensor is gone is given again."
+    """Memory for tensors that are made while a step is recorded: a piece whose tensor is gone is
+    given again.
+    """
 
     def __init__(self):
-        self.pieces: list[list[Any]] = []  # [memory, weak reference to the storage of the tensor that has it]
+        # [memory, weak reference to the storage of the tensor that has it]
+        self.pieces: list[list[Any]] = []
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         "A tensor of that shape, strides and dtype, not filled."
         num_bytes = max(1, tensor.untyped_storage().nbytes())
-        piece = next((one for one in self.pieces if len(one[0]) == num_bytes and one[1].expired()), None)
+        piece = next(
+            (one for one in self.pieces if len(one[0]) == num_bytes and one[1].expired()), None
+        )
         if piece is None:
             self.pieces.append(piece := [torch.empty(num_bytes, dtype=torch.uint8).numpy(), None])
         owner = torch.frombuffer(piece[0], dtype=torch.uint8)
         piece[1] = StorageWeakRef(owner.untyped_storage())
-        return owner.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()) if tensor.numel() else tensor
+        return (
+            owner.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            if tensor.numel()
+            else tensor
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -62,11 +88,17 @@ class NotRecordable(RuntimeError):
 
 
 aten = torch.ops.aten
-MAKES = {aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default}
+MAKES = {
+    aten.empty.memory_format,
+    aten.new_empty.default,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+}
 
 
 class Recorder(TorchDispatchMode):
-    """As a context: this thread's kernels are noted in `calls` and do not run, new tensors lie in `pool`.
+    """As a context: this thread's kernels are noted in `calls` and do not run, new tensors lie in
+    `pool`.
 
     `NotRecordable` names an operation of torch's that would have to run.
     """
@@ -92,8 +124,12 @@ class Recorder(TorchDispatchMode):
         if func in MAKES:
             return self.pool.like(result)
         given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
-        if not all(x.untyped_storage()._cdata in given for x in (result if isinstance(result, (list, tuple)) else [result])):
-            raise NotRecordable(f"{func} made a copy")  # `contiguous`, say, is a view only of what is contiguous
+        if not all(
+            x.untyped_storage()._cdata in given
+            for x in (result if isinstance(result, (list, tuple)) else [result])
+        ):
+            # `contiguous`, say, is a view only of what is contiguous
+            raise NotRecordable(f"{func} made a copy")
         return result
 
 # %% ../../nbs/43a_cpu_graph.ipynb #ebcd46ed
@@ -139,7 +175,17 @@ def carry_out_all(orders, count, dtype, cache_dtype):
 
 def orders_of(dtype: torch.dtype) -> list[Kernel]:
     "The kernels that a step of this dtype consists of, in the order of their codes."
-    tables: tuple[dict, ...] = (TAKE, NORM, LINEAR, TURN, WRITE, {dtype: DECODE[dtype, dtype]}, MERGE, GATE, ADD)
+    tables: tuple[dict, ...] = (
+        TAKE,
+        NORM,
+        LINEAR,
+        TURN,
+        WRITE,
+        {dtype: DECODE[dtype, dtype]},
+        MERGE,
+        GATE,
+        ADD,
+    )
     return [table[dtype] for table in tables]
 
 # %% ../../nbs/43a_cpu_graph.ipynb #7dddb7cc
@@ -164,63 +210,96 @@ def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 class CpuGraphRunner:
     """Steps in which up to `max_num_seqs` sequences decode, as one recorded list of orders.
 
-    `NotRecordable` if the model needs more than our kernels. Weights and `kv_caches` must stay where they are; they are kept.
+    `NotRecordable` if the model needs more than our kernels. Weights and `kv_caches` must stay
+    where they are; they are kept.
     """
 
     INPUTS = "token_ids", "positions", "slot_mapping"
-    PLANNED, SCRATCH = slice(1, 12), 8  # the words of `NumbaPlan.decode_args` in an order, and where its scratch memory is
+    # the words of `NumbaPlan.decode_args` in an order, and where its scratch memory is
+    PLANNED = slice(1, 12)
+    SCRATCH = 8
 
     @torch.inference_mode()
     def __init__(self, runner: ModelRunner, kv_caches: list[torch.Tensor], max_num_seqs: int):
-        self.runner, self.kv_caches, self.max_num_seqs = runner, kv_caches, max_num_seqs
-        x = {name: torch.zeros(max_num_seqs, dtype=torch.int64) for name in (*self.INPUTS, "token_indices")}
-        x |= {"seq_lens": torch.ones(max_num_seqs, dtype=torch.int64), "query_start_loc": torch.arange(max_num_seqs + 1)}
+        self.runner = runner
+        self.kv_caches = kv_caches
+        self.max_num_seqs = max_num_seqs
+        x = {
+            name: torch.zeros(max_num_seqs, dtype=torch.int64)
+            for name in (*self.INPUTS, "token_indices")
+        }
+        x |= {
+            "seq_lens": torch.ones(max_num_seqs, dtype=torch.int64),
+            "query_start_loc": torch.arange(max_num_seqs + 1),
+        }
         x["block_table"] = torch.zeros(max_num_seqs, 1, dtype=torch.int32)
         x["token_ids"], meta = runner.model_inputs(x, max_num_seqs)
         for plan in meta.plans.values():
             if not isinstance(plan, NumbaPlan):
                 raise NotRecordable("attention is not chapter 21f's")
             plan.splits = 2  # so that merging is noted; with one split it returns at once
-        self.hooks = [hooks for m in runner.model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.hooks = [
+            hooks
+            for m in runner.model.modules()
+            for hooks in (m._forward_hooks, m._forward_pre_hooks)
+        ]
         if any(self.hooks):
             raise NotRecordable("a forward hook is called in every step")
-        self.kept = [tensor.detach() for tensor in tensors_of(runner.model)]  # the memory that orders point to
+        # the memory that orders point to
+        self.kept = [tensor.detach() for tensor in tensors_of(runner.model)]
         with Recorder() as recorder:
             self.hidden = runner.model(x["token_ids"], x["positions"], kv_caches, meta)
-        self.pool, kernels = recorder.pool, orders_of(runner.context.dtype)
+        self.pool = recorder.pool
+        kernels = orders_of(runner.context.dtype)
         self.orders = np.zeros((len(recorder.calls), WORDS), np.int64)
         for order, (kernel, packed) in zip(self.orders, recorder.calls):
             if kernel not in kernels:
                 raise NotRecordable("a kernel that no order stands for")
-            order[0], order[1 : 1 + len(packed) // 8] = kernels.index(kernel), np.frombuffer(packed, np.int64)
+            order[0] = kernels.index(kernel)
+            order[1 : 1 + len(packed) // 8] = np.frombuffer(packed, np.int64)
             if order[1] != max_num_seqs:
-                raise NotRecordable("a kernel was called with other rows than one for each sequence")
-        self.places = {name: np.nonzero(self.orders.ravel() == x[name].data_ptr())[0] for name in self.INPUTS}
+                raise NotRecordable(
+                    "a kernel was called with other rows than one for each sequence"
+                )
+        self.places = {
+            name: np.nonzero(self.orders.ravel() == x[name].data_ptr())[0] for name in self.INPUTS
+        }
         attends = np.isin(self.orders[:, 0], (ATTEND, COMBINE))
         self.planned = {  # each plan's orders, known by its scratch memory
-            key: np.nonzero(attends & (self.orders[:, self.SCRATCH] == plan.scratch[0].data_ptr()))[0]
+            key: np.nonzero(attends & (self.orders[:, self.SCRATCH] == plan.scratch[0].data_ptr()))[
+                0
+            ]
             for key, plan in meta.plans.items()
-        }  # fmt: skip
+        }
         self.run_orders = RUN_ORDERS[runner.context.dtype]
         compile_all([self.run_orders], "a whole decode step")
 
     def can_run(self, batch: Batch) -> bool:
-        "Whether all sequences of `batch` decode, and are not too many; and no module has got a forward hook meanwhile."
-        return len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs and not any(self.hooks)
+        """Whether all sequences of `batch` decode, and are not too many; and no module has got a
+        forward hook meanwhile.
+        """
+        return len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs and not any(
+            self.hooks
+        )
 
     @torch.inference_mode()
     def run(
         self, inputs: dict[str, np.ndarray], sampling: dict[str, np.ndarray], batch: Batch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        "Hidden states [num_seqs, hidden_size], overwritten by the next run, of a batch that `can_run` accepts; and all inputs."
-        x, n = to_device(inputs | sampling, "cpu"), batch.num_decodes
+        """Hidden states [num_seqs, hidden_size], overwritten by the next run, of a batch that
+        `can_run` accepts; and all inputs.
+        """
+        x = to_device(inputs | sampling, "cpu")
+        n = batch.num_decodes
         token_ids, meta = self.runner.model_inputs(x, n, batch)
         for name, tensor in zip(self.INPUTS, (token_ids, x["positions"], x["slot_mapping"])):
             self.orders.ravel()[self.places[name]] = tensor.data_ptr()
         self.orders[:, 1] = n
         for key, rows in self.planned.items():
             args = meta.plans[key].decode_args
-            self.orders[rows, self.PLANNED] = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args]
+            self.orders[rows, self.PLANNED] = [
+                x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args
+            ]
         self.run_orders(self.orders.ctypes.data, len(self.orders))
         self.pointed_to = token_ids, x, meta  # so that the list stays good until the next run
         return self.hidden[:n], x
@@ -228,13 +307,18 @@ class CpuGraphRunner:
 # %% ../../nbs/43a_cpu_graph.ipynb #93d57863
 def record(runner: ModelRunner, kv_caches: list[torch.Tensor]) -> CpuGraphRunner | None:
     "A runner for this model's decode steps; None if there can be none: the log says why."
-    scheduler, dtype = runner.config.scheduler_config, runner.context.dtype
+    scheduler = runner.config.scheduler_config
+    dtype = runner.context.dtype
     if dtype not in dtypes_served() or runner.parallel.size > 1 or not runner.attention_layers:
         return None
     try:
-        return CpuGraphRunner(runner, kv_caches, min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+        return CpuGraphRunner(
+            runner, kv_caches, min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        )
     except NotRecordable as error:
         logging.getLogger("teachvllm").info("steps are run operation by operation: %s", error)
     except Exception:  # whatever a model does that a recording has not got: without one it runs
-        logging.getLogger("teachvllm").warning("steps are run operation by operation: recording failed", exc_info=True)
+        logging.getLogger("teachvllm").warning(
+            "steps are run operation by operation: recording failed", exc_info=True
+        )
     return None

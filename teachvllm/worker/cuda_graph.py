@@ -18,17 +18,20 @@ from .model_runner import Batch, ModelRunner, PackedArrays, to_device
 
 # %% ../../nbs/43_cuda_graph.ipynb #b524f53d
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    "Batch sizes to record: 1, 2, 4, 8, then multiples of 16, and `max_num_seqs` itself; falling, as they are recorded."
+    """Batch sizes to record: 1, 2, 4, 8, then multiples of 16, and `max_num_seqs` itself; falling,
+    as they are recorded.
+    """
     sizes = {1, 2, 4, 8, *range(16, max_num_seqs, 16), max_num_seqs}
     return sorted((size for size in sizes if size <= max_num_seqs), reverse=True)
 
 # %% ../../nbs/43_cuda_graph.ipynb #937aa7ee
 class CudaGraph:
-    """The kernels that `run` launches, recorded with their arguments; `replay` launches them all at once.
+    """The kernels that `run` launches, recorded with their arguments; `replay` launches them all at
+    once.
 
-    `run` reads tensors that stay where they are, needs no tensor's values on the host, and returns a tensor: always the
-    same one when replayed. Graphs of one `pool` share memory, so they must run one after the other. No other thread may
-    use the device while one is recorded.
+    `run` reads tensors that stay where they are, needs no tensor's values on the host, and returns
+    a tensor: always the same one when replayed. Graphs of one `pool` share memory, so they must run
+    one after the other. No other thread may use the device while one is recorded.
     """
 
     new_pool = staticmethod(torch.cuda.graph_pool_handle)
@@ -38,7 +41,8 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):  # waits for the device before it begins
             self.output = run()
-        self.graph.replay()  # the first launch carries the graph to the device: now, and not in a step
+        # the first launch carries the graph to the device: now, and not in a step
+        self.graph.replay()
 
     def replay(self) -> torch.Tensor:
         "The output, overwritten by the next replay of any graph in the pool."
@@ -47,7 +51,9 @@ class CudaGraph:
 
 # %% ../../nbs/43_cuda_graph.ipynb #c38bcf8e
 class StandInGraph:
-    "The same contract without a GPU: `replay` runs `run` again, and writes the output over the pool's last one."
+    """The same contract without a GPU: `replay` runs `run` again, and writes the output over the
+    pool's last one.
+    """
 
     new_pool = list
 
@@ -55,7 +61,8 @@ class StandInGraph:
         output = run()
         if not pool:
             pool.append(output)
-        self.run, self.output = run, pool[0][: len(output)]
+        self.run = run
+        self.output = pool[0][: len(output)]
 
     def replay(self) -> torch.Tensor:
         "The output, overwritten by the next replay of any graph in the pool."
@@ -63,36 +70,46 @@ class StandInGraph:
 
 # %% ../../nbs/43_cuda_graph.ipynb #fb164900
 def pad_inputs(inputs: dict[str, np.ndarray], size: int, width: int) -> dict[str, np.ndarray]:
-    """A batch of decodes as one of `size` sequences, its block table `width` blocks wide: what was recorded.
+    """A batch of decodes as one of `size` sequences, its block table `width` blocks wide: what was
+    recorded.
 
-    The sequences added have no tokens (`seq_lens` 0), a slot mapping of -1 (nothing is written) and a token index of -1
-    (nothing is looked up). No `inputs`: all are added ones. `query_start_loc` is left out: it is the same in every
-    batch of decodes, and stays on the device.
+    The sequences added have no tokens (`seq_lens` 0), a slot mapping of -1 (nothing is written) and
+    a token index of -1 (nothing is looked up). No `inputs`: all are added ones. `query_start_loc`
+    is left out: it is the same in every batch of decodes, and stays on the device.
     """
     padded = {}
     for name in Batch.NAMES:
         if name != "query_start_loc":
-            shape, dtype = ((size, width), np.int32) if name == "block_table" else ((size,), np.int64)
-            padded[name] = np.full(shape, -1 if name in ("slot_mapping", "token_indices") else 0, dtype)
+            shape, dtype = (
+                ((size, width), np.int32) if name == "block_table" else ((size,), np.int64)
+            )
+            padded[name] = np.full(
+                shape, -1 if name in ("slot_mapping", "token_indices") else 0, dtype
+            )
             if inputs:
                 padded[name][tuple(map(slice, inputs[name].shape))] = inputs[name]
     return padded
 
 # %% ../../nbs/43_cuda_graph.ipynb #46c65281
 class StaticInputs:
-    """Where graphs read their inputs: one buffer on the device, which each step overwrites with one copy.
+    """Where graphs read their inputs: one buffer on the device, which each step overwrites with one
+    copy.
 
-    It has room for `max_num_seqs` sequences of up to `width` blocks, and 256 bytes for each to be sampled with.
+    It has room for `max_num_seqs` sequences of up to `width` blocks, and 256 bytes for each to be
+    sampled with.
     """
 
     def __init__(self, max_num_seqs: int, width: int, device: str):
-        self.width, self.device = width, device
+        self.width = width
+        self.device = device
         num_bytes = PackedArrays(pad_inputs({}, max_num_seqs, width)).num_bytes + 256 * max_num_seqs
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.query_start_loc = torch.arange(max_num_seqs + 1, device=device)
 
     def views(self, size: int) -> dict[str, torch.Tensor]:
-        "What a graph of `size` sequences reads: the tensors of `Batch.NAMES`. All of the sequences are padding now."
+        """What a graph of `size` sequences reads: the tensors of `Batch.NAMES`. All of the
+        sequences are padding now.
+        """
         packed = PackedArrays(pad_inputs({}, size, self.width))
         self._copy(packed)
         return packed.views(self.buffer) | {"query_start_loc": self.query_start_loc[: size + 1]}
@@ -100,9 +117,11 @@ class StaticInputs:
     def load(
         self, size: int, inputs: dict[str, np.ndarray], sampling: dict[str, np.ndarray]
     ) -> dict[str, torch.Tensor]:
-        """Let the graph of `size` sequences find `inputs`; returns `sampling` on the device, until the next load.
+        """Let the graph of `size` sequences find `inputs`; returns `sampling` on the device, until
+        the next load.
 
-        Both go in one copy, unless `sampling` is too large (thousands of banned tokens): then it has its own.
+        Both go in one copy, unless `sampling` is too large (thousands of banned tokens): then it
+        has its own.
         """
         inputs = pad_inputs(inputs, size, self.width)
         both = PackedArrays(inputs | sampling)
@@ -119,20 +138,30 @@ class StaticInputs:
 
 # %% ../../nbs/43_cuda_graph.ipynb #34d7ba45
 class CudaGraphRunner:
-    """Decode steps, one graph for each of `sizes`, all in the same memory. vLLM: V0's `CUDAGraphRunner`.
+    """Decode steps, one graph for each of `sizes`, all in the same memory. vLLM: V0's
+    `CUDAGraphRunner`.
 
-    The attention backend must support graphs. Graphs read the runner's weights and write to `kv_caches` where these lay
-    when they were recorded. `graph_class` is `CudaGraph`, or on a CPU `StandInGraph`.
+    The attention backend must support graphs. Graphs read the runner's weights and write to
+    `kv_caches` where these lay when they were recorded. `graph_class` is `CudaGraph`, or on a CPU
+    `StandInGraph`.
     """
 
     @torch.inference_mode()
     def __init__(
-        self, runner: ModelRunner, sizes: list[int], kv_caches: list[torch.Tensor], graph_class: Any = CudaGraph
+        self,
+        runner: ModelRunner,
+        sizes: list[int],
+        kv_caches: list[torch.Tensor],
+        graph_class: Any = CudaGraph,
     ):
         model = runner.config.model_config
-        self.sizes, self.kv_caches = sorted(sizes), kv_caches  # kept: a graph knows only its address
+        # kept: a graph knows only its address
+        self.sizes = sorted(sizes)
+        self.kv_caches = kv_caches
         self.longest = min(model.max_seq_len_to_capture, model.max_model_len)
-        self.inputs = StaticInputs(self.sizes[-1], num_blocks_for(self.longest, runner.block_size), runner.device)
+        self.inputs = StaticInputs(
+            self.sizes[-1], num_blocks_for(self.longest, runner.block_size), runner.device
+        )
         self.graphs: dict[int, Any] = {}
         pool = graph_class.new_pool()
         for size in reversed(self.sizes):
@@ -142,12 +171,18 @@ class CudaGraphRunner:
     def can_run(self, batch: Batch) -> bool:
         "Whether a graph can run `batch`: decodes only, not too many, none too long."
         num_seqs = len(batch.req_indices)
-        return num_seqs == batch.num_decodes <= self.sizes[-1] and batch.seq_lens.max() <= self.longest
+        return (
+            num_seqs == batch.num_decodes <= self.sizes[-1] and batch.seq_lens.max() <= self.longest
+        )
 
     def run(
-        self, inputs: dict[str, np.ndarray], sampling: dict[str, np.ndarray], batch: Batch | None = None
+        self,
+        inputs: dict[str, np.ndarray],
+        sampling: dict[str, np.ndarray],
+        batch: Batch | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Hidden states [num_seqs, hidden_size] of a batch that `can_run` accepts, and `sampling` on the device.
+        """Hidden states [num_seqs, hidden_size] of a batch that `can_run` accepts, and `sampling`
+        on the device.
 
         Both are overwritten by the next run.
         """
@@ -158,19 +193,23 @@ class CudaGraphRunner:
 
 # %% ../../nbs/43_cuda_graph.ipynb #7bc72f83
 def graph_memory(runner: ModelRunner, sizes: list[int], graph_class: Any = CudaGraph) -> int:
-    """Bytes that graphs of these falling `sizes` will take, before there is a cache: from recording the two largest.
+    """Bytes that graphs of these falling `sizes` will take, before there is a cache: from recording
+    the two largest.
 
-    The first also pays for what all of them share; each of the others takes about what the second does. It looks at the
-    whole device, so what another process takes meanwhile is counted too.
+    The first also pays for what all of them share; each of the others takes about what the second
+    does. It looks at the whole device, so what another process takes meanwhile is counted too.
     """
     if not sizes:
         return 0
-    free, kv_caches = [], runner.make_cache(1).gpu_cache  # padded batches touch no block
+    # padded batches touch no block
+    free = []
+    kv_caches = runner.make_cache(1).gpu_cache
     for some in ([], sizes[:1], sizes[:2]):
         graphs = CudaGraphRunner(runner, some, kv_caches, graph_class) if some else None
         torch.cuda.empty_cache()  # what the runs before recording took, not what graphs hold
         free.append(torch.cuda.mem_get_info(runner.device)[0])
         del graphs
     torch.cuda.empty_cache()
-    first, second = free[0] - free[1], max(0, free[1] - free[2])
+    first = free[0] - free[1]
+    second = max(0, free[1] - free[2])
     return max(0, first + second * (len(sizes) - 1))

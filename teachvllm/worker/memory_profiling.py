@@ -26,7 +26,8 @@ from ..config import CacheConfig, ShowAsTable, require
 
 # %% ../../nbs/42_memory_profiling.ipynb #7fac3256
 GiB = 1 << 30
-CPU_KV_CACHE_BYTES = 4 * GiB  # of a CPU's KV cache, where the user asked for no size; vLLM: VLLM_CPU_KVCACHE_SPACE
+# of a CPU's KV cache, where the user asked for no size; vLLM: VLLM_CPU_KVCACHE_SPACE
+CPU_KV_CACHE_BYTES = 4 * GiB
 
 # %% ../../nbs/42_memory_profiling.ipynb #276d03bc
 def kib_fields(path: str) -> dict[str, int]:
@@ -36,17 +37,23 @@ def kib_fields(path: str) -> dict[str, int]:
 
 
 def process_memory(field: str = "VmRSS", status: str = "/proc/self/status") -> int:
-    "Bytes of memory this process occupies now; field `VmHWM`: the most since `MemorySnapshot.reset_peak`."
+    """Bytes of memory this process occupies now; field `VmHWM`: the most since
+    `MemorySnapshot.reset_peak`.
+    """
     try:
         return kib_fields(status)[field] * 1024
     except OSError:  # no Linux: only the peak since the process began is known
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
 
 
 def release_memory() -> None:
-    "Give freed memory back to the system now: Python's, torch's, and what the C library keeps for later."
+    """Give freed memory back to the system now: Python's, torch's, and what the C library keeps for
+    later.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -56,10 +63,16 @@ def release_memory() -> None:
 
 # %% ../../nbs/42_memory_profiling.ipynb #c3098c17
 def model_bytes(model: nn.Module) -> int:
-    "Bytes of a model's parameters and buffers, and of other tensors that its modules keep (weights packed for oneDNN)."
+    """Bytes of a model's parameters and buffers, and of other tensors that its modules keep
+    (weights packed for oneDNN).
+    """
     sizes = {}
     for module in model.modules():
-        kept = [x for value in vars(module).values() for x in (value if isinstance(value, list) else [value])]
+        kept = [
+            x
+            for value in vars(module).values()
+            for x in (value if isinstance(value, list) else [value])
+        ]
         for x in (*module._parameters.values(), *module._buffers.values(), *kept):
             if isinstance(x, torch.Tensor):
                 if x.layout is torch.strided:  # what shares a storage is counted once
@@ -71,31 +84,40 @@ def model_bytes(model: nn.Module) -> int:
 # %% ../../nbs/42_memory_profiling.ipynb #604a581c
 #| code-fold: true
 def group_left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Bytes left under one control group's own limit; None if it has no limit, or there is no such group.
+    """Bytes left under one control group's own limit; None if it has no limit, or there is no such
+    group.
 
-    `limit` and `usage` are its files; `cache` is the line of its `memory.stat` that counts droppable page cache.
+    `limit` and `usage` are its files; `cache` is the line of its `memory.stat` that counts
+    droppable page cache.
     """
     try:
         left = int((folder / limit).read_text()) - int((folder / usage).read_text())
     except (OSError, ValueError):  # no such file, or "max"
         return None
     with suppress(OSError, ValueError, KeyError):
-        left += int(dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cache])
+        left += int(
+            dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cache]
+        )
     return left if left < 1 << 60 else None  # version 1 writes "no limit" as a huge number
 
 
 def cgroup_available(
     root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Bytes left under the tightest limit of this process's control group and those above it; None if none has a limit.
+    """Bytes left under the tightest limit of this process's control group and those above it; None
+    if none has a limit.
 
-    Reads cgroup versions 2 and 1. `root` is where they are mounted, `groups` the list of groups this process is in.
+    Reads cgroup versions 2 and 1. `root` is where they are mounted, `groups` the list of groups
+    this process is in.
     """
     names = {
         2: ("memory.max", "memory.current", "inactive_file"),
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     }
-    left = [group_left(folder, *names[version]) for version, folder in control_groups("memory", root, groups)]
+    left = [
+        group_left(folder, *names[version])
+        for version, folder in control_groups("memory", root, groups)
+    ]
     return min((number for number in left if number is not None), default=None)
 
 
@@ -110,7 +132,9 @@ def available_memory() -> int:
 
 # %% ../../nbs/42_memory_profiling.ipynb #1ffd9387
 def process_gpu_memory(device: str) -> int | None:
-    "Bytes of the GPU `device` that this process holds, as the driver (NVML) counts; None where that cannot be known."
+    """Bytes of the GPU `device` that this process holds, as the driver (NVML) counts; None where
+    that cannot be known.
+    """
     try:
         import pynvml  # optional: the package nvidia-ml-py
 
@@ -118,7 +142,9 @@ def process_gpu_memory(device: str) -> int | None:
         uuid = torch.cuda.get_device_properties(device).uuid
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        return next((process.usedGpuMemory for process in running if process.pid == os.getpid()), None)
+        return next(
+            (process.usedGpuMemory for process in running if process.pid == os.getpid()), None
+        )
     except Exception:  # not installed, no NVIDIA GPU, not allowed: whatever it is, we do without
         return None
 
@@ -131,7 +157,8 @@ class MemorySnapshot:
     free: int  # what could be taken now
     torch_memory: int  # what this process's tensors take (on a CPU: the process)
     torch_peak: int  # the most of that since `reset_peak`
-    other_memory: int = 0  # what is no tensor of this process: CUDA contexts, libraries, other processes
+    # what is no tensor of this process: CUDA contexts, libraries, other processes
+    other_memory: int = 0
     non_torch_memory: int | None = None  # of it, what this process holds; None: not known
 
     @classmethod
@@ -141,8 +168,10 @@ class MemorySnapshot:
             free = available_memory()
             return cls(free, free, process_memory(), process_memory("VmHWM"))
         free, total = torch.cuda.mem_get_info(device)
-        tensors, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        other, used = total - free - reserved, process_gpu_memory(device) or 0
+        tensors = torch.cuda.memory_allocated(device)
+        reserved = torch.cuda.memory_reserved(device)
+        other = total - free - reserved
+        used = process_gpu_memory(device) or 0
         non_torch = used - reserved if reserved < used <= reserved + other else None
         peak = torch.cuda.max_memory_allocated(device)
         return cls(total, free + reserved - tensors, tensors, peak, other, non_torch)
@@ -153,13 +182,15 @@ class MemorySnapshot:
         if device != "cpu":
             torch.cuda.reset_peak_memory_stats(device)
         elif sys.platform == "linux":
-            with suppress(OSError):  # some sandboxes forbid it; the peak is then the process's whole life's
+            # some sandboxes forbid it; the peak is then the process's whole life's
+            with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
 
 # %% ../../nbs/42_memory_profiling.ipynb #27c146a5
 @dataclass(frozen=True)
 class MemoryProfile(ShowAsTable):
-    """Where a device's memory goes, in bytes. `total` is all of a GPU's; on a CPU what was free before the weights.
+    """Where a device's memory goes, in bytes. `total` is all of a GPU's; on a CPU what was free
+    before the weights.
 
     vLLM: `MemoryProfilingResult` in `utils/mem_utils.py`.
     """
@@ -170,7 +201,8 @@ class MemoryProfile(ShowAsTable):
     activations: int = 0  # the peak of a real run at the limits, less what stays
     non_torch: int = 0  # CUDA context, libraries
     graphs: int = 0  # what CUDA graphs will take
-    other_memory: int = 0  # what was taken before this engine came, and what other processes took since
+    # what was taken before this engine came, and what other processes took since
+    other_memory: int = 0
 
     @property
     def available_kv_cache(self) -> int:
@@ -180,35 +212,45 @@ class MemoryProfile(ShowAsTable):
     def waterfall(self, kv_cache: int) -> dict[str, int]:
         "The bytes by kind, in the order of a waterfall: they add up to `total`."
         parts = {"other processes": self.other_memory} if self.other_memory else {}
-        parts |= {"weights": self.weights, "activations": self.activations, "non-torch": self.non_torch}
+        parts |= {
+            "weights": self.weights,
+            "activations": self.activations,
+            "non-torch": self.non_torch,
+        }
         parts |= {"graphs": self.graphs} if self.graphs else {}
         parts["KV cache"] = kv_cache
         return {**parts, "free": self.total - sum(parts.values())}
 
 # %% ../../nbs/42_memory_profiling.ipynb #966757cb
 class MemoryProfiler:
-    """Measures a worker's device before the weights, after them and after the largest step, and divides its memory.
+    """Measures a worker's device before the weights, after them and after the largest step, and
+    divides its memory.
 
-    The worker has one, and calls `weights_loaded`, `run_at_limits` (where the cache's size is not given), then
-    `num_gpu_blocks` and `num_cpu_blocks`. vLLM: `memory_profiling` in `utils/mem_utils.py`.
+    The worker has one, and calls `weights_loaded`, `run_at_limits` (where the cache's size is not
+    given), then `num_gpu_blocks` and `num_cpu_blocks`. vLLM: `memory_profiling` in
+    `utils/mem_utils.py`.
     """
 
     def __init__(self, device: str, cache_config: CacheConfig, num_workers: int = 1):
-        self.device, self.config = device, cache_config
+        self.device = device
+        self.config = cache_config
         self.num_workers = num_workers  # that share the host's memory, and on a CPU all of it
         self.start = self.loaded = self.ran = MemorySnapshot.take(device)
         self.weights = self.activations = self.graphs = 0
 
     def weights_loaded(self, model: nn.Module) -> None:
-        """Measure what the weights took: on a GPU by the allocator; on a CPU by the tensors of `model`, because a
-        process uses memory again that it freed before, and then does not grow."""
+        """Measure what the weights took: on a GPU by the allocator; on a CPU by the tensors of
+        `model`, because a process uses memory again that it freed before, and then does not grow.
+        """
         release_memory()
         self.loaded = self.ran = MemorySnapshot.take(self.device)
         grown = self.loaded.torch_memory - self.start.torch_memory
         self.weights = model_bytes(model) if self.device == "cpu" else grown
 
     def run_at_limits(self, run: Callable[[], None]) -> None:
-        "Measure the peak of `run`, the largest step: what it holds beside the weights is activations."
+        """Measure the peak of `run`, the largest step: what it holds beside the weights is
+        activations.
+        """
         MemorySnapshot.reset_peak(self.device)
         run()
         self.ran = MemorySnapshot.take(self.device)
@@ -217,71 +259,106 @@ class MemoryProfiler:
 
     @property
     def profile(self) -> MemoryProfile:
-        "Where the memory goes, by what was measured so far. What other processes took meanwhile is not this engine's."
-        start, ran = self.start, self.ran
-        other, non_torch = start.total - start.free, max(0, ran.other_memory - start.other_memory)
+        """Where the memory goes, by what was measured so far. What other processes took meanwhile
+        is not this engine's.
+        """
+        start = self.start
+        ran = self.ran
+        other = start.total - start.free
+        non_torch = max(0, ran.other_memory - start.other_memory)
         if start.non_torch_memory is not None and ran.non_torch_memory is not None:
-            neighbours = (ran.other_memory - ran.non_torch_memory) - (start.other_memory - start.non_torch_memory)
+            neighbours = (ran.other_memory - ran.non_torch_memory) - (
+                start.other_memory - start.non_torch_memory
+            )
             other += max(0, neighbours) - start.non_torch_memory
             non_torch = ran.non_torch_memory
         spare = start.total // 50 if other else 0  # an allocator needs room for rounding
-        budget = min(int(start.total * self.config.gpu_memory_utilization), start.total - other - spare)
+        budget = min(
+            int(start.total * self.config.gpu_memory_utilization), start.total - other - spare
+        )
         budget //= self.num_workers if self.device == "cpu" else 1
-        return MemoryProfile(start.total, budget, self.weights, self.activations, non_torch, self.graphs, other)
+        return MemoryProfile(
+            start.total, budget, self.weights, self.activations, non_torch, self.graphs, other
+        )
 
     def num_gpu_blocks(self, block_bytes: int, max_model_len: int) -> int:
-        """Blocks for the memory that is left, or as many as the configuration demands; `ValueError`, with numbers and knobs,
-        if there is no cache, or one too small for the longest request."""
-        config, total = self.config, self.profile.total
+        """Blocks for the memory that is left, or as many as the configuration demands;
+        `ValueError`, with numbers and knobs, if there is no cache, or one too small for the longest
+        request.
+        """
+        config = self.config
+        total = self.profile.total
         num_bytes, source, knobs = self._kv_cache_bytes()
         override = config.num_gpu_blocks_override
         num_blocks = max(0, num_bytes) // block_bytes if override is None else override
-        require(num_blocks > 0, f"no memory for the KV cache: {source} leaves no block of {block_bytes} bytes; {knobs}")
+        require(
+            num_blocks > 0,
+            f"no memory for the KV cache: {source} leaves no block of {block_bytes} bytes; {knobs}",
+        )
         require(
             num_blocks * block_bytes <= total,
-            f"{num_blocks} KV blocks would take {num_blocks * block_bytes / GiB:.1f} GiB of the {total / GiB:.1f} "
+            f"{num_blocks} KV blocks would take {num_blocks * block_bytes / GiB:.1f} GiB "
+            f"of the {total / GiB:.1f} "
             "there are: lower num_gpu_blocks_override or kv_cache_memory_bytes",
         )
         tokens = num_blocks * config.block_size
         require(
             override is not None or tokens >= max_model_len,
-            f"max_model_len={max_model_len} is more than the {tokens} tokens the KV cache holds ({source} gives "
-            f"{num_blocks} blocks of {config.block_size} tokens): {knobs}, or lower max_model_len to {tokens} or less",
+            f"max_model_len={max_model_len} is more than the {tokens} tokens the KV cache "
+            f"holds ({source} gives "
+            f"{num_blocks} blocks of {config.block_size} tokens): {knobs}, or lower "
+            f"max_model_len to {tokens} or less",
         )
         return num_blocks
 
     def _kv_cache_bytes(self) -> tuple[int, str, str]:
         "Bytes for the KV cache, where the number comes from, and which arguments change it."
-        profile, config = self.profile, self.config
+        profile = self.profile
+        config = self.config
         if config.kv_cache_memory_bytes is not None:
-            return config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}", "raise it"
-        left, asked = profile.available_kv_cache, config.gpu_memory_utilization
+            return (
+                config.kv_cache_memory_bytes,
+                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}",
+                "raise it",
+            )
+        left = profile.available_kv_cache
+        asked = config.gpu_memory_utilization
         most = CPU_KV_CACHE_BYTES // self.num_workers
         if self.device == "cpu" and asked == CacheConfig.gpu_memory_utilization and left > most:
-            source = f"a CPU's default of {CPU_KV_CACHE_BYTES / GiB:.0f} GiB"  # the user asked for no size
+            # the user asked for no size
+            source = f"a CPU's default of {CPU_KV_CACHE_BYTES / GiB:.0f} GiB"
             return most, source, "raise kv_cache_memory_bytes"
         source = (
-            f"budget {profile.budget / GiB:.2f} GiB - weights {profile.weights / GiB:.2f} - activations "
+            f"budget {profile.budget / GiB:.2f} GiB - weights {profile.weights / GiB:.2f} "
+            "- activations "
             f"{profile.activations / GiB:.2f} - non-torch {profile.non_torch / GiB:.2f}"
         )
         source += f" - graphs {profile.graphs / GiB:.2f}" if profile.graphs else ""
         if profile.budget < (wanted := int(profile.total * asked)):  # more is not there
             others = profile.other_memory / GiB
-            source += f" (gpu_memory_utilization asks for {wanted / GiB:.2f}, but others hold {others:.2f})"
+            source += (
+                f" (gpu_memory_utilization asks for {wanted / GiB:.2f}, but others hold "
+                f"{others:.2f})"
+            )
             return left, source, "end other processes on this device"
         return left, source, "raise gpu_memory_utilization or kv_cache_memory_bytes"
 
     def num_cpu_blocks(self, block_bytes: int) -> int:
-        """Blocks of host memory to swap to: `swap_space`; by default 4 GiB, but at most a tenth of what is free.
+        """Blocks of host memory to swap to: `swap_space`; by default 4 GiB, but at most a tenth of
+        what is free.
 
         Each worker has so much, and together they may not ask for more than is free.
         """
-        free, asked = available_memory() // self.num_workers, self.config.swap_space
+        free = available_memory() // self.num_workers
+        asked = self.config.swap_space
         if asked is None:
             return min(4 * GiB, free // 10) // block_bytes
         require(
             asked * GiB <= free,
-            f"swap_space={asked} GiB is more than the {free / GiB:.1f} GiB that are free on this machine"
+            (
+                f"swap_space={asked} GiB is more than the {free / GiB:.1f} GiB that are free "
+                "on this machine"
+            )
             + f" for each of {self.num_workers} workers" * (self.num_workers > 1)
             + ": lower it",
         )
@@ -289,29 +366,45 @@ class MemoryProfiler:
 
     @contextmanager
     def explain_out_of_memory(self, doing: str) -> Iterator[None]:
-        "Inside, running out of memory while `doing` something raises `ValueError`: who holds what, and what to change."
+        """Inside, running out of memory while `doing` something raises `ValueError`: who holds
+        what, and what to change.
+        """
         try:
             yield
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            why, said = str(error), ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # CUDA, cuBLAS, a CPU
-            if not isinstance(error, torch.OutOfMemoryError) and not any(words in why for words in said):
+            # CUDA, cuBLAS, a CPU
+            why = str(error)
+            said = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+            if not isinstance(error, torch.OutOfMemoryError) and not any(
+                words in why for words in said
+            ):
                 raise
             now = MemorySnapshot.take(self.device)
-            tried, own = re.search(r"tried to allocate [\d.]+ \w+", why, re.IGNORECASE), now.non_torch_memory or 0
+            tried = re.search(r"tried to allocate [\d.]+ \w+", why, re.IGNORECASE)
+            own = now.non_torch_memory or 0
             raise ValueError(
-                f"out of memory while {doing}{f' (t{tried[0][1:]})' if tried else ''}: this process holds "
-                f"{(now.torch_memory + own) / GiB:.2f} GiB, others {(now.other_memory - own) / GiB:.2f}, free are "
-                f"{now.free / GiB:.2f} of {now.total / GiB:.2f}. Lower max_num_seqs or max_num_batched_tokens (smaller "
-                "activations) or gpu_memory_utilization (a smaller KV cache), take a smaller model or a dtype of "
+                f"out of memory while {doing}{f' (t{tried[0][1:]})' if tried else ''}: "
+                "this process holds "
+                f"{(now.torch_memory + own) / GiB:.2f} GiB, others "
+                f"{(now.other_memory - own) / GiB:.2f}, free are "
+                f"{now.free / GiB:.2f} of {now.total / GiB:.2f}. Lower max_num_seqs or "
+                "max_num_batched_tokens (smaller "
+                "activations) or gpu_memory_utilization (a smaller KV cache), take a "
+                "smaller model or a dtype of "
                 "16 bits, or end other processes on this device"
             ) from error
 
 # %% ../../nbs/42_memory_profiling.ipynb #7103f96c
 def keep_freed_memory(num_bytes: int = 1 << 29) -> None:
-    "Let the C library keep up to `num_bytes` that were freed, for the next allocation of this process."
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in glibc's malloc.h
+    """Let the C library keep up to `num_bytes` that were freed, for the next allocation of this
+    process.
+    """
+    # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in glibc's malloc.h
+    trim_threshold = -1
+    mmap_threshold = -3
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(trim_threshold, num_bytes)
-            libc.mallopt(mmap_threshold, 32 << 20)  # larger pieces come from the system one by one; 32 MiB is the limit
+            # larger pieces come from the system one by one; 32 MiB is the limit
+            libc.mallopt(mmap_threshold, 32 << 20)

@@ -24,7 +24,13 @@ from ..model_executor.layers import Attention, attention_layers
 from ..model_executor.loader import get_model, make_context
 from ..model_executor.logits_processors import LogitsProcessors
 from ..model_executor.pooler import Pooler
-from ..model_executor.sampler import MAX_CANDIDATES, MAX_LOGITS, LogprobsTensors, Sampler, SamplerOutput
+from teachvllm.model_executor.sampler import (
+    MAX_CANDIDATES,
+    MAX_LOGITS,
+    LogprobsTensors,
+    Sampler,
+    SamplerOutput,
+)
 from ..model_executor.sampler import SamplingMetadata, gather_logprobs, uniform_noise
 from ..sampling_params import SamplingParams
 from ..sequence import sequence_seed
@@ -39,14 +45,23 @@ def num_likeliest(asked: int | None, vocab_size: int) -> int:
 class InputBatch:
     """The worker's own copy of every running sequence, kept from step to step.
 
-    A sequence has one slot, a row of these numpy arrays, from its first step until it ends; a step's batch is gathered
-    by slot. So the scheduler sends only what changed, and no row ever moves. There are 2 * max_num_seqs slots: forks
-    arrive before the sequences that end in the same step have left. vLLM: `v1/worker/gpu_input_batch.py`.
+    A sequence has one slot, a row of these numpy arrays, from its first step until it ends; a
+    step's batch is gathered by slot. So the scheduler sends only what changed, and no row ever
+    moves. There are 2 * max_num_seqs slots: forks arrive before the sequences that end in the same
+    step have left. vLLM: `v1/worker/gpu_input_batch.py`.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, device: str = "cpu"):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: str = "cpu",
+    ):
         n = self.num_slots = 2 * max_num_seqs
-        self.block_size, self.vocab_size = block_size, vocab_size
+        self.block_size = block_size
+        self.vocab_size = vocab_size
         self.slot_of: dict[int, int] = {}  # seq_id -> slot
         self.free_slots = list(range(n))[::-1]
         self.token_ids = np.zeros((n, max_model_len), np.int32)
@@ -54,28 +69,43 @@ class InputBatch:
         self.stop_token_ids: list[list[int]] = [[] for _ in range(n)]
         # One number a slot:
         self.seq_ids = np.zeros(n, np.int64)
-        self.num_tokens, self.num_computed_tokens, self.num_blocks = (np.zeros(n, np.int64) for _ in range(3))
-        self.on_device = np.zeros(n, np.bool_)  # the last token was sampled, and the host does not know it
+        self.num_tokens, self.num_computed_tokens, self.num_blocks = (
+            np.zeros(n, np.int64) for _ in range(3)
+        )
+        # the last token was sampled, and the host does not know it
+        self.on_device = np.zeros(n, np.bool_)
         self.temperature, self.top_p, self.min_p = (np.zeros(n, np.float32) for _ in range(3))
-        self.top_k, self.seed = np.zeros(n, np.int64), np.zeros(n, np.uint64)
-        self.num_samples, self.num_logprobs = np.zeros(n, np.int64), np.zeros(n, np.int64)  # logprobs: -1 is none
-        self.logits_processors = LogitsProcessors(vocab_size, device)  # what some sequences ask to be done to their logits
-        # Sequences with prompt tokens to score: slot -> (the next token to score, tokens in the prompt, how many likeliest).
+        self.top_k = np.zeros(n, np.int64)
+        self.seed = np.zeros(n, np.uint64)
+        # logprobs: -1 is none
+        self.num_samples = np.zeros(n, np.int64)
+        self.num_logprobs = np.zeros(n, np.int64)
+        # what some sequences ask to be done to their logits
+        self.logits_processors = LogitsProcessors(vocab_size, device)
+        # Sequences with prompt tokens to score: slot -> (the next token to score, tokens in the
+        # prompt, how many likeliest).
         self.prompt_logprobs: dict[int, tuple[int, int, int]] = {}
-        self.min_len = np.zeros(n, np.int64)  # while a sequence has fewer tokens, its stop ids are banned
+        # while a sequence has fewer tokens, its stop ids are banned
+        self.min_len = np.zeros(n, np.int64)
         self.columns = [x for x in vars(self).values() if isinstance(x, np.ndarray) and x.ndim == 1]
 
     def update(self, out: SchedulerOutput) -> None:
-        "Apply a step's orders: which sequences were forked, ended, or are new, and whose block table changed."
+        """Apply a step's orders: which sequences were forked, ended, or are new, and whose block
+        table changed.
+        """
         for fork in out.forked_seqs:
             self.fork(fork)
         told = [(self.slot_of[seq_id], token_id) for seq_id, token_id in out.new_token_ids.items()]
         for slot, token_id in told:
-            self.token_ids[slot, self.num_tokens[slot] - 1], self.on_device[slot] = token_id, False
+            self.token_ids[slot, self.num_tokens[slot] - 1] = token_id
+            self.on_device[slot] = False
         if told and self.logits_processors.requests:
-            self.logits_processors.set_tokens([(slot, int(self.num_tokens[slot]) - 1, token_id) for slot, token_id in told])
+            self.logits_processors.set_tokens(
+                [(slot, int(self.num_tokens[slot]) - 1, token_id) for slot, token_id in told]
+            )
         for seq_id in out.finished_seq_ids:
-            if (slot := self.slot_of.pop(seq_id, -1)) >= 0:  # it may have ended before it was ever scheduled
+            # it may have ended before it was ever scheduled
+            if (slot := self.slot_of.pop(seq_id, -1)) >= 0:
                 self.free_slots.append(slot)
                 self.logits_processors.remove(slot)
                 self.prompt_logprobs.pop(slot, None)
@@ -94,31 +124,50 @@ class InputBatch:
 
     def fork(self, fork: ForkedSequenceData) -> None:
         "A slot with what the parent's holds, but for the seed."
-        parent, slot = self.slot_of[fork.parent_seq_id], self.take_slot(fork.seq_id)
+        parent = self.slot_of[fork.parent_seq_id]
+        slot = self.take_slot(fork.seq_id)
         for column in self.columns:
             column[slot] = column[parent]
-        self.seq_ids[slot], self.seed[slot] = fork.seq_id, fork.seed % 2**64
-        for array, used in ((self.token_ids, self.num_tokens[slot]), (self.block_table, self.num_blocks[slot])):
+        self.seq_ids[slot] = fork.seq_id
+        self.seed[slot] = fork.seed % 2**64
+        for array, used in (
+            (self.token_ids, self.num_tokens[slot]),
+            (self.block_table, self.num_blocks[slot]),
+        ):
             array[slot, :used] = array[parent, :used]
         self.stop_token_ids[slot] = self.stop_token_ids[parent]
         self.logits_processors.fork(parent, slot)
 
     def add(self, new: NewSequenceData) -> None:
         "Fill a slot with all that is known of a new sequence."
-        slot, params, vocab_size = self.take_slot(new.seq_id), new.sampling_params, self.vocab_size
-        self.num_tokens[slot], self.on_device[slot] = len(new.token_ids), False
+        slot = self.take_slot(new.seq_id)
+        params = new.sampling_params
+        vocab_size = self.vocab_size
+        self.num_tokens[slot] = len(new.token_ids)
+        self.on_device[slot] = False
         self.token_ids[slot, : len(new.token_ids)] = new.token_ids
-        self.num_computed_tokens[slot], self.num_blocks[slot] = new.num_computed_tokens, 0
+        self.num_computed_tokens[slot] = new.num_computed_tokens
+        self.num_blocks[slot] = 0
         self.append_blocks(slot, new.block_ids)
-        self.temperature[slot], self.top_p[slot], self.min_p[slot] = params.temperature, params.top_p, params.min_p
+        self.temperature[slot] = params.temperature
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
         self.top_k[slot] = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-        self.seed[slot], self.num_samples[slot] = new.seed % 2**64, new.num_samples
-        self.num_logprobs[slot] = -1 if new.num_logprobs is None else num_likeliest(new.num_logprobs, vocab_size)
+        self.seed[slot] = new.seed % 2**64
+        self.num_samples[slot] = new.num_samples
+        self.num_logprobs[slot] = (
+            -1 if new.num_logprobs is None else num_likeliest(new.num_logprobs, vocab_size)
+        )
         self.stop_token_ids[slot] = banned = params.all_stop_token_ids or new.stop_token_ids
         max_len = self.token_ids.shape[1]
-        self.min_len[slot] = new.num_prompt_tokens + min(params.min_tokens, max_len) if banned else 0
+        self.min_len[slot] = (
+            new.num_prompt_tokens + min(params.min_tokens, max_len) if banned else 0
+        )
         self.logits_processors.add(slot, params, new.token_ids, new.num_prompt_tokens)
-        if new.prompt_logprobs_from is not None and new.prompt_logprobs_from < new.num_prompt_tokens:
+        if (
+            new.prompt_logprobs_from is not None
+            and new.prompt_logprobs_from < new.num_prompt_tokens
+        ):
             num_top = num_likeliest(params.prompt_logprobs, vocab_size)
             self.prompt_logprobs[slot] = new.prompt_logprobs_from, new.num_prompt_tokens, num_top
 
@@ -129,7 +178,9 @@ class InputBatch:
         self.num_blocks[slot] += len(block_ids)
 
     def advance(self, batch: "Batch") -> None:
-        "`batch` was launched: its tokens count as computed; what it samples is on the device, and not known here."
+        """`batch` was launched: its tokens count as computed; what it samples is on the device, and
+        not known here.
+        """
         self.num_computed_tokens[batch.req_indices] += batch.num_scheduled
         sampled = batch.sample_indices[batch.sample_numbers == 0]
         self.on_device[sampled] = True
@@ -140,18 +191,30 @@ class InputBatch:
 class Batch:
     """One step's flat batch, gathered from the slots of an `InputBatch`: numpy arrays on the host.
 
-    `req_indices[i]` is the slot of the batch's sequence i, and `num_scheduled[i]` how many of its tokens are computed
-    now. `sample_indices` are the slots that get a new token, in the order of `logits_indices`; one about to be forked
-    is there n times, and `sample_numbers` counts these.
+    `req_indices[i]` is the slot of the batch's sequence i, and `num_scheduled[i]` how many of its
+    tokens are computed now. `sample_indices` are the slots that get a new token, in the order of
+    `logits_indices`; one about to be forked is there n times, and `sample_numbers` counts these.
     """
 
-    NAMES = ("token_ids", "token_indices", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table")
+    NAMES = (
+        "token_ids",
+        "token_indices",
+        "positions",
+        "slot_mapping",
+        "query_start_loc",
+        "seq_lens",
+        "block_table",
+    )
 
     def __init__(self, state: InputBatch, num_scheduled_tokens: dict[int, int]):
-        num_seqs, block_size = len(num_scheduled_tokens), state.block_size
-        self.req_indices = np.fromiter(map(state.slot_of.__getitem__, num_scheduled_tokens), np.int64, num_seqs)
+        num_seqs = len(num_scheduled_tokens)
+        block_size = state.block_size
+        self.req_indices = np.fromiter(
+            map(state.slot_of.__getitem__, num_scheduled_tokens), np.int64, num_seqs
+        )
         self.num_scheduled = np.fromiter(num_scheduled_tokens.values(), np.int64, num_seqs)
-        self.num_decodes = int(np.logical_and.accumulate(self.num_scheduled == 1).sum())  # they come first
+        # they come first
+        self.num_decodes = int(np.logical_and.accumulate(self.num_scheduled == 1).sum())
         self.query_start_loc = np.zeros(num_seqs + 1, np.int64)
         self.num_scheduled.cumsum(out=self.query_start_loc[1:])
         computed = state.num_computed_tokens[self.req_indices]
@@ -162,17 +225,26 @@ class Batch:
         self.positions = np.arange(len(index)) + first
         self.token_ids = state.token_ids[index, self.positions].astype(np.int64)
         sampled = state.on_device[index] & (self.positions == state.num_tokens[index] - 1)
-        self.token_indices = np.where(sampled, index, -1)  # where the device finds the id; -1: it is in `token_ids`
+        # where the device finds the id; -1: it is in `token_ids`
+        self.token_indices = np.where(sampled, index, -1)
         block_index, offset = np.divmod(self.positions, block_size)
-        self.slot_mapping = state.block_table[index, block_index].astype(np.int64) * block_size + offset
-        self.block_table = state.block_table[self.req_indices, : num_blocks_for(int(self.seq_lens.max()), block_size)]
+        self.slot_mapping = (
+            state.block_table[index, block_index].astype(np.int64) * block_size + offset
+        )
+        self.block_table = state.block_table[
+            self.req_indices, : num_blocks_for(int(self.seq_lens.max()), block_size)
+        ]
 
-        done = self.seq_lens == state.num_tokens[self.req_indices]  # all tokens are computed: the next can be sampled
-        self.done, indices = done, self.req_indices[done]
+        # all tokens are computed: the next can be sampled
+        done = self.seq_lens == state.num_tokens[self.req_indices]
+        self.done = done
+        indices = self.req_indices[done]
         times = state.num_samples[indices]
         self.logits_indices = np.repeat(self.query_start_loc[1:][done] - 1, times)
         self.sample_indices = np.repeat(indices, times)
-        self.sample_numbers = np.arange(len(self.sample_indices)) - np.repeat(times.cumsum() - times, times)
+        self.sample_numbers = np.arange(len(self.sample_indices)) - np.repeat(
+            times.cumsum() - times, times
+        )
 
     def arrays(self) -> dict[str, np.ndarray]:
         "What the model needs, by name: int64, but for `block_table`, which is int32."
@@ -180,39 +252,54 @@ class Batch:
 
 # %% ../../nbs/41_model_runner.ipynb #d646543c
 def prompt_rows(state: InputBatch, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Rows of `batch` that score a prompt's next token, these tokens' ids, and whose they are: int64 [n] each; and for how many
-    of the likeliest tokens is asked. From now on they count as scored.
+    """Rows of `batch` that score a prompt's next token, these tokens' ids, and whose they are:
+    int64 [n] each; and for how many of the likeliest tokens is asked. From now on they count as
+    scored.
     """
     none = np.empty(0, np.int64)
-    rows, token_ids, seq_ids, most = [none], [none], [none], 0
+    rows = [none]
+    token_ids = [none]
+    seq_ids = [none]
+    most = 0
     for i, slot in enumerate(batch.req_indices.tolist()):
         if slot not in state.prompt_logprobs:
             continue
         start, num_prompt, num_top = state.prompt_logprobs[slot]
-        row, begin, end = int(batch.query_start_loc[i]), int(batch.seq_lens[i] - batch.num_scheduled[i]), int(batch.seq_lens[i])
-        first, last = max(begin, start - 1), min(end, num_prompt - 1)  # positions whose next token is one to score
+        row = int(batch.query_start_loc[i])
+        begin = int(batch.seq_lens[i] - batch.num_scheduled[i])
+        end = int(batch.seq_lens[i])
+        # positions whose next token is one to score
+        first = max(begin, start - 1)
+        last = min(end, num_prompt - 1)
         if first < last:
             rows.append(np.arange(first - begin, last - begin) + row)
             token_ids.append(state.token_ids[slot, first + 1 : last + 1].astype(np.int64))
             seq_ids.append(np.full(last - first, state.seq_ids[slot]))
-            state.prompt_logprobs[slot], most = (last + 1, num_prompt, num_top), max(most, num_top)
+            state.prompt_logprobs[slot] = (last + 1, num_prompt, num_top)
+            most = max(most, num_top)
         if last == num_prompt - 1:
             del state.prompt_logprobs[slot]
     return np.concatenate(rows), np.concatenate(token_ids), np.concatenate(seq_ids), most
 
 # %% ../../nbs/41_model_runner.ipynb #2b0de3db
 class PackedArrays:
-    "How numpy arrays lie one after the other in one buffer of bytes, so that they cross to the device in one copy."
+    """How numpy arrays lie one after the other in one buffer of bytes, so that they cross to the
+    device in one copy.
+    """
 
     def __init__(self, arrays: dict[str, np.ndarray]):
         self.arrays = arrays
-        *self.starts, self.num_bytes = np.cumsum([0, *(-(-x.nbytes // 16) * 16 for x in arrays.values())]).tolist()
+        *self.starts, self.num_bytes = np.cumsum(
+            [0, *(-(-x.nbytes // 16) * 16 for x in arrays.values())]
+        ).tolist()
 
     def buffer(self, pin_memory: bool = False) -> torch.Tensor:
         "The arrays in a buffer on the host: uint8 [num_bytes]."
         buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
         for start, array in zip(self.starts, self.arrays.values(), strict=True):
-            buffer.numpy()[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            buffer.numpy()[start : start + array.nbytes] = (
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            )
         return buffer
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -225,7 +312,9 @@ class PackedArrays:
 
 # %% ../../nbs/41_model_runner.ipynb #271f05c5
 def to_device(arrays: dict[str, np.ndarray], device: str) -> dict[str, torch.Tensor]:
-    "All arrays as tensors on `device`: views on a CPU, else packed into one pinned buffer and one copy."
+    """All arrays as tensors on `device`: views on a CPU, else packed into one pinned buffer and one
+    copy.
+    """
     if device == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     packed = PackedArrays(arrays)
@@ -233,21 +322,29 @@ def to_device(arrays: dict[str, np.ndarray], device: str) -> dict[str, torch.Ten
 
 # %% ../../nbs/41_model_runner.ipynb #a69bef6e
 def sampling_inputs(state: InputBatch, batch: Batch) -> dict[str, np.ndarray]:
-    """What choosing tokens needs: whose logits, the fields of `SamplingMetadata`, and `sample_slots`, where the ids go.
+    """What choosing tokens needs: whose logits, the fields of `SamplingMetadata`, and
+    `sample_slots`, where the ids go.
 
     Of a sequence about to be forked only sample 0 is kept in its slot; the others have -1.
     """
-    indices, numbers = batch.sample_indices, batch.sample_numbers
+    indices = batch.sample_indices
+    numbers = batch.sample_numbers
     x = {name: getattr(state, name)[indices] for name in ("temperature", "top_p", "top_k", "min_p")}
-    seeds, num_tokens = state.seed[indices], state.num_tokens[indices]
+    seeds = state.seed[indices]
+    num_tokens = state.num_tokens[indices]
     for i in np.flatnonzero(numbers):  # they will be forks, which have seeds of their own
         seeds[i] = sequence_seed(int(seeds[i]), int(numbers[i]))
-    sampled, filtered = x["temperature"] > 0, (x["top_p"] < 1) | (x["top_k"] < state.vocab_size) | (x["min_p"] > 0)
+    sampled = x["temperature"] > 0
+    filtered = (x["top_p"] < 1) | (x["top_k"] < state.vocab_size) | (x["min_p"] > 0)
     early = np.flatnonzero(num_tokens < state.min_len[indices])
-    banned = [(row, token_id) for row in early.tolist() for token_id in state.stop_token_ids[indices[row]]]
-    x["logits_indices"], x["sample_slots"] = batch.logits_indices, np.where(numbers == 0, indices, -1)
+    banned = [
+        (row, token_id) for row in early.tolist() for token_id in state.stop_token_ids[indices[row]]
+    ]
+    x["logits_indices"] = batch.logits_indices
+    x["sample_slots"] = np.where(numbers == 0, indices, -1)
     x["uniform"] = uniform_noise(seeds, num_tokens)
-    x["plain_rows"], x["filtered_rows"] = np.flatnonzero(sampled & ~filtered), np.flatnonzero(sampled & filtered)
+    x["plain_rows"] = np.flatnonzero(sampled & ~filtered)
+    x["filtered_rows"] = np.flatnonzero(sampled & filtered)
     x["scored_rows"] = np.flatnonzero(state.num_logprobs[indices] >= 0)
     x["banned_rows"], x["banned_ids"] = np.array(banned, np.int64).reshape(-1, 2).T
     if state.logits_processors.requests:
@@ -256,45 +353,65 @@ def sampling_inputs(state: InputBatch, batch: Batch) -> dict[str, np.ndarray]:
 
 # %% ../../nbs/41_model_runner.ipynb #96a59e5b
 def sampling_metadata(
-    x: dict[str, torch.Tensor], num_top: int, may_sort: bool, process: Callable[[torch.Tensor], None] | None = None
+    x: dict[str, torch.Tensor],
+    num_top: int,
+    may_sort: bool,
+    process: Callable[[torch.Tensor], None] | None = None,
 ) -> SamplingMetadata:
-    """The same on the device, as the sampler takes it; `num_top` likeliest tokens for each of the scored rows.
+    """The same on the device, as the sampler takes it; `num_top` likeliest tokens for each of the
+    scored rows.
 
-    `process` is what requests ask to be done to their logits, the tokens banned by `min_tokens` included.
+    `process` is what requests ask to be done to their logits, the tokens banned by `min_tokens`
+    included.
     """
-    fields: dict[str, Any] = {name: x[name] for name in SamplingMetadata.__dataclass_fields__ if name in x}
+    fields: dict[str, Any] = {
+        name: x[name] for name in SamplingMetadata.__dataclass_fields__ if name in x
+    }
     greedy = not len(x["plain_rows"]) and not len(x["filtered_rows"])
     banned = (x["banned_rows"], x["banned_ids"]) if len(x["banned_rows"]) and not process else None
-    return SamplingMetadata(greedy, **fields, num_top=num_top, banned=banned, process=process, may_sort=may_sort)
+    return SamplingMetadata(
+        greedy, **fields, num_top=num_top, banned=banned, process=process, may_sort=may_sort
+    )
 
 # %% ../../nbs/41_model_runner.ipynb #52b86edb
 def dummy_batch(
     config: VllmConfig,
     max_num_tokens: int | None = None,  # default: as many as a step may have
     max_num_seqs: int | None = None,  # the same
-    max_len: int | None = None,  # default: the longest that a sequence may be when its last token is computed
-    total_context: int = 1 << 16,  # tokens that the decoding sequences have in the cache, all together
+    # default: the longest that a sequence may be when its last token is computed
+    max_len: int | None = None,
+    # tokens that the decoding sequences have in the cache, all together
+    total_context: int = 1 << 16,
 ) -> SchedulerOutput:
-    """Orders for the largest step within these limits: all tokens, all sequences, the costliest sampling.
+    """Orders for the largest step within these limits: all tokens, all sequences, the costliest
+    sampling.
 
-    All but a few sequences decode; the rest of the tokens are the last ones of prompts as long as may be. All blocks
-    are block 0, so that next to no cache is needed: only what the step costs means anything.
+    All but a few sequences decode; the rest of the tokens are the last ones of prompts as long as
+    may be. All blocks are block 0, so that next to no cache is needed: only what the step costs
+    means anything.
     """
-    scheduler, vocab_size = config.scheduler_config, config.model_config.vocab_size
-    num_tokens = min(max_num_tokens or scheduler.max_num_batched_tokens, scheduler.max_num_batched_tokens)
+    scheduler = config.scheduler_config
+    vocab_size = config.model_config.vocab_size
+    num_tokens = min(
+        max_num_tokens or scheduler.max_num_batched_tokens, scheduler.max_num_batched_tokens
+    )
     num_seqs = min(max_num_seqs or scheduler.max_num_seqs, scheduler.max_num_seqs, num_tokens)
     longest = min(max_len or scheduler.max_model_len, scheduler.max_model_len) - 1
     num_chunks = min(num_seqs, max(1, num_blocks_for(num_tokens - num_seqs, longest)))
     num_decodes = num_seqs - num_chunks
     context = max(1, min(longest, total_context // max(1, num_decodes)))
-    chunks = np.array_split(np.arange(min(num_tokens - num_decodes, num_chunks * longest)), num_chunks)
+    chunks = np.array_split(
+        np.arange(min(num_tokens - num_decodes, num_chunks * longest)), num_chunks
+    )
     lengths = [context] * num_decodes + [longest] * num_chunks
     scheduled = [1] * num_decodes + [len(chunk) for chunk in chunks]
     blocks = [0] * num_blocks_for(max(lengths), config.cache_config.block_size)
     params = SamplingParams(top_p=0.99, top_k=vocab_size - 1)
     num_samples = config.model_config.pooler_config is None
     new = [
-        NewSequenceData(i, [0] * length, length, length - now, blocks, params, [], 0, int(num_samples))
+        NewSequenceData(
+            i, [0] * length, length, length - now, blocks, params, [], 0, int(num_samples)
+        )
         for i, (length, now) in enumerate(zip(lengths, scheduled, strict=True))
     ]
     return SchedulerOutput(num_scheduled_tokens=dict(enumerate(scheduled)), new_seqs=new)
@@ -308,65 +425,92 @@ def find_fused_sampler(device: str) -> Callable | None:
         from teachvllm.attention.triton_utils import no_triton
         from teachvllm.model_executor.fused_sampler import sample_rows
     except ImportError as error:
-        logging.getLogger("teachvllm").info("sampling in torch, without the fused kernel: %s", error)
+        logging.getLogger("teachvllm").info(
+            "sampling in torch, without the fused kernel: %s", error
+        )
         return None
     return None if no_triton("cuda") else sample_rows
 
 # %% ../../nbs/41_model_runner.ipynb #5bc1880b
 class ModelRunner:
-    """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for the device.
+    """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for
+    the device.
 
-    On a GPU its methods are called with that GPU as the thread's current one. vLLM: `v1/worker/gpu_model_runner.py`.
+    On a GPU its methods are called with that GPU as the thread's current one. vLLM:
+    `v1/worker/gpu_model_runner.py`.
     """
 
     def __init__(self, config: VllmConfig, device: str, parallel: ParallelState = ParallelState()):
-        self.config, self.device, self.parallel = config, device, parallel
+        self.config = config
+        self.device = device
+        self.parallel = parallel
         self.block_size = config.cache_config.block_size
         self.context = make_context(config, parallel)
         self.sampler = Sampler(find_fused_sampler(device))
-        self.graphs: Any = None  # a `CudaGraphRunner` or a `CpuGraphRunner`, when the worker has recorded steps
+        # a `CudaGraphRunner` or a `CpuGraphRunner`, when the worker has recorded steps
+        self.graphs: Any = None
         self.model: Any
         self.attention_layers: dict[str, Attention]
-        self.planners: list[AttentionBackend]  # one of each kind of layer: see `AttentionBackend.plan_key`
+        # one of each kind of layer: see `AttentionBackend.plan_key`
+        self.planners: list[AttentionBackend]
         self.reset()
         pooler = config.model_config.pooler_config  # None: this engine generates
         self.pooler = Pooler(pooler, self.input_batch.num_slots) if pooler else None
-        # Each slot's last token, so that the next step need not wait for it; the last entry is spare.
-        self.last_sampled_token_ids = torch.zeros(self.input_batch.num_slots + 1, dtype=torch.int64, device=device)
+        # Each slot's last token, so that the next step need not wait for it; the last entry is
+        # spare.
+        self.last_sampled_token_ids = torch.zeros(
+            self.input_batch.num_slots + 1, dtype=torch.int64, device=device
+        )
 
     def load_model(self) -> None:
         "Build the model and fill its weights."
         self.model = get_model(self.config, self.context)
         self.attention_layers = attention_layers(self.model)
-        self.planners = list({layer.backend.plan_key: layer.backend for layer in self.attention_layers.values()}.values())
+        self.planners = list(
+            {
+                layer.backend.plan_key: layer.backend for layer in self.attention_layers.values()
+            }.values()
+        )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        "What each attention layer keeps of a token, by the layer's name, in the order in which they run."
+        """What each attention layer keeps of a token, by the layer's name, in the order in which
+        they run.
+        """
         return {name: layer.kv_cache_spec for name, layer in self.attention_layers.items()}
 
     def make_cache(self, num_gpu_blocks: int, num_cpu_blocks: int = 0) -> CacheEngine:
         "A KV cache for this model, of so many blocks."
-        specs, backend_cls = list(self.get_kv_cache_spec().values()), self.context.attn_backend
-        return CacheEngine(specs, self.block_size, backend_cls, self.device, num_gpu_blocks, num_cpu_blocks)
+        specs = list(self.get_kv_cache_spec().values())
+        backend_cls = self.context.attn_backend
+        return CacheEngine(
+            specs, self.block_size, backend_cls, self.device, num_gpu_blocks, num_cpu_blocks
+        )
 
     def reset(self) -> None:
         "Forget every sequence."
-        model, num_batches = self.config.model_config, self.parallel.pp_size  # on their way through the pipeline
+        # on their way through the pipeline
+        model = self.config.model_config
+        num_batches = self.parallel.pp_size
         num_seqs = self.config.scheduler_config.max_num_seqs * num_batches
-        self.input_batch = InputBatch(num_seqs, model.max_model_len, self.block_size, model.vocab_size, self.device)
+        self.input_batch = InputBatch(
+            num_seqs, model.max_model_len, self.block_size, model.vocab_size, self.device
+        )
 
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput, kv_caches: list[torch.Tensor]) -> SamplerOutput:
-        """One step: apply the changes, run the batch, sample for every sequence whose tokens are all computed.
+        """One step: apply the changes, run the batch, sample for every sequence whose tokens are
+        all computed.
 
-        Of a pipeline each stage takes hidden states from the one before, and only the last one samples.
+        Of a pipeline each stage takes hidden states from the one before, and only the last one
+        samples.
         """
         state = self.input_batch
         state.update(out)
         if not out.num_scheduled_tokens:
             return SamplerOutput([], torch.empty(0, dtype=torch.int64))
         batch = Batch(state, out.num_scheduled_tokens)
-        inputs, sampling = batch.arrays(), self.head_inputs(batch) if self.parallel.is_last_stage else {}
+        inputs = batch.arrays()
+        sampling = self.head_inputs(batch) if self.parallel.is_last_stage else {}
         if self.graphs and self.graphs.kv_caches is kv_caches and self.graphs.can_run(batch):
             hidden, x = self.graphs.run(inputs, sampling, batch)
         else:
@@ -380,27 +524,37 @@ class ModelRunner:
             vectors = self.pooler(self.model, hidden, x)
             state.advance(batch)
             seq_ids = state.seq_ids[batch.req_indices[batch.done]].tolist()
-            return SamplerOutput(seq_ids, vectors.new_empty(0, dtype=torch.int64), pooled=vectors).start_copy()
+            return SamplerOutput(
+                seq_ids, vectors.new_empty(0, dtype=torch.int64), pooled=vectors
+            ).start_copy()
         errors: dict[int, str] = {}
         token_ids, logprobs = self.sample(batch, hidden, x, sampling, errors)
         scores = self.score_prompts(batch, hidden) if state.prompt_logprobs else None
         state.advance(batch)
         seq_ids = state.seq_ids[batch.sample_indices].tolist()
-        return SamplerOutput(seq_ids, token_ids, logprobs, errors=errors, prompt_logprobs=scores).start_copy()
+        return SamplerOutput(
+            seq_ids, token_ids, logprobs, errors=errors, prompt_logprobs=scores
+        ).start_copy()
 
     def head_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
         "What is needed to choose tokens, or to make vectors."
         if self.pooler:
-            return self.pooler.inputs(batch.req_indices, batch.num_scheduled, batch.seq_lens, batch.done)
+            return self.pooler.inputs(
+                batch.req_indices, batch.num_scheduled, batch.seq_lens, batch.done
+            )
         return sampling_inputs(self.input_batch, batch)
 
     def forward(
-        self, x: dict[str, torch.Tensor], num_decodes: int, kv_caches: list[torch.Tensor], batch: Batch | None = None
+        self,
+        x: dict[str, torch.Tensor],
+        num_decodes: int,
+        kv_caches: list[torch.Tensor],
+        batch: Batch | None = None,
     ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] of the inputs `x`, the tensors of `Batch.NAMES`.
 
-        The metadata are built once a step; where layers need more of them, they share it. `batch` has the same on the
-        host; without it, as in a CUDA graph, no layer may ask for it.
+        The metadata are built once a step; where layers need more of them, they share it. `batch`
+        has the same on the host; without it, as in a CUDA graph, no layer may ask for it.
         """
         token_ids, meta = self.model_inputs(x, num_decodes, batch)
         if self.parallel.pp is None or self.parallel.is_first_stage:
@@ -411,11 +565,18 @@ class ModelRunner:
     def model_inputs(
         self, x: dict[str, torch.Tensor], num_decodes: int, batch: Batch | None = None
     ) -> tuple[torch.Tensor, AttentionMetadata]:
-        "Token ids, with those that only the device knows yet, and what attention must know: see `forward`."
+        """Token ids, with those that only the device knows yet, and what attention must know: see
+        `forward`.
+        """
         meta = AttentionMetadata(
-            x["query_start_loc"], x["seq_lens"], x["block_table"], x["slot_mapping"], num_decodes,
-            batch.query_start_loc if batch else None, batch.seq_lens if batch else None,
-        )  # fmt: skip
+            x["query_start_loc"],
+            x["seq_lens"],
+            x["block_table"],
+            x["slot_mapping"],
+            num_decodes,
+            batch.query_start_loc if batch else None,
+            batch.seq_lens if batch else None,
+        )
         for backend in self.planners:
             backend.build(meta, self.block_size)
         index = x["token_indices"]
@@ -429,49 +590,63 @@ class ModelRunner:
         sampling: dict[str, np.ndarray],
         errors: dict[int, str],
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """A token id for each of `batch.sample_indices`, and log-probabilities where they are asked for.
+        """A token id for each of `batch.sample_indices`, and log-probabilities where they are asked
+        for.
 
-        `errors` gets what is wrong with a row, should its id be -1, where that is more than its logits being NaN.
+        `errors` gets what is wrong with a row, should its id be -1, where that is more than its
+        logits being NaN.
         """
         if not len(batch.sample_indices):
             return torch.empty(0, dtype=torch.int64, device=self.device), None
         logits = self.model.compute_logits(hidden[x["logits_indices"]])
         num_top = max(0, int(self.input_batch.num_logprobs[batch.sample_indices].max()))
         may_sort = bool((sampling["top_k"][sampling["filtered_rows"]] > MAX_CANDIDATES).any())
-        processors, process = self.input_batch.logits_processors, None
+        processors = self.input_batch.logits_processors
+        process = None
         if "limited_rows" in sampling:  # some request asks
             process = partial(processors.apply, x, sampling, batch.sample_indices, errors)
         token_ids, logprobs = self.sampler(logits, sampling_metadata(x, num_top, may_sort, process))
-        if "function_ends" in sampling and self.parallel.tp:  # a user's function may answer differently on another rank
+        # a user's function may answer differently on another rank
+        if "function_ends" in sampling and self.parallel.tp:
             self.parallel.tp.broadcast(token_ids)
-        # An id of -1 (NaN logits) ends its sequence when the host sees it; a step launched before must find a token.
+        # An id of -1 (NaN logits) ends its sequence when the host sees it; a step launched before
+        # must find a token.
         self.last_sampled_token_ids[x["sample_slots"]] = token_ids.clamp(min=0)
         if process:
             processors.append(token_ids, x)
         return token_ids, logprobs
 
     def score_prompts(self, batch: Batch, hidden: torch.Tensor) -> LogprobsTensors | None:
-        """How likely the model thought the prompts' tokens, for the sequences that ask; `rows` are their ids.
+        """How likely the model thought the prompts' tokens, for the sequences that ask; `rows` are
+        their ids.
 
-        The logits of a prompt's tokens are as large as a batch of as many sequences: they are computed in pieces.
+        The logits of a prompt's tokens are as large as a batch of as many sequences: they are
+        computed in pieces.
         """
         rows, token_ids, seq_ids, num_top = prompt_rows(self.input_batch, batch)
         if not len(rows):
             return None
-        size, parts = max(1, MAX_LOGITS // self.config.model_config.vocab_size), []
+        size = max(1, MAX_LOGITS // self.config.model_config.vocab_size)
+        parts = []
         scored = (torch.from_numpy(array).to(self.device) for array in (rows, token_ids, seq_ids))
         for some, ids, owners in zip(*(x.split(size) for x in scored), strict=True):
-            parts.append(gather_logprobs(self.model.compute_logits(hidden[some]), ids, num_top, owners))
+            parts.append(
+                gather_logprobs(self.model.compute_logits(hidden[some]), ids, num_top, owners)
+            )
         each = zip(*(vars(part).values() for part in parts), strict=True)
         return LogprobsTensors(*map(torch.cat, each))
 
     def profile_run(self) -> None:
-        """Run the largest step there can be, so that its memory can be measured; nothing is kept. The cache is one
-        block, and two layers are enough: a layer's activations are freed before the next one's are made."""
+        """Run the largest step there can be, so that its memory can be measured; nothing is kept.
+        The cache is one block, and two layers are enough: a layer's activations are freed before
+        the next one's are made.
+        """
         self._dummy_run(dummy_batch(self.config), self.make_cache(1).gpu_cache[:2])
 
     def warm_up(self, kv_caches: list[torch.Tensor]) -> None:
-        "Run a small mixed step and a small decode: kernels are compiled and loaded before a user waits for them."
+        """Run a small mixed step and a small decode: kernels are compiled and loaded before a user
+        waits for them.
+        """
         for num_tokens, num_seqs in ((32, 2), (1, 1)):
             self._dummy_run(dummy_batch(self.config, num_tokens, num_seqs, max_len=64), kv_caches)
 

@@ -22,14 +22,24 @@ from ..attention.backend import KVCacheSpec
 from ..config import VllmConfig, require, resolve_class
 from ..core.scheduler import SchedulerOutput
 from ..distributed.cpu_communicator import CpuCommunicator
-from ..distributed.parallel_state import ParallelState, init_distributed_environment, initialize_model_parallel
+from teachvllm.distributed.parallel_state import (
+    ParallelState,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from ..model_executor.layers import import_compiled
 from ..model_executor.loader import save_sharded_state
 from ..model_executor.sampler import ModelRunnerOutput, SamplerOutput
 from ..plugins import load_general_plugins
 from .cache_engine import CacheEngine
 from .cuda_graph import CudaGraphRunner, graph_memory, graph_sizes
-from .memory_profiling import GiB, MemoryProfile, MemoryProfiler, keep_freed_memory, release_memory
+from teachvllm.worker.memory_profiling import (
+    GiB,
+    MemoryProfile,
+    MemoryProfiler,
+    keep_freed_memory,
+    release_memory,
+)
 from .model_runner import ModelRunner
 
 # %% ../../nbs/44_worker.ipynb #0e3ce0b5
@@ -40,7 +50,10 @@ def check_capability(dtype: str, capability: tuple[int, int]) -> None:
     "Raise `ValueError` if a GPU of compute `capability` does not multiply `dtype`."
     require(
         dtype != "bfloat16" or capability >= (8, 0),
-        f"dtype=bfloat16 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}: use dtype='half'",
+        (
+            "dtype=bfloat16 needs compute capability 8.0, this GPU has "
+            f"{capability[0]}.{capability[1]}: use dtype='half'"
+        ),
     )
 
 # %% ../../nbs/44_worker.ipynb #5bf5d08e
@@ -67,34 +80,40 @@ class DeviceClock:
         if self.device == "cpu":
             return begin, end
         end.synchronize()
-        start = self.zero_at + self.zero.elapsed_time(begin) / 1000  # a float32: exact to 1 µs for a few seconds only
+        # a float32: exact to 1 µs for a few seconds only
+        start = self.zero_at + self.zero.elapsed_time(begin) / 1000
         return start, start + begin.elapsed_time(end) / 1000
 
 # %% ../../nbs/44_worker.ipynb #d7e7dfd4
 def init_worker_distributed_environment(
     vllm_config: VllmConfig, rank: int, distributed_init_method: str, local_rank: int, device: str
 ) -> ParallelState:
-    """Meet the other workers, and form the groups of tensor and pipeline parallelism; none for a worker that is alone.
+    """Meet the other workers, and form the groups of tensor and pipeline parallelism; none for a
+    worker that is alone.
 
     Ranks on CPUs of one machine add up in shared memory.
     """
     parallel = vllm_config.parallel_config
     if parallel.world_size == 1:
         return ParallelState()
-    world = init_distributed_environment(parallel.world_size, rank, local_rank, distributed_init_method, device)
-    state = initialize_model_parallel(world, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    world = init_distributed_environment(
+        parallel.world_size, rank, local_rank, distributed_init_method, device
+    )
+    state = initialize_model_parallel(
+        world, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    )
     if state.tp and device == "cpu":
         state.tp.device_communicator = CpuCommunicator.connect(state.tp)
     return state
 
 # %% ../../nbs/44_worker.ipynb #35b47bb3
 class Worker:
-    """A device with a model and a KV cache. The executor calls its methods in this order: `init_device`, `load_model`,
-    `determine_num_available_blocks`, `initialize_cache`, `compile_or_warm_up_model`, then `submit` and `collect` for
-    each step.
+    """A device with a model and a KV cache. The executor calls its methods in this order:
+    `init_device`, `load_model`, `determine_num_available_blocks`, `initialize_cache`,
+    `compile_or_warm_up_model`, then `submit` and `collect` for each step.
 
-    It has a `MemoryProfiler`, a `ModelRunner` and a `CacheEngine`. Its GPU is `cuda:{local_rank}`, in every thread that
-    calls it. vLLM: `worker/worker.py`.
+    It has a `MemoryProfiler`, a `ModelRunner` and a `CacheEngine`. Its GPU is `cuda:{local_rank}`,
+    in every thread that calls it. vLLM: `worker/worker.py`.
     """
 
     def __init__(
@@ -106,45 +125,63 @@ class Worker:
         is_driver_worker: bool = True,
     ):
         self.config = vllm_config
-        self.local_rank, self.rank, self.is_driver_worker = local_rank, rank, is_driver_worker
-        self.distributed_init_method, self.parallel = distributed_init_method, ParallelState()
+        self.local_rank = local_rank
+        self.rank = rank
+        self.is_driver_worker = is_driver_worker
+        self.distributed_init_method = distributed_init_method
+        self.parallel = ParallelState()
         self.device = "cpu" if vllm_config.device_config.device == "cpu" else f"cuda:{local_rank}"
-        self.cache_engines: list[CacheEngine] = []  # one for each virtual engine: a batch on its way through the pipeline
-        self.in_flight: deque[tuple[SamplerOutput, list[Any]]] = deque()  # steps launched, and the marks of timed ones
+        # one for each virtual engine: a batch on its way through the pipeline
+        self.cache_engines: list[CacheEngine] = []
+        # steps launched, and the marks of timed ones
+        self.in_flight: deque[tuple[SamplerOutput, list[Any]]] = deque()
         self.profiler: Any = None  # while `start_profile` records
 
     def on_device(self) -> AbstractContextManager:
-        "Inside, this worker's GPU is the calling thread's current one: events are recorded and kernels launched there."
+        """Inside, this worker's GPU is the calling thread's current one: events are recorded and
+        kernels launched there.
+        """
         return nullcontext() if self.device == "cpu" else torch.cuda.device(self.device)
 
     def init_device(self) -> None:
-        "Take the device, check that it computes in the dtype asked for, meet the other workers, and look at the memory."
+        """Take the device, check that it computes in the dtype asked for, meet the other workers,
+        and look at the memory.
+        """
         with self.on_device():
             if self.device == "cpu":
                 keep_freed_memory()
             else:
-                check_capability(self.config.model_config.dtype, torch.cuda.get_device_capability(self.device))
+                check_capability(
+                    self.config.model_config.dtype, torch.cuda.get_device_capability(self.device)
+                )
             self.parallel = init_worker_distributed_environment(
                 self.config, self.rank, self.distributed_init_method, self.local_rank, self.device
             )
             torch.manual_seed(self.config.model_config.seed)
             self.clock = DeviceClock(self.device)
-            num_workers = self.config.parallel_config.world_size  # as if all were on this machine: else it is too careful
-            self.memory_profiler = MemoryProfiler(self.device, self.config.cache_config, num_workers)
+            # as if all were on this machine: else it is too careful
+            num_workers = self.config.parallel_config.world_size
+            self.memory_profiler = MemoryProfiler(
+                self.device, self.config.cache_config, num_workers
+            )
             self.model_runner = ModelRunner(self.config, self.device, self.parallel)
 
     def load_model(self) -> None:
         "Load the weights, and measure what they took."
         context = self.model_runner.context
-        context.attn_backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)  # its memory is no step's
+        # its memory is no step's
+        context.attn_backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)
         for name in ("fused_ops", "numba_linear") if self.device == "cpu" else ():
             if operations := import_compiled(f"model_executor.{name}"):
                 operations.compile(context.dtype)
         with self.on_device(), self.memory_profiler.explain_out_of_memory("loading the weights"):
             self.model_runner.load_model()
         self.memory_profiler.weights_loaded(self.model_runner.model)
-        model, weights = self.config.model_config, self.memory_profiler.weights / GiB
-        logger.info("%s in %s on %s: weights take %.2f GiB", model.model, model.dtype, self.device, weights)
+        model = self.config.model_config
+        weights = self.memory_profiler.weights / GiB
+        logger.info(
+            "%s in %s on %s: weights take %.2f GiB", model.model, model.dtype, self.device, weights
+        )
 
     @property
     def cache_engine(self) -> CacheEngine:
@@ -157,49 +194,77 @@ class Worker:
         return self.memory_profiler.profile
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        "What each attention layer keeps of a token, by the layer's name, in the order in which they run."
+        """What each attention layer keeps of a token, by the layer's name, in the order in which
+        they run.
+        """
         return self.model_runner.get_kv_cache_spec()
 
     def graph_sizes(self) -> list[int]:
-        "The batch sizes to record graphs for; none on a CPU, with `enforce_eager`, or if the backend supports none."
-        scheduler, eager = self.config.scheduler_config, self.config.model_config.enforce_eager
-        none = eager or self.device == "cpu" or not self.model_runner.context.attn_backend.supports_graphs
-        none = none or self.parallel.pp_size > 1  # a stage waits for another one: that cannot be in a graph
-        return [] if none else graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+        """The batch sizes to record graphs for; none on a CPU, with `enforce_eager`, or if the
+        backend supports none.
+        """
+        scheduler = self.config.scheduler_config
+        eager = self.config.model_config.enforce_eager
+        none = (
+            eager
+            or self.device == "cpu"
+            or not self.model_runner.context.attn_backend.supports_graphs
+        )
+        # a stage waits for another one: that cannot be in a graph
+        none = none or self.parallel.pp_size > 1
+        return (
+            []
+            if none
+            else graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+        )
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """`(GPU blocks, CPU blocks)` that fit: what the budget leaves after the weights and a run at the limits.
+        """`(GPU blocks, CPU blocks)` that fit: what the budget leaves after the weights and a run
+        at the limits.
 
         Several virtual engines share them: so many are for each.
         Where the configuration says how large the cache is, nothing needs to be tried out.
         """
-        cache, profiler = self.config.cache_config, self.memory_profiler
+        cache = self.config.cache_config
+        profiler = self.memory_profiler
         if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None:
             with self.on_device(), profiler.explain_out_of_memory("running the largest step"):
                 profiler.run_at_limits(self.model_runner.profile_run)
                 profiler.graphs = graph_memory(self.model_runner, self.graph_sizes())
-        block_bytes = CacheEngine.get_cache_block_size(self.get_kv_cache_spec().values(), cache.block_size)
+        block_bytes = CacheEngine.get_cache_block_size(
+            self.get_kv_cache_spec().values(), cache.block_size
+        )
         stages = self.parallel.pp_size
-        num_gpu_blocks = profiler.num_gpu_blocks(block_bytes, self.config.model_config.max_model_len)
+        num_gpu_blocks = profiler.num_gpu_blocks(
+            block_bytes, self.config.model_config.max_model_len
+        )
         return max(1, num_gpu_blocks // stages), profiler.num_cpu_blocks(block_bytes) // stages
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         "Allocate the KV cache, one for each virtual engine."
         self.num_blocks = num_gpu_blocks, num_cpu_blocks
-        with self.on_device(), self.memory_profiler.explain_out_of_memory("allocating the KV cache"):
-            make_cache, stages = self.model_runner.make_cache, self.parallel.pp_size
+        with (
+            self.on_device(),
+            self.memory_profiler.explain_out_of_memory("allocating the KV cache"),
+        ):
+            make_cache = self.model_runner.make_cache
+            stages = self.parallel.pp_size
             self.cache_engines = [make_cache(num_gpu_blocks, num_cpu_blocks) for _ in range(stages)]
 
     def compile_or_warm_up_model(self) -> None:
-        "Run two small steps, record what steps can be replayed, and leave the random state as a run without would."
-        runner, kv_caches = self.model_runner, self.cache_engines[0].gpu_cache
+        """Run two small steps, record what steps can be replayed, and leave the random state as a
+        run without would.
+        """
+        runner = self.model_runner
+        kv_caches = self.cache_engines[0].gpu_cache
         with self.on_device(), self.memory_profiler.explain_out_of_memory("warming up"):
             runner.graphs = None
             runner.warm_up(kv_caches)
             if sizes := self.graph_sizes():
                 free = torch.cuda.mem_get_info(self.device)[0]
                 runner.graphs = CudaGraphRunner(runner, sizes, kv_caches)
-                taken, kept = free - torch.cuda.mem_get_info(self.device)[0], self.memory_profiler.graphs
+                taken = free - torch.cuda.mem_get_info(self.device)[0]
+                kept = self.memory_profiler.graphs
                 what = (len(sizes), taken / GiB, kept / GiB)
                 logger.info("%d CUDA graphs take %.2f GiB; %.2f GiB were kept for them", *what)
             elif self.device == "cpu":
@@ -208,11 +273,17 @@ class Worker:
 
     def record_on_cpu(self) -> None:
         "Record decode steps for chapter 43a's runner, if they can be."
-        recording = None if self.config.model_config.enforce_eager else import_compiled("worker.cpu_graph")
-        self.model_runner.graphs = recording and recording.record(self.model_runner, self.cache_engines[0].gpu_cache)
+        recording = (
+            None if self.config.model_config.enforce_eager else import_compiled("worker.cpu_graph")
+        )
+        self.model_runner.graphs = recording and recording.record(
+            self.model_runner, self.cache_engines[0].gpu_cache
+        )
 
     def submit(self, out: SchedulerOutput) -> None:
-        "Launch a step: move blocks as ordered, then run the batch. On a GPU this returns before the device is done."
+        """Launch a step: move blocks as ordered, then run the batch. On a GPU this returns before
+        the device is done.
+        """
         require(len(self.cache_engines) > 0, "the worker sleeps: call wake_up() first")
         cache_engine = self.cache_engines[out.virtual_engine]
         with self.on_device():
@@ -225,7 +296,9 @@ class Worker:
         self.in_flight.append((sampled, marks))
 
     def collect(self) -> ModelRunnerOutput:
-        "The result of the oldest step that was submitted and not collected, as plain data. Waits for that step only."
+        """The result of the oldest step that was submitted and not collected, as plain data. Waits
+        for that step only.
+        """
         sampled, marks = self.in_flight.popleft()
         out = sampled.to_model_runner_output()
         return replace(out, device_span=self.clock.span(*marks)) if marks else out
@@ -236,7 +309,9 @@ class Worker:
         return self.collect()
 
     def reset(self) -> None:
-        "Forget all sequences and results, after a step that failed. Raises if the device is beyond help."
+        """Forget all sequences and results, after a step that failed. Raises if the device is
+        beyond help.
+        """
         self.in_flight.clear()
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
@@ -245,16 +320,21 @@ class Worker:
         self.model_runner.reset()
 
     def sleep(self, level: int = 1) -> None:
-        """Give back the KV cache, and the weights: a GPU's to the host's memory (level 1; a CPU keeps them), or all (level 2).
+        """Give back the KV cache, and the weights: a GPU's to the host's memory (level 1; a CPU
+        keeps them), or all (level 2).
 
-        vLLM: `Worker.sleep` in `v1/worker/gpu_worker.py`; there level 2 leaves it to the caller to load the weights again.
+        vLLM: `Worker.sleep` in `v1/worker/gpu_worker.py`; there level 2 leaves it to the caller to
+        load the weights again.
         """
         with self.on_device():
-            self.cache_engines, self.model_runner.graphs = [], None  # graphs have the cache's addresses
+            # graphs have the cache's addresses
+            self.cache_engines = []
+            self.model_runner.graphs = None
             if level == 1:
                 self.model_runner.model.to("cpu")
             else:
-                self.model_runner.model, self.model_runner.attention_layers = None, {}
+                self.model_runner.model = None
+                self.model_runner.attention_layers = {}
             release_memory()
 
     def wake_up(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -269,8 +349,13 @@ class Worker:
             self.compile_or_warm_up_model()
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
-        "Call `func` on this worker's part of the model. On a CPU, steps are recorded anew: it may have changed the model."
-        require(self.model_runner.model is not None, "the worker sleeps, and has no weights: call wake_up() first")
+        """Call `func` on this worker's part of the model. On a CPU, steps are recorded anew: it may
+        have changed the model.
+        """
+        require(
+            self.model_runner.model is not None,
+            "the worker sleeps, and has no weights: call wake_up() first",
+        )
         try:
             return func(self.model_runner.model)
         finally:
@@ -279,7 +364,10 @@ class Worker:
 
     def start_profile(self) -> None:
         "Record what torch does from now on, into the folder that `VLLM_TORCH_PROFILER_DIR` names."
-        require("VLLM_TORCH_PROFILER_DIR" in os.environ, "VLLM_TORCH_PROFILER_DIR must name the folder for the profile")
+        require(
+            "VLLM_TORCH_PROFILER_DIR" in os.environ,
+            "VLLM_TORCH_PROFILER_DIR must name the folder for the profile",
+        )
         require(self.profiler is None, "a profile was started already: stop it first")
         self.profiler = torch.profiler.profile()
         self.profiler.start()
@@ -287,7 +375,8 @@ class Worker:
     def stop_profile(self) -> str:
         "End the recording; the path of its trace, for chrome://tracing or Perfetto."
         require(self.profiler is not None, "no profile was started")
-        profiler, self.profiler = self.profiler, None
+        profiler = self.profiler
+        self.profiler = None
         profiler.stop()
         folder = Path(os.environ["VLLM_TORCH_PROFILER_DIR"])
         folder.mkdir(parents=True, exist_ok=True)
@@ -296,7 +385,9 @@ class Worker:
         return str(path)
 
     def save_sharded_state(self, path: str) -> None:
-        "Write this worker's part of the weights into the folder `path`, for `load_format=sharded_state`."
+        """Write this worker's part of the weights into the folder `path`, for
+        `load_format=sharded_state`.
+        """
         save_sharded_state(self.config, self.model_runner.context, Path(path))
 
     def shutdown(self) -> None:
@@ -305,7 +396,8 @@ class Worker:
 
 # %% ../../nbs/44_worker.ipynb #624ea791
 class WorkerWrapperBase:
-    """Stands for a worker before there is one: the class is looked up and created in the process where it will live.
+    """Stands for a worker before there is one: the class is looked up and created in the process
+    where it will live.
 
     Its executor calls everything by name through `execute_method`. vLLM: `worker/worker_base.py`.
     """
@@ -317,16 +409,28 @@ class WorkerWrapperBase:
     def init_worker(self, vllm_config: VllmConfig, **where: Any) -> None:
         """Create the worker from the class, or the qualified name, in `parallel_config.worker_cls`.
 
-        With a `worker_extension_cls` it has that class's methods, too; `ValueError` if one would hide the worker's own.
+        With a `worker_extension_cls` it has that class's methods, too; `ValueError` if one would
+        hide the worker's own.
         """
         load_general_plugins()
         parallel = vllm_config.parallel_config
         cls = resolve_class(parallel.worker_cls)
-        require(hasattr(cls, "execute_model"), f"worker_cls={parallel.worker_cls!r} is no worker: it has no execute_model")
+        require(
+            hasattr(cls, "execute_model"),
+            f"worker_cls={parallel.worker_cls!r} is no worker: it has no execute_model",
+        )
         if parallel.worker_extension_cls:
             extension = resolve_class(parallel.worker_extension_cls)
-            hidden = [name for name in vars(extension) if not name.startswith("__") and hasattr(cls, name)]
-            require(not hidden, f"worker_extension_cls={extension.__name__}: the worker has {', '.join(hidden)} already")
+            hidden = [
+                name for name in vars(extension) if not name.startswith("__") and hasattr(cls, name)
+            ]
+            require(
+                not hidden,
+                (
+                    f"worker_extension_cls={extension.__name__}: the worker has "
+                    f"{', '.join(hidden)} already"
+                ),
+            )
             cls = type(cls.__name__, (cls, extension), {})
         self.worker = cls(vllm_config, **where)
 

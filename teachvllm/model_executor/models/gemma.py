@@ -36,7 +36,9 @@ from ..rotary_embedding import get_rope, rope_parameters
 
 # %% ../../../nbs/33e_gemma.ipynb #8cbb4d97
 class GemmaRMSNorm(RMSNorm):
-    "Scales by 1 + the checkpoint's weight, in float32. The 1 is added when the weight is loaded, not in every step."
+    """Scales by 1 + the checkpoint's weight, in float32. The 1 is added when the weight is loaded,
+    not in every step.
+    """
 
     def __init__(self, size: int, eps: float):
         super().__init__(size, eps)
@@ -49,7 +51,9 @@ class GemmaRMSNorm(RMSNorm):
         default_weight_loader(param, 1 + loaded_weight.float())
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """[num_tokens, size] -> the same shape. With a `residual`: the norm of their sum, and the sum."""
+        """[num_tokens, size] -> the same shape. With a `residual`: the norm of their sum, and the
+        sum.
+        """
         x = x if residual is None else x + residual
         normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
         return normed if residual is None else (normed, x)
@@ -71,7 +75,8 @@ class Gemma2Attention(LlamaAttention):
     "Llama's attention; the configuration has the scale of its scores, and a cap for them."
 
     def __init__(self, config: Any, context: ModelContext, layer: int):
-        scale, soft_cap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping
+        scale = config.query_pre_attn_scalar**-0.5
+        soft_cap = config.attn_logit_softcapping
         super().__init__(config, context, layer, scale=scale, soft_cap=soft_cap)
 
 
@@ -85,16 +90,21 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
     "Attention and MLP, each with a norm before and a norm behind."
 
     attention_cls: type[nn.Module] = Gemma2Attention
-    mlp_cls, norm_cls = GemmaMLP, GemmaRMSNorm
+    mlp_cls = GemmaMLP
+    norm_cls = GemmaRMSNorm
 
     def __init__(self, config: Any, context: ModelContext, layer: int):
         super().__init__(config, context, layer)
         self.pre_feedforward_layernorm = self.norm_cls(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = self.norm_cls(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta))
+        x = x + self.post_attention_layernorm(
+            self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
+        )
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
@@ -107,11 +117,15 @@ class Gemma2Model(LlamaModel):
 class Gemma2ForCausalLM(LlamaForCausalLM):
     "Gemma 2 (Gemma Team 2024); its logits are capped, too. vLLM: `models/gemma2.py`."
 
-    model_cls, layer_cls = Gemma2Model, Gemma2DecoderLayer
+    model_cls = Gemma2Model
+    layer_cls = Gemma2DecoderLayer
     config_fields = LlamaForCausalLM.config_fields | {
-        "hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+        "hidden_activation",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
         "cache_implementation",  # a hint for transformers' own cache
-    }  # fmt: skip
+    }
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__(config, context)
@@ -124,7 +138,9 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
 # %% ../../../nbs/33e_gemma.ipynb #5eb15303
 class Gemma3Attention(Qwen3Attention):
-    "Qwen3's normalised queries and keys with Gemma's norm; turned by the table of the layer's type."
+    """Qwen3's normalised queries and keys with Gemma's norm; turned by the table of the layer's
+    type.
+    """
 
     norm_cls = GemmaRMSNorm
 
@@ -159,14 +175,20 @@ class Gemma3Model(Gemma2Model):
 
     def make_rotary(self, config: Any, max_position: int) -> nn.Module:
         "The tables, for positions below `max_position`."
-        size, kinds = head_size_of(config), sorted(set(layer_types(config)))
-        return RotaryByLayerType({kind: get_rope(size, max_position, rope_parameters(config, kind)) for kind in kinds})
+        size = head_size_of(config)
+        kinds = sorted(set(layer_types(config)))
+        return RotaryByLayerType(
+            {kind: get_rope(size, max_position, rope_parameters(config, kind)) for kind in kinds}
+        )
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     "Gemma 3 (Gemma Team 2025), text only. vLLM: `models/gemma3.py`."
 
-    model_cls, layer_cls = Gemma3Model, Gemma3DecoderLayer
+    model_cls = Gemma3Model
+    layer_cls = Gemma3DecoderLayer
     config_fields = (Gemma2ForCausalLM.config_fields - {"attn_logit_softcapping"}) | {
-        "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern",
-    }  # fmt: skip
+        "rope_local_base_freq",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+    }

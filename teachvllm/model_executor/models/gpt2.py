@@ -32,7 +32,8 @@ class GPT2Attention(nn.Module):
 
     def __init__(self, config: Any, context: ModelContext, layer: int):
         super().__init__()
-        hidden, heads = config.hidden_size, config.num_attention_heads
+        hidden = config.hidden_size
+        heads = config.num_attention_heads
         self.head_size = hidden // heads
         self.c_attn = QKVParallelLinear(hidden, self.head_size, heads, heads, context, bias=True)
         self.c_proj = RowParallelLinear(hidden, hidden, context, bias=True)
@@ -41,7 +42,9 @@ class GPT2Attention(nn.Module):
         heads = self.c_attn.num_heads  # this rank's
         self.attn = Attention(heads, self.head_size, heads, scale, context)
 
-    def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         q, k, v = self.c_attn(x).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
         return self.c_proj(self.attn(q, k, v, kv_cache, meta))
@@ -73,7 +76,9 @@ class GPT2Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.mlp = GPT2MLP(config, context)
 
-    def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         x = x + self.attn(self.ln_1(x), kv_cache, meta)
         return x + self.mlp(self.ln_2(x))
@@ -84,24 +89,38 @@ class GPT2Model(nn.Module):
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        hidden, parallel = config.hidden_size, context.parallel
-        first, last = parallel.is_first_stage, parallel.is_last_stage
+        hidden = config.hidden_size
+        parallel = context.parallel
+        first = parallel.is_first_stage
+        last = parallel.is_last_stage
         embeds = first or (last and config.tie_word_embeddings)  # then the head reads it
-        self.wte: Any = VocabParallelEmbedding(config.vocab_size, hidden, context) if embeds else PPMissingLayer()
-        self.wpe = VocabParallelEmbedding(config.n_positions, hidden) if first else PPMissingLayer()  # whole on every rank
+        self.wte: Any = (
+            VocabParallelEmbedding(config.vocab_size, hidden, context)
+            if embeds
+            else PPMissingLayer()
+        )
+        # whole on every rank
+        self.wpe = VocabParallelEmbedding(config.n_positions, hidden) if first else PPMissingLayer()
         self.start, self.end, self.h = make_layers(
             config.num_hidden_layers, lambda i: GPT2Block(config, context, i), parallel
         )
         self.ln_f = nn.LayerNorm(hidden, config.layer_norm_epsilon) if last else PPMissingLayer()
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list,
+        meta: AttentionMetadata,
         intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        "ids and positions [num_tokens], or what the stage before returned -> hidden states [num_tokens, hidden_size]."
+    ) -> torch.Tensor:
+        """ids and positions [num_tokens], or what the stage before returned -> hidden states
+        [num_tokens, hidden_size].
+        """
         x = self.wte(ids) + self.wpe(positions) if intermediate is None else intermediate
         layers = islice(self.h, self.start, self.end)
-        for layer, kv_cache in zip(layers, kv_caches):  # fewer caches: a profile of the first layers
+        # fewer caches: a profile of the first layers
+        for layer, kv_cache in zip(layers, kv_caches):
             x = layer(x, kv_cache, meta)
         return self.ln_f(x)
 
@@ -110,7 +129,8 @@ class TransposedSlice:
     "The transpose of a matrix that is still in its file: an index reads that part, and no more."
 
     def __init__(self, stored: Any):
-        self.stored, self.shape = stored, tuple(reversed(stored.shape))
+        self.stored = stored
+        self.shape = tuple(reversed(stored.shape))
 
     def __getitem__(self, index: tuple[slice, slice]) -> torch.Tensor:
         rows, columns = index
@@ -121,10 +141,12 @@ class GPT2LMHeadModel(nn.Module):
     "GPT-2 (Radford et al. 2019). vLLM: `models/gpt2.py`."
 
     config_fields = frozenset(
-        "vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon scale_attn_weights "
+        "vocab_size n_positions n_embd n_layer n_head n_inner activation_function "
+        "layer_norm_epsilon scale_attn_weights "
         "scale_attn_by_inverse_layer_idx tie_word_embeddings "
         "reorder_and_upcast_attn "  # scores are float32 here in any case
-        "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout".split()
+        "summary_type summary_use_proj summary_activation summary_proj_to_labels "
+        "summary_first_dropout".split()
     )  # the last five are those of other heads
 
     def __init__(self, config: Any, context: ModelContext):
@@ -144,12 +166,17 @@ class GPT2LMHeadModel(nn.Module):
         return name, tensor
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list,
+        meta: AttentionMetadata,
         intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size].
 
-        Of a pipeline, those behind this rank's stage; `intermediate` is what the stage before returned.
+        Of a pipeline, those behind this rank's stage; `intermediate` is what the stage before
+        returned.
         """
         return self.transformer(ids, positions, kv_caches, meta, intermediate)
 

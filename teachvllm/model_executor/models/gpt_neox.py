@@ -33,7 +33,8 @@ class GPTNeoXMLP(nn.Module):
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
+        inner = config.intermediate_size
         self.dense_h_to_4h = ColumnParallelLinear(hidden, inner, context, bias=True)
         self.dense_4h_to_h = RowParallelLinear(inner, hidden, context, bias=True)
         self.act = get_act_fn(config.hidden_act)
@@ -48,24 +49,41 @@ class GPTNeoXModel(nn.Module):
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        hidden, parallel, last = config.hidden_size, context.parallel, context.parallel.is_last_stage
-        embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)  # then the head reads it
-        self.embed_in: Any = VocabParallelEmbedding(config.vocab_size, hidden, context) if embeds else PPMissingLayer()
+        hidden = config.hidden_size
+        parallel = context.parallel
+        last = context.parallel.is_last_stage
+        # then the head reads it
+        embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
+        self.embed_in: Any = (
+            VocabParallelEmbedding(config.vocab_size, hidden, context)
+            if embeds
+            else PPMissingLayer()
+        )
         head_size = hidden // config.num_attention_heads
         self.rotary = get_rope(head_size, config.max_position_embeddings, rope_parameters(config))
         self.start, self.end, self.layers = make_layers(
             config.num_hidden_layers, lambda i: GPTNeoXLayer(config, context), parallel
         )
-        self.final_layer_norm = nn.LayerNorm(hidden, config.layer_norm_eps) if last else PPMissingLayer()
+        self.final_layer_norm = (
+            nn.LayerNorm(hidden, config.layer_norm_eps) if last else PPMissingLayer()
+        )
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list,
+        meta: AttentionMetadata,
         intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        "ids and positions [num_tokens], or what the stage before returned -> hidden states [num_tokens, hidden_size]."
-        x, cos_sin = self.embed_in(ids) if intermediate is None else intermediate, self.rotary(positions)
+    ) -> torch.Tensor:
+        """ids and positions [num_tokens], or what the stage before returned -> hidden states
+        [num_tokens, hidden_size].
+        """
+        x = self.embed_in(ids) if intermediate is None else intermediate
+        cos_sin = self.rotary(positions)
         layers = islice(self.layers, self.start, self.end)
-        for layer, kv_cache in zip(layers, kv_caches):  # fewer caches: a profile of the first layers
+        # fewer caches: a profile of the first layers
+        for layer, kv_cache in zip(layers, kv_caches):
             x = layer(x, cos_sin, kv_cache, meta)
         return self.final_layer_norm(x)
 
@@ -75,8 +93,10 @@ class GPTNeoXForCausalLM(nn.Module):
 
     packed_modules_mapping = {"embed_out": ["lm_head"]}  # transformers 5's name for it in memory
     config_fields = frozenset(
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act max_position_embeddings "
-        "layer_norm_eps use_parallel_residual attention_bias tie_word_embeddings rope_parameters rope_theta rope_scaling "
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "hidden_act max_position_embeddings "
+        "layer_norm_eps use_parallel_residual attention_bias tie_word_embeddings "
+        "rope_parameters rope_theta rope_scaling "
         "rotary_pct rotary_emb_base partial_rotary_factor classifier_dropout".split()
     )
 
@@ -90,12 +110,17 @@ class GPTNeoXForCausalLM(nn.Module):
                 head.tie_weights(self.gpt_neox.embed_in)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list,
+        meta: AttentionMetadata,
         intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size].
 
-        Of a pipeline, those behind this rank's stage; `intermediate` is what the stage before returned.
+        Of a pipeline, those behind this rank's stage; `intermediate` is what the stage before
+        returned.
         """
         return self.gpt_neox(ids, positions, kv_caches, meta, intermediate)
 
@@ -105,27 +130,46 @@ class GPTNeoXForCausalLM(nn.Module):
 
 # %% ../../../nbs/33i_gpt_neox.ipynb #aa2fa05d
 class GPTNeoXAttention(nn.Module):
-    "Multi-head attention; its fused matrix has each head's query, key and value together, head by head."
+    """Multi-head attention; its fused matrix has each head's query, key and value together, head by
+    head.
+    """
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        hidden, heads, tp_size = config.hidden_size, config.num_attention_heads, context.parallel.tp_size
-        require(heads % tp_size == 0, f"tensor_parallel_size={tp_size} does not divide the model's {heads} heads")
-        self.num_heads, self.head_size = heads // tp_size, hidden // heads  # this rank's
-        self.query_key_value = ColumnParallelLinear(hidden, 3 * hidden, context, config.attention_bias)
+        hidden = config.hidden_size
+        heads = config.num_attention_heads
+        tp_size = context.parallel.tp_size
+        require(
+            heads % tp_size == 0,
+            f"tensor_parallel_size={tp_size} does not divide the model's {heads} heads",
+        )
+        # this rank's
+        self.num_heads = heads // tp_size
+        self.head_size = hidden // heads
+        self.query_key_value = ColumnParallelLinear(
+            hidden, 3 * hidden, context, config.attention_bias
+        )
         self.dense = RowParallelLinear(hidden, hidden, context, config.attention_bias)
-        self.attn = Attention(self.num_heads, self.head_size, self.num_heads, self.head_size**-0.5, context)
+        self.attn = Attention(
+            self.num_heads, self.head_size, self.num_heads, self.head_size**-0.5, context
+        )
 
-    def forward(self, x: torch.Tensor, cos_sin: tuple, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos_sin: tuple, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         by_head = self.query_key_value(x).unflatten(-1, (self.num_heads, 3, self.head_size))
-        qk, v = by_head.transpose(1, 2).flatten(1, 2).split((2 * self.num_heads, self.num_heads), dim=1)
+        qk, v = (
+            by_head.transpose(1, 2).flatten(1, 2).split((2 * self.num_heads, self.num_heads), dim=1)
+        )
         q, k = apply_rotary_emb(qk, cos_sin).chunk(2, dim=1)
         return self.dense(self.attn(q, k, v, kv_cache, meta))
 
 # %% ../../../nbs/33i_gpt_neox.ipynb #8f184d3a
 class GPTNeoXLayer(nn.Module):
-    "Attention and MLP side by side on the same stream, or one after the other if `use_parallel_residual` is false."
+    """Attention and MLP side by side on the same stream, or one after the other if
+    `use_parallel_residual` is false.
+    """
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
@@ -135,7 +179,11 @@ class GPTNeoXLayer(nn.Module):
         self.attention = GPTNeoXAttention(config, context)
         self.mlp = GPTNeoXMLP(config, context)
 
-    def forward(self, x: torch.Tensor, cos_sin: tuple, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos_sin: tuple, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         attended = x + self.attention(self.input_layernorm(x), cos_sin, kv_cache, meta)
-        return attended + self.mlp(self.post_attention_layernorm(x if self.parallel_residual else attended))
+        return attended + self.mlp(
+            self.post_attention_layernorm(x if self.parallel_residual else attended)
+        )

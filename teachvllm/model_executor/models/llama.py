@@ -41,13 +41,18 @@ def head_size_of(config: Any) -> int:
 def layer_types(config: Any) -> list[str]:
     """Whether each layer has the configuration's window: `sliding_attention` or `full_attention`.
 
-    Before version 4.53 of transformers it said so in other words: from which layer on, or each which one has none.
+    Before version 4.53 of transformers it said so in other words: from which layer on, or each
+    which one has none.
     """
     if kinds := config_field(config, "layer_types"):
         return list(kinds)
     first = config_field(config, "max_window_layers", 0)
-    every = config_field(config, "sliding_window_pattern", 2 if config.model_type == "gemma2" else 0)
-    full = [i < first or (every > 0 and (i + 1) % every == 0) for i in range(config.num_hidden_layers)]
+    every = config_field(
+        config, "sliding_window_pattern", 2 if config.model_type == "gemma2" else 0
+    )
+    full = [
+        i < first or (every > 0 and (i + 1) % every == 0) for i in range(config.num_hidden_layers)
+    ]
     return ["full_attention" if without else "sliding_attention" for without in full]
 
 
@@ -66,49 +71,76 @@ def sliding_window(config: Any, layer: int) -> int | None:
 class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary positions.
 
-    Relatives say what is different: `qkv_bias` (default: as `attention_bias` has it), the `scale` of scores (default:
-    1 / sqrt(head size)) and their `soft_cap`; what else happens to queries and keys, by extending `rotate`.
+    Relatives say what is different: `qkv_bias` (default: as `attention_bias` has it), the `scale`
+    of scores (default: 1 / sqrt(head size)) and their `soft_cap`; what else happens to queries and
+    keys, by extending `rotate`.
     """
 
     def __init__(
-        self, config: Any, context: ModelContext, layer: int,
-        qkv_bias: bool | None = None, scale: float | None = None, soft_cap: float | None = None,
-    ):  # fmt: skip
+        self,
+        config: Any,
+        context: ModelContext,
+        layer: int,
+        qkv_bias: bool | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ):
         super().__init__()
-        heads, size = config.num_attention_heads, head_size_of(config)
-        kv_heads, bias = config.num_key_value_heads or heads, config_field(config, "attention_bias", False)
+        heads = config.num_attention_heads
+        size = head_size_of(config)
+        kv_heads = config.num_key_value_heads or heads
+        bias = config_field(config, "attention_bias", False)
         qkv_bias = bias if qkv_bias is None else qkv_bias
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, size, heads, kv_heads, context, qkv_bias)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, size, heads, kv_heads, context, qkv_bias
+        )
         self.o_proj = RowParallelLinear(heads * size, config.hidden_size, context, bias)
-        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # this rank's
-        window, scale = sliding_window(config, layer), scale or size**-0.5
-        self.attn = Attention(self.num_heads, size, self.num_kv_heads, scale, context, window, soft_cap)
+        # this rank's
+        self.num_heads = self.qkv_proj.num_heads
+        self.num_kv_heads = self.qkv_proj.num_kv_heads
+        window = sliding_window(config, layer)
+        scale = scale or size**-0.5
+        self.attn = Attention(
+            self.num_heads, size, self.num_kv_heads, scale, context, window, soft_cap
+        )
         self.head_size = size
 
     def rotate(self, qk: torch.Tensor, cos_sin: Any) -> torch.Tensor:
-        "Queries' heads, then keys', together [num_tokens, num_heads + num_kv_heads, head_size] -> turned."
+        """Queries' heads, then keys', together [num_tokens, num_heads + num_kv_heads, head_size] ->
+        turned.
+        """
         return apply_rotary_emb(qk, cos_sin)
 
-    def forward(self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape. `cos_sin` is what the model's `rotary` gave."
-        n, kv_heads = self.num_heads, self.num_kv_heads
+        n = self.num_heads
+        kv_heads = self.num_kv_heads
         qkv = self.qkv_proj(x).view(len(x), n + 2 * kv_heads, self.head_size)
-        qk, v = qkv[:, : n + kv_heads], qkv[:, n + kv_heads :]
+        qk = qkv[:, : n + kv_heads]
+        v = qkv[:, n + kv_heads :]
         qk = self.rotate(qk, cos_sin)
-        q, k = qk[:, :n], qk[:, n:]
+        q = qk[:, :n]
+        k = qk[:, n:]
         return self.o_proj(self.attn(q, k, v, kv_cache, meta))
 
 # %% ../../../nbs/33a_llama.ipynb #d7f508d1
 class LlamaMLP(nn.Module):
-    "The gated feed-forward part: down(act(gate(x)) * up(x)). Relatives name the activation in another field."
+    """The gated feed-forward part: down(act(gate(x)) * up(x)). Relatives name the activation in
+    another field.
+    """
 
     act_field = "hidden_act"
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        bias, sizes = config_field(config, "mlp_bias", False), [config.intermediate_size] * 2
+        bias = config_field(config, "mlp_bias", False)
+        sizes = [config.intermediate_size] * 2
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, sizes, context, bias)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, context, bias)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, context, bias
+        )
         self.act_fn = ActAndMul(getattr(config, self.act_field))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,8 +151,8 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention, then MLP, each on normalised input and added back.
 
-    A relative names other parts: `attention_cls(config, context, layer)`, `mlp_cls(config, context)` and
-    `norm_cls(size, eps)`, which is that of the model's last norm, too.
+    A relative names other parts: `attention_cls(config, context, layer)`, `mlp_cls(config,
+    context)` and `norm_cls(size, eps)`, which is that of the model's last norm, too.
     """
 
     attention_cls: type[nn.Module] = LlamaAttention
@@ -134,7 +166,9 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = self.norm_cls(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = self.norm_cls(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         attended = self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
         normed, x = self.post_attention_layernorm(attended, x)
@@ -144,54 +178,86 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm; of a pipeline, this rank's stage of them.
 
-    `layer_cls(config, context, layer)` makes a layer. A relative may have another `embedding_cls(vocab_size, size, context)`
-    and another table of rotations: what `make_rotary` returns is called with the positions, and each layer gets the result.
+    `layer_cls(config, context, layer)` makes a layer. A relative may have another
+    `embedding_cls(vocab_size, size, context)` and another table of rotations: what `make_rotary`
+    returns is called with the positions, and each layer gets the result.
     """
 
     embedding_cls: type[nn.Module] = VocabParallelEmbedding
 
-    def __init__(self, config: Any, context: ModelContext, layer_cls: type[LlamaDecoderLayer] = LlamaDecoderLayer):
+    def __init__(
+        self,
+        config: Any,
+        context: ModelContext,
+        layer_cls: type[LlamaDecoderLayer] = LlamaDecoderLayer,
+    ):
         super().__init__()
-        parallel, size = context.parallel, config.hidden_size
-        embeds = parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)  # then the head reads it
-        self.embed_tokens: Any = self.embedding_cls(config.vocab_size, size, context) if embeds else PPMissingLayer()
+        parallel = context.parallel
+        size = config.hidden_size
+        # then the head reads it
+        embeds = parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)
+        self.embed_tokens: Any = (
+            self.embedding_cls(config.vocab_size, size, context) if embeds else PPMissingLayer()
+        )
         longest = config.max_position_embeddings
         self.rotary = self.make_rotary(config, min(context.max_model_len or longest, longest))
         self.start, self.end, self.layers = make_layers(
             config.num_hidden_layers, lambda i: layer_cls(config, context, i), parallel
         )
-        self.norm = layer_cls.norm_cls(size, config.rms_norm_eps) if parallel.is_last_stage else PPMissingLayer()
+        self.norm = (
+            layer_cls.norm_cls(size, config.rms_norm_eps)
+            if parallel.is_last_stage
+            else PPMissingLayer()
+        )
 
     def make_rotary(self, config: Any, max_position: int) -> nn.Module:
-        "The table in which a step looks its positions up, once for all layers: of those below `max_position`."
+        """The table in which a step looks its positions up, once for all layers: of those below
+        `max_position`.
+        """
         return get_rope(head_size_of(config), max_position, rope_parameters(config))
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list,
+        meta: AttentionMetadata,
         intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        "ids and positions [num_tokens], or what the stage before returned -> hidden states [num_tokens, hidden_size]."
-        x, cos_sin = self.embed_tokens(ids) if intermediate is None else intermediate, self.rotary(positions)
+    ) -> torch.Tensor:
+        """ids and positions [num_tokens], or what the stage before returned -> hidden states
+        [num_tokens, hidden_size].
+        """
+        x = self.embed_tokens(ids) if intermediate is None else intermediate
+        cos_sin = self.rotary(positions)
         layers = islice(self.layers, self.start, self.end)
-        for layer, kv_cache in zip(layers, kv_caches):  # fewer caches: a profile of the first layers
+        # fewer caches: a profile of the first layers
+        for layer, kv_cache in zip(layers, kv_caches):
             x = layer(x, cos_sin, kv_cache, meta)
         return self.norm(x)
 
 # %% ../../../nbs/33a_llama.ipynb #ee2fc950
 class LlamaForCausalLM(nn.Module):
-    """Llama 1 to 3, and every model that calls itself one (Touvron et al. 2023). vLLM: `models/llama.py`.
+    """Llama 1 to 3, and every model that calls itself one (Touvron et al. 2023). vLLM:
+    `models/llama.py`.
 
-    Mistral, Ministral and Phi-3 are Llamas too: their windows, rotations and fused checkpoints are served here.
-    A relative names its `layer_cls` and perhaps its `model_cls`, and adds to `config_fields` what these serve.
+    Mistral, Ministral and Phi-3 are Llamas too: their windows, rotations and fused checkpoints are
+    served here. A relative names its `layer_cls` and perhaps its `model_cls`, and adds to
+    `config_fields` what these serve.
     """
 
     model_cls: type[LlamaModel] = LlamaModel
     layer_cls: type[LlamaDecoderLayer] = LlamaDecoderLayer
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
     config_fields = frozenset(
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-        "hidden_act max_position_embeddings original_max_position_embeddings rms_norm_eps tie_word_embeddings "
-        "rope_parameters rope_theta rope_scaling partial_rotary_factor attention_bias mlp_bias sliding_window "
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "num_key_value_heads head_dim "
+        "hidden_act max_position_embeddings original_max_position_embeddings rms_norm_eps "
+        "tie_word_embeddings "
+        "rope_parameters rope_theta rope_scaling partial_rotary_factor attention_bias "
+        "mlp_bias sliding_window "
         "use_sliding_window layer_types".split()
     )  # of its configuration, those that it serves: see `models/registry.py`
 
@@ -205,12 +271,17 @@ class LlamaForCausalLM(nn.Module):
                 head.tie_weights(self.model.embed_tokens)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list,
+        meta: AttentionMetadata,
         intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size].
 
-        Of a pipeline, those behind this rank's stage; `intermediate` is what the stage before returned.
+        Of a pipeline, those behind this rank's stage; `intermediate` is what the stage before
+        returned.
         """
         return self.model(ids, positions, kv_caches, meta, intermediate)
 

@@ -35,7 +35,8 @@ def select_experts(
     router_logits: torch.Tensor,  # [num_tokens, num_experts]
     top_k: int,  # experts of a token
     renormalize: bool,  # scale a token's weights to a sum of one
-) -> tuple[torch.Tensor, torch.Tensor]:  # both [num_tokens, top_k]: float32 weights, and int64 experts
+    # both [num_tokens, top_k]: float32 weights, and int64 experts
+) -> tuple[torch.Tensor, torch.Tensor]:
     "The experts of each token, and how much each counts. vLLM: `fused_topk`."
     weights, experts = router_logits.float().softmax(-1).topk(top_k, dim=-1)
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
@@ -44,8 +45,8 @@ def select_experts(
 def group_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort the choices [num_tokens, top_k], read row by row, by expert.
 
-    Returns the `order`, int64 [num_tokens * top_k], and for each expert where its choices end in it, int32 [num_experts]. No
-    number leaves the device. vLLM: `moe_align_block_size`.
+    Returns the `order`, int64 [num_tokens * top_k], and for each expert where its choices end in
+    it, int32 [num_experts]. No number leaves the device. vLLM: `moe_align_block_size`.
     """
     chosen, order = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(num_experts, device=chosen.device), right=True)
@@ -53,7 +54,10 @@ def group_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tens
 
 # %% ../../../nbs/33g_moe.ipynb #c9a55d60
 def rows_of_each_expert(
-    x: torch.Tensor, weight: Sequence[torch.Tensor] | torch.Tensor, ends: torch.Tensor, product: Callable = F.linear
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor] | torch.Tensor,
+    ends: torch.Tensor,
+    product: Callable = F.linear,
 ) -> torch.Tensor:
     "A product for each expert that has rows. On a GPU the host waits for `ends`."
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -61,7 +65,9 @@ def rows_of_each_expert(
     return torch.cat(parts or [product(x, weight[0])])
 
 
-def all_rows_for_each_expert(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def all_rows_for_each_expert(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
     "Each expert multiplies all rows, and its own are kept. The host waits for nothing."
     expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)[:, None]
     out = x.new_zeros(len(x), weight.shape[1])
@@ -83,8 +89,13 @@ def grouped_linear(
     "Each row times its expert's matrix, in the way that is best where `x` is."
     if not x.is_cuda:
         return rows_of_each_expert(x, weight, ends)
-    fits = x.dtype == torch.bfloat16 and not any(size % 8 for size in weight.shape[1:])  # rows begin at 16 bytes
-    if fits and torch.cuda.get_device_capability(x.device)[0] in (9, 10) and hasattr(F, "grouped_mm"):
+    # rows begin at 16 bytes
+    fits = x.dtype == torch.bfloat16 and not any(size % 8 for size in weight.shape[1:])
+    if (
+        fits
+        and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+        and hasattr(F, "grouped_mm")
+    ):
         return torch_grouped_mm(x, weight, ends)
     capturing = torch.cuda.is_current_stream_capturing()
     return (all_rows_for_each_expert if capturing else rows_of_each_expert)(x, weight, ends)
@@ -100,33 +111,50 @@ class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
         "Each expert's matrix is packed for oneDNN if torch has it, and the plain copy dropped."
         packed = [pack_weight(matrix) for matrix in layer.weight.chunk(self.num_experts)]
         if None not in packed:
-            layer.packed, layer.weight.data = packed, layer.weight.new_empty(0)
+            layer.packed = packed
+            layer.weight.data = layer.weight.new_empty(0)
 
     def apply_grouped(self, layer: Any, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        "Rows sorted by expert [num_rows, input_size] -> [num_rows, output_size]; `ends` as `group_by_expert` gives it."
+        """Rows sorted by expert [num_rows, input_size] -> [num_rows, output_size]; `ends` as
+        `group_by_expert` gives it.
+        """
         if layer.packed is not None:
             return rows_of_each_expert(x, layer.packed, ends, packed_linear)
         return grouped_linear(x, layer.weight.unflatten(0, (self.num_experts, -1)), ends)
 
 
 class FusedMoE(nn.Module):
-    """Gated MLPs of which each token uses `top_k`; of several ranks each has a slice of every expert. vLLM: `layers/fused_moe`.
+    """Gated MLPs of which each token uses `top_k`; of several ranks each has a slice of every
+    expert. vLLM: `layers/fused_moe`.
 
-    The experts are not quantized, whatever the context's `quant_config` is. `ValueError` if the ranks do not divide
-    `intermediate_size`.
+    The experts are not quantized, whatever the context's `quant_config` is. `ValueError` if the
+    ranks do not divide `intermediate_size`.
     """
 
     def __init__(
-        self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int, context: ModelContext,
-        act: str = "silu", renormalize: bool = True,
-    ):  # fmt: skip
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        context: ModelContext,
+        act: str = "silu",
+        renormalize: bool = True,
+    ):
         super().__init__()
-        plain, sizes = replace(context, quant_config=None), [intermediate_size] * 2 * num_experts
-        self.num_experts, self.top_k, self.renormalize = num_experts, top_k, renormalize
-        self.w13 = MergedColumnParallelLinear(hidden_size, sizes, plain)  # of each expert gate, then up
+        plain = replace(context, quant_config=None)
+        sizes = [intermediate_size] * 2 * num_experts
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.renormalize = renormalize
+        # of each expert gate, then up
+        self.w13 = MergedColumnParallelLinear(hidden_size, sizes, plain)
         self.w2 = RowParallelLinear(intermediate_size, [hidden_size] * num_experts, plain)
-        self.method = self.w13.linear_method = self.w2.linear_method = UnquantizedFusedMoEMethod(num_experts)
-        self.act_fn, self.tp = ActAndMul(act), context.parallel.tp
+        self.method = self.w13.linear_method = self.w2.linear_method = UnquantizedFusedMoEMethod(
+            num_experts
+        )
+        self.act_fn = ActAndMul(act)
+        self.tp = context.parallel.tp
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         "[num_tokens, hidden_size] and [num_tokens, num_experts] -> [num_tokens, hidden_size]."
@@ -140,14 +168,21 @@ class FusedMoE(nn.Module):
 
 # %% ../../../nbs/33g_moe.ipynb #0fc0bc80
 def expert_modules(num_experts: int, gate: str, down: str, up: str) -> dict[str, list[str]]:
-    "For a model's `packed_modules_mapping`: what a checkpoint calls the matrices that `FusedMoE` stacks."
+    """For a model's `packed_modules_mapping`: what a checkpoint calls the matrices that `FusedMoE`
+    stacks.
+    """
     w13 = [f"{i}.{name}" for i in range(num_experts) for name in (gate, up)]
     return {"w13": w13, "w2": [f"{i}.{down}" for i in range(num_experts)]}
 
 
 def map_expert_weight(name: str, tensor: Any) -> tuple[str, Any]:
-    "For a model's `map_weight`: transformers 5 has an expert stack as one tensor [num_experts, rows, columns]."
-    for theirs, ours in (("experts.gate_up_proj", "experts.w13.weight"), ("experts.down_proj", "experts.w2.weight")):
+    """For a model's `map_weight`: transformers 5 has an expert stack as one tensor [num_experts,
+    rows, columns].
+    """
+    for theirs, ours in (
+        ("experts.gate_up_proj", "experts.w13.weight"),
+        ("experts.down_proj", "experts.w2.weight"),
+    ):
         if name.endswith(theirs):
             return name.removesuffix(theirs) + ours, tensor[...].flatten(0, 1)
     return name, tensor
@@ -158,9 +193,13 @@ class MixtralMoE(nn.Module):
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        hidden, num_experts, top_k = config.hidden_size, config.num_local_experts, config.num_experts_per_tok
+        hidden = config.hidden_size
+        num_experts = config.num_local_experts
+        top_k = config.num_experts_per_tok
         self.gate = ReplicatedLinear(hidden, num_experts, replace(context, quant_config=None))
-        self.experts = FusedMoE(num_experts, top_k, hidden, config.intermediate_size, context, config.hidden_act)
+        self.experts = FusedMoE(
+            num_experts, top_k, hidden, config.intermediate_size, context, config.hidden_act
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
@@ -178,9 +217,12 @@ class MixtralForCausalLM(LlamaForCausalLM):
 
     layer_cls = MixtralDecoderLayer
     config_fields = LlamaForCausalLM.config_fields | {
-        "num_local_experts", "num_experts_per_tok",
-        "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",  # training's
-    }  # fmt: skip
+        "num_local_experts",
+        "num_experts_per_tok",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",  # training's
+    }
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__(config, context)
@@ -198,8 +240,12 @@ class Qwen3MoeSparseMoeBlock(nn.Module):
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        hidden, num_experts, top_k = config.hidden_size, config.num_experts, config.num_experts_per_tok
-        size, act, renormalize = config.moe_intermediate_size, config.hidden_act, config.norm_topk_prob
+        hidden = config.hidden_size
+        num_experts = config.num_experts
+        top_k = config.num_experts_per_tok
+        size = config.moe_intermediate_size
+        act = config.hidden_act
+        renormalize = config.norm_topk_prob
         self.gate = ReplicatedLinear(hidden, num_experts, replace(context, quant_config=None))
         self.experts = FusedMoE(num_experts, top_k, hidden, size, context, act, renormalize)
 
@@ -215,7 +261,8 @@ class Qwen3MoeDecoderLayer(LlamaDecoderLayer):
 
     def __init__(self, config: Any, context: ModelContext, layer: int):
         super().__init__(config, context, layer)
-        listed, step = layer in (config.mlp_only_layers or ()), config.decoder_sparse_step
+        listed = layer in (config.mlp_only_layers or ())
+        step = config.decoder_sparse_step
         if config.num_experts and not listed and (layer + 1) % step == 0:
             self.mlp: nn.Module = Qwen3MoeSparseMoeBlock(config, context)
 
@@ -226,10 +273,17 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
     layer_cls = Qwen3MoeDecoderLayer
     map_weight = staticmethod(map_expert_weight)
     config_fields = LlamaForCausalLM.config_fields | {
-        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-        "decoder_sparse_step", "mlp_only_layers", "max_window_layers",
-        "output_router_logits", "router_aux_loss_coef",  # training's
-    }  # fmt: skip
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "max_window_layers",
+        "output_router_logits",
+        "router_aux_loss_coef",  # training's
+    }
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__(config, context)

@@ -33,21 +33,27 @@ class OPTAttention(nn.Module):
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.enable_bias
+        hidden = config.hidden_size
+        heads = config.num_attention_heads
+        bias = config.enable_bias
         self.head_size = hidden // heads
         self.qkv_proj = QKVParallelLinear(hidden, self.head_size, heads, heads, context, bias)
         self.out_proj = RowParallelLinear(hidden, hidden, context, bias)
         heads = self.qkv_proj.num_heads  # this rank's
         self.attn = Attention(heads, self.head_size, heads, self.head_size**-0.5, context)
 
-    def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
         return self.out_proj(self.attn(q, k, v, kv_cache, meta))
 
 
 class OPTDecoderLayer(nn.Module):
-    "Attention, then two matrices with an activation between; the norm comes before (or, in the 350M model, after)."
+    """Attention, then two matrices with an activation between; the norm comes before (or, in the
+    350M model, after).
+    """
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
@@ -55,12 +61,18 @@ class OPTDecoderLayer(nn.Module):
         self.self_attn = OPTAttention(config, context)
         affine = config.layer_norm_elementwise_affine
         self.self_attn_layer_norm = nn.LayerNorm(config.hidden_size, elementwise_affine=affine)
-        self.fc1 = ColumnParallelLinear(config.hidden_size, config.ffn_dim, context, config.enable_bias)
-        self.fc2 = RowParallelLinear(config.ffn_dim, config.hidden_size, context, config.enable_bias)
+        self.fc1 = ColumnParallelLinear(
+            config.hidden_size, config.ffn_dim, context, config.enable_bias
+        )
+        self.fc2 = RowParallelLinear(
+            config.ffn_dim, config.hidden_size, context, config.enable_bias
+        )
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, elementwise_affine=affine)
         self.act = get_act_fn(config.activation_function)
 
-    def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         if self.norm_first:
             x = x + self.self_attn(self.self_attn_layer_norm(x), kv_cache, meta)
@@ -73,36 +85,60 @@ POSITION_OFFSET = 2  # OPT was trained with its first position at row 2 of the t
 
 
 class OPTDecoder(nn.Module):
-    "Token and position embeddings, layers, final norm. Some sizes embed into a narrower space and project."
+    """Token and position embeddings, layers, final norm. Some sizes embed into a narrower space and
+    project.
+    """
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()
-        hidden, narrow, parallel = config.hidden_size, config.word_embed_proj_dim, context.parallel
-        first, last, projects = parallel.is_first_stage, parallel.is_last_stage, narrow != hidden
+        hidden = config.hidden_size
+        narrow = config.word_embed_proj_dim
+        parallel = context.parallel
+        first = parallel.is_first_stage
+        last = parallel.is_last_stage
+        projects = narrow != hidden
         nothing = nn.Identity if parallel.pp_size == 1 else PPMissingLayer
         embeds = first or (last and config.tie_word_embeddings)  # then the head reads it
-        self.embed_tokens: Any = VocabParallelEmbedding(config.vocab_size, narrow, context) if embeds else nothing()
+        self.embed_tokens: Any = (
+            VocabParallelEmbedding(config.vocab_size, narrow, context) if embeds else nothing()
+        )
         num_positions = config.max_position_embeddings + POSITION_OFFSET
-        self.embed_positions = VocabParallelEmbedding(num_positions, hidden) if first else nothing()  # whole on every rank
-        self.project_in = ReplicatedLinear(narrow, hidden, context) if first and projects else nothing()
-        self.project_out = ReplicatedLinear(hidden, narrow, context) if last and projects else nothing()
+        # whole on every rank
+        self.embed_positions = VocabParallelEmbedding(num_positions, hidden) if first else nothing()
+        self.project_in = (
+            ReplicatedLinear(narrow, hidden, context) if first and projects else nothing()
+        )
+        self.project_out = (
+            ReplicatedLinear(hidden, narrow, context) if last and projects else nothing()
+        )
         self.start, self.end, self.layers = make_layers(
             config.num_hidden_layers, lambda i: OPTDecoderLayer(config, context), parallel
         )
         has_norm = last and config.do_layer_norm_before and not config._remove_final_layer_norm
         affine = config.layer_norm_elementwise_affine
-        self.final_layer_norm = nn.LayerNorm(hidden, elementwise_affine=affine) if has_norm else nothing()
+        self.final_layer_norm = (
+            nn.LayerNorm(hidden, elementwise_affine=affine) if has_norm else nothing()
+        )
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list,
+        meta: AttentionMetadata,
         intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        "ids and positions [num_tokens], or what the stage before returned -> hidden states [num_tokens, word_embed_proj_dim]."
+    ) -> torch.Tensor:
+        """ids and positions [num_tokens], or what the stage before returned -> hidden states
+        [num_tokens, word_embed_proj_dim].
+        """
         x = intermediate
         if x is None:
-            x = self.project_in(self.embed_tokens(ids)) + self.embed_positions(positions + POSITION_OFFSET)
+            x = self.project_in(self.embed_tokens(ids)) + self.embed_positions(
+                positions + POSITION_OFFSET
+            )
         layers = islice(self.layers, self.start, self.end)
-        for layer, kv_cache in zip(layers, kv_caches):  # fewer caches: a profile of the first layers
+        # fewer caches: a profile of the first layers
+        for layer, kv_cache in zip(layers, kv_caches):
             x = layer(x, kv_cache, meta)
         return self.project_out(self.final_layer_norm(x))
 
@@ -120,8 +156,10 @@ class OPTForCausalLM(nn.Module):
 
     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     config_fields = frozenset(
-        "vocab_size hidden_size ffn_dim num_hidden_layers num_attention_heads max_position_embeddings "
-        "do_layer_norm_before _remove_final_layer_norm word_embed_proj_dim activation_function enable_bias "
+        "vocab_size hidden_size ffn_dim num_hidden_layers num_attention_heads "
+        "max_position_embeddings "
+        "do_layer_norm_before _remove_final_layer_norm word_embed_proj_dim "
+        "activation_function enable_bias "
         "layer_norm_elementwise_affine tie_word_embeddings".split()
     )
 
@@ -130,18 +168,24 @@ class OPTForCausalLM(nn.Module):
         self.model = OPTModel(config, context)
         self.lm_head: nn.Module = PPMissingLayer()
         if context.parallel.is_last_stage:
-            self.lm_head = head = ParallelLMHead(config.word_embed_proj_dim, config.vocab_size, context)
+            self.lm_head = head = ParallelLMHead(
+                config.word_embed_proj_dim, config.vocab_size, context
+            )
             if config.tie_word_embeddings:
                 head.tie_weights(self.model.decoder.embed_tokens)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, kv_caches: list, meta: AttentionMetadata,
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list,
+        meta: AttentionMetadata,
         intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """ids and positions [num_tokens] -> hidden states [num_tokens, word_embed_proj_dim].
 
-        Of a pipeline, those behind this rank's stage, hidden_size wide but for the last; `intermediate` is what the stage
-        before returned.
+        Of a pipeline, those behind this rank's stage, hidden_size wide but for the last;
+        `intermediate` is what the stage before returned.
         """
         return self.model.decoder(ids, positions, kv_caches, meta, intermediate)
 

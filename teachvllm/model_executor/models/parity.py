@@ -19,13 +19,16 @@ from ..layers import Attention, ModelContext, attention_layers, load_weights
 
 # %% ../../../nbs/33_models.ipynb #b5aba9a0
 def flat_batch(
-    parts: list[tuple[int, int, int]],  # (i, start, end): tokens start:end of sequence i; one-token parts come first
+    # (i, start, end): tokens start:end of sequence i; one-token parts come first
+    parts: list[tuple[int, int, int]],
     tables: torch.Tensor,  # [num_seqs, max_blocks] int64: the block ids of every sequence
     block_size: int,  # tokens in a block
-) -> tuple[torch.Tensor, AttentionMetadata]:  # positions [num_tokens] int64, and what attention needs to know
+    # positions [num_tokens] int64, and what attention needs to know
+) -> tuple[torch.Tensor, AttentionMetadata]:
     "The step that computes `parts`, laid end to end. In the engine: `worker/model_runner.py`."
     lengths = [end - start for _, start, end in parts]
-    slots = (tables[:, :, None] * block_size + torch.arange(block_size)).flatten(1)  # [num_seqs, max_tokens]
+    # [num_seqs, max_tokens]
+    slots = (tables[:, :, None] * block_size + torch.arange(block_size)).flatten(1)
     meta = AttentionMetadata(
         query_start_loc=torch.tensor([0, *lengths]).cumsum(0),
         seq_lens=torch.tensor([end for _, _, end in parts]),
@@ -37,10 +40,12 @@ def flat_batch(
 
 # %% ../../../nbs/33_models.ipynb #039c90fe
 class Paged:
-    """A model with the weights of a transformers model, run on pages with nothing else of the engine.
+    """A model with the weights of a transformers model, run on pages with nothing else of the
+    engine.
 
-    `model_class` is called with the configuration and a `ModelContext`, as the engine does. A sequence's blocks are in
-    random order, and every slot that was not written holds NaN. On the CPU.
+    `model_class` is called with the configuration and a `ModelContext`, as the engine does. A
+    sequence's blocks are in random order, and every slot that was not written holds NaN. On the
+    CPU.
     """
 
     def __init__(
@@ -50,7 +55,8 @@ class Paged:
         backend_class: type[AttentionBackend] = TorchSDPABackend,
         block_size: int = 4,
     ):
-        self.block_size, self.dtype = block_size, hf_model.dtype
+        self.block_size = block_size
+        self.dtype = hf_model.dtype
         context = ModelContext(backend_class, block_size, self.dtype)
         self.model: Any = model_class(hf_model.config, context).to(self.dtype)
         self.layers = list(attention_layers(self.model).values())
@@ -66,42 +72,59 @@ class Paged:
 
     def poisoned_cache(self, layer: Attention, num_blocks: int) -> torch.Tensor:
         "A cache for one layer, in its backend's memory order, with NaN in every slot."
-        spec, backend = layer.kv_cache_spec, layer.backend
-        shape = backend.get_kv_cache_shape(num_blocks, self.block_size, spec.num_kv_heads, spec.head_size)
+        spec = layer.kv_cache_spec
+        backend = layer.backend
+        shape = backend.get_kv_cache_shape(
+            num_blocks, self.block_size, spec.num_kv_heads, spec.head_size
+        )
         cache = torch.empty_permuted(shape, backend.get_kv_cache_stride_order(), dtype=self.dtype)
         return cache.fill_(torch.nan)
 
     @torch.inference_mode()
     def step(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
-        "Compute `parts` as `flat_batch` takes them; the logits of each, float32 [num_tokens, vocab_size]."
+        """Compute `parts` as `flat_batch` takes them; the logits of each, float32 [num_tokens,
+        vocab_size].
+        """
         positions, meta = flat_batch(parts, self.tables, self.block_size)
         for layer in self.layers:
             layer.backend.build(meta, self.block_size)
-        ids = torch.tensor([token for i, start, end in parts for token in self.sequences[i][start:end]])
+        ids = torch.tensor(
+            [token for i, start, end in parts for token in self.sequences[i][start:end]]
+        )
         hidden = self.model(ids, positions, self.caches, meta)
         return list(self.model.compute_logits(hidden).split(meta.query_start_loc.diff().tolist()))
 
 # %% ../../../nbs/33_models.ipynb #f40b6df7
 def paged_logits(paged: Paged, sequences: list[list[int]], chunk: int) -> list[torch.Tensor]:
-    "Logits [length, vocab_size] at every position of every sequence, at most `chunk` tokens of each in a step."
+    """Logits [length, vocab_size] at every position of every sequence, at most `chunk` tokens of
+    each in a step.
+    """
     paged.start(sequences)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     for done in range(0, max(map(len, sequences)), chunk):
-        parts = [(i, done, min(done + chunk, len(ids))) for i, ids in enumerate(sequences) if done < len(ids)]
+        parts = [
+            (i, done, min(done + chunk, len(ids)))
+            for i, ids in enumerate(sequences)
+            if done < len(ids)
+        ]
         parts.sort(key=lambda part: part[2] - part[1] > 1)  # those with one token first
         for (i, _, _), part in zip(parts, paged.step(parts)):
             logits[i].append(part)
     return [torch.cat(parts) for parts in logits]
 
 # %% ../../../nbs/33_models.ipynb #26a3d357
-def random_sequences(vocab_size: int, lengths: tuple[int, ...] = (13, 1, 30, 7), seed: int = 0) -> list[list[int]]:
+def random_sequences(
+    vocab_size: int, lengths: tuple[int, ...] = (13, 1, 30, 7), seed: int = 0
+) -> list[list[int]]:
     "A sequence of each length. Ids 0, 1 and 2 are left out: in many vocabularies they are special."
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 # %% ../../../nbs/33_models.ipynb #ae1d10ab
 def tiny_model(hf_config: Any, seed: int = 0) -> Any:
-    "A random float32 transformers model of that configuration, with no parameter left at its usual start."
+    """A random float32 transformers model of that configuration, with no parameter left at its
+    usual start.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -114,17 +137,28 @@ def tiny_model(hf_config: Any, seed: int = 0) -> Any:
 # %% ../../../nbs/33_models.ipynb #ee32f28c
 @torch.inference_mode()
 def largest_difference(
-    model_class: Callable[[Any, ModelContext], nn.Module],  # called as model_class(hf_config, context)
+    # called as model_class(hf_config, context)
+    model_class: Callable[[Any, ModelContext], nn.Module],
     hf_config: Any,  # of a small model, for at least 30 tokens
-    chunks: tuple[int, ...] = (64, 5, 1),  # tokens of a sequence in a step: whole prompts, pieces, single tokens
+    # tokens of a sequence in a step: whole prompts, pieces, single tokens
+    chunks: tuple[int, ...] = (64, 5, 1),
     backends: tuple[type[AttentionBackend], ...] = (TorchSDPABackend, ReferenceBackend),
 ) -> float:  # NaN if a logit is
-    "How far a model's logits are from transformers', with the same random weights. Raises `ValueError` if all are < 1."
-    hf_model, sequences = tiny_model(hf_config), random_sequences(hf_config.vocab_size)
+    """How far a model's logits are from transformers', with the same random weights. Raises
+    `ValueError` if all are < 1.
+    """
+    hf_model = tiny_model(hf_config)
+    sequences = random_sequences(hf_config.vocab_size)
     wanted = torch.cat([hf_model(torch.tensor([ids])).logits[0] for ids in sequences])
-    require(bool(wanted.abs().max() > 1), "these logits are too small to tell right from wrong: take larger sizes")
+    require(
+        bool(wanted.abs().max() > 1),
+        "these logits are too small to tell right from wrong: take larger sizes",
+    )
     differences = []
     for backend_class in backends:
         paged = Paged(model_class, hf_model, backend_class)
-        differences += [(torch.cat(paged_logits(paged, sequences, chunk)) - wanted).abs().max() for chunk in chunks]
+        differences += [
+            (torch.cat(paged_logits(paged, sequences, chunk)) - wanted).abs().max()
+            for chunk in chunks
+        ]
     return float(torch.stack(differences).max())

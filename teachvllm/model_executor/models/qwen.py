@@ -12,7 +12,11 @@ import torch
 from torch import nn
 
 from ..layers import ModelContext, RMSNorm
-from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
+from teachvllm.model_executor.models.llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+)
 
 # %% ../../../nbs/33d_qwen.ipynb #6ddbec87
 class Qwen2Attention(LlamaAttention):
@@ -38,7 +42,8 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 class Qwen3Attention(LlamaAttention):
     """Llama's attention, with every head of queries and keys normalised before it is turned.
 
-    `norm_cls(head_size, eps)` makes the two norms. `scores`: `scale` and `soft_cap` as `LlamaAttention` takes them.
+    `norm_cls(head_size, eps)` makes the two norms. `scores`: `scale` and `soft_cap` as
+    `LlamaAttention` takes them.
     """
 
     norm_cls: type[nn.Module] = RMSNorm

@@ -34,12 +34,16 @@ ARCHITECTURES: dict[str, str | type] = {
 
 
 def register_model(architecture: str, model: str | type) -> None:
-    "Serve `architecture` with `model`, a class or its qualified name. vLLM: `ModelRegistry.register_model`."
+    """Serve `architecture` with `model`, a class or its qualified name. vLLM:
+    `ModelRegistry.register_model`.
+    """
     ARCHITECTURES[architecture] = model
 
 # %% ../../../nbs/33c_registry.ipynb #4ca5b3a5
 def architectures_of(hf_config: Any) -> list[str]:
-    "The architectures that a configuration names; a GGUF header names none, then the model type decides."
+    """The architectures that a configuration names; a GGUF header names none, then the model type
+    decides.
+    """
     if hf_config.architectures:
         return list(hf_config.architectures)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -48,7 +52,8 @@ def architectures_of(hf_config: Any) -> list[str]:
 
 # %% ../../../nbs/33c_registry.ipynb #aa8e405d
 WITHOUT_EFFECT = frozenset(
-    "activation_dropout attention_dropout attn_pdrop dropout embd_pdrop hidden_dropout "  # training's
+    # training's
+    "activation_dropout attention_dropout attn_pdrop dropout embd_pdrop hidden_dropout "
     "layerdrop resid_pdrop "
     "init_std initializer_range "  # weights come from the checkpoint
     "use_cache "  # it is always used
@@ -58,35 +63,55 @@ WITHOUT_EFFECT = frozenset(
 
 
 def check_config_fields(model_class: type, hf_config: Any) -> None:
-    """Refuse a configuration that asks for what `model_class` would silently leave out: `NotSupportedYet` names it.
+    """Refuse a configuration that asks for what `model_class` would silently leave out:
+    `NotSupportedYet` names it.
 
-    Of the fields that transformers' class defines, the model lists in `config_fields` those it serves. Another one must
-    have no effect on inference, or ask for nothing (None, False, 0). A class without `config_fields` is not checked.
+    Of the fields that transformers' class defines, the model lists in `config_fields` those it
+    serves. Another one must have no effect on inference, or ask for nothing (None, False, 0). A
+    class without `config_fields` is not checked.
     """
     served = getattr(model_class, "config_fields", None)
     if served is None:
         return
-    for name in sorted((defined_fields(hf_config) | {"quantization_config"}) - served - WITHOUT_EFFECT):
+    for name in sorted(
+        (defined_fields(hf_config) | {"quantization_config"}) - served - WITHOUT_EFFECT
+    ):
         if value := getattr(hf_config, name, None):
-            raise NotSupportedYet(f"{name}={value!r} in the model's configuration is not supported yet")
+            raise NotSupportedYet(
+                f"{name}={value!r} in the model's configuration is not supported yet"
+            )
 
 
 def causal_names(name: str, pooler: PoolerConfig | None) -> list[str]:
-    "The architectures of `ARCHITECTURES` that may have the body of `name`, which may have another head, or none."
-    bodies = [name.removesuffix(end) for end in ("ForSequenceClassification", "Model") if pooler and name.endswith(end)]
+    """The architectures of `ARCHITECTURES` that may have the body of `name`, which may have another
+    head, or none.
+    """
+    bodies = [
+        name.removesuffix(end)
+        for end in ("ForSequenceClassification", "Model")
+        if pooler and name.endswith(end)
+    ]
     return [name, *(body + end for body in bodies for end in ("ForCausalLM", "LMHeadModel"))]
 
 
 def get_model_class(hf_config: Any, pooler: PoolerConfig | None = None) -> type:
-    """The class that serves `hf_config`; `ValueError` lists what is supported, or names the field that is not.
+    """The class that serves `hf_config`; `ValueError` lists what is supported, or names the field
+    that is not.
 
     For an engine that pools (`pooler`) it has no head, or one for labels in its place.
     """
     asked = architectures_of(hf_config)
-    for name in [known for one in asked for known in causal_names(one, pooler) if known in ARCHITECTURES]:
+    for name in [
+        known for one in asked for known in causal_names(one, pooler) if known in ARCHITECTURES
+    ]:
         model_class = resolve_class(ARCHITECTURES[name])
         check_config_fields(model_class, hf_config)
-        return as_pooling_model(model_class, hf_config.num_labels if pooler.has_labels else None) if pooler else model_class
+        return (
+            as_pooling_model(model_class, hf_config.num_labels if pooler.has_labels else None)
+            if pooler
+            else model_class
+        )
     raise ValueError(
-        f"architecture {', '.join(asked)} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}"
+        f"architecture {', '.join(asked)} is not supported; supported are "
+        f"{', '.join(sorted(ARCHITECTURES))}"
     )
