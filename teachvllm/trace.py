@@ -58,6 +58,8 @@ class StepTrace(ShowAsTable):
     cached_blocks: list[int] = field(default_factory=list)
     # (kind, GPU block, sequence), in order
     block_events: list[tuple[str, int, str]] = field(default_factory=list)
+    # request -> what it waits for before it can run: a grammar that is compiled, say
+    not_ready: dict[str, str] = field(default_factory=dict)
     # of the sequences that are new in this step
     num_prompt_tokens: dict[str, int] = field(default_factory=dict)
     # of those that finished in it: prompt and output

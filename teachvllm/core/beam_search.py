@@ -112,14 +112,16 @@ class BeamSearch:
         # the width, less beams that the scheduler ended
         chosen = chosen[: group.get_max_num_running_seqs()]
         if not chosen:
-            scheduler.finish_group(group, SequenceStatus.FINISHED_STOPPED, self.outputs(group))
+            scheduler.requests.finish_group(
+                group, SequenceStatus.FINISHED_STOPPED, self.outputs(group)
+            )
             return
         for i, beam in enumerate(beams):
             mine = [(token_id, logprob) for j, token_id, logprob in chosen if j == i]
             if not mine:
-                scheduler.drop_seq(group, beam)
+                scheduler.requests.drop_seq(group, beam)
                 continue
-            heirs = [beam, *(scheduler.fork_seq(group, beam) for _ in mine[1:])]
+            heirs = [beam, *(scheduler.requests.fork_seq(group, beam) for _ in mine[1:])]
             for heir, (token_id, logprob) in zip(heirs, mine, strict=True):
                 scheduler.set_token(heir, token_id)
                 heir.cumulative_logprob = logprob
@@ -130,7 +132,7 @@ class BeamSearch:
         """
         self.keep(seq.output_token_ids, seq.cumulative_logprob, seq.status)
         if group.is_finished():
-            scheduler.finish_group(group, seq.status, self.outputs(group))
+            scheduler.requests.finish_group(group, seq.status, self.outputs(group))
         elif self.samples:
             self.extend(scheduler, group, [])
 

@@ -211,9 +211,7 @@ class BlockSpaceManager:
         return []
 
     def cache_full_blocks(self, seq: Sequence) -> None:
-        """Let the full blocks of `seq` be found: those whose tokens are known, and computed or
-        about to be.
-        """
+        "Let full blocks of `seq` be found whose tokens are known, and computed or about to be."
         num_full = min(seq.num_computed_tokens, seq.get_len()) // self.block_size
         if num_full > seq.num_cached_blocks and self.prefix_cache.serves(seq):
             self._report_for(seq)
@@ -367,9 +365,7 @@ class BlockSpaceManager:
     # A sequence or a failed step ends
 
     def free(self, seq: Sequence) -> None:
-        """Take back the blocks of `seq` on both devices, its last first: cached ones are evicted in
-        that order. It may have none.
-        """
+        "Take back all blocks of `seq`, its last first: in that order cached ones are evicted."
         self._report_for(seq)
         self._free_blocks(self.block_tables.pop(seq.seq_id, []), self.gpu_allocator)
         self._free_blocks(self.cpu_block_tables.pop(seq.seq_id, []), self.cpu_allocator)
@@ -412,16 +408,12 @@ class BlockSpaceManager:
     def can_swap_in(
         self, group: SequenceGroup, headroom: int = 0, freed: Set[int] = frozenset()
     ) -> AllocStatus:
-        """Whether the group could come back and each of its sequences write one token, with
-        `headroom` blocks left.
-        """
+        "Whether the group fits, with a new token for each of its sequences: see `can_allocate`."
         total = self._num_blocks(group, self.cpu_block_tables)
         return self._status(total, total + len(group.unfinished) - len(freed), headroom)
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        """Move the group back to the GPU's blocks: pairs (CPU block, GPU block) for the worker to
-        copy.
-        """
+        "Move the group back to the GPU: pairs (CPU block, GPU block) for the worker to copy."
         pairs = self._move(group, "swap_in")
         for seq in group.unfinished:
             if seq.seq_id in self.block_tables:
@@ -472,9 +464,7 @@ class BlockSpaceManager:
             self.observer(kind, block_id, self._reported_seq_id)
 
     def check_integrity(self) -> None:
-        """Every reference to a block is in exactly one block table entry: raises `AssertionError`
-        if not.
-        """
+        "Raise `AssertionError` unless each reference to a block is in exactly one table entry."
         gpu = (self.gpu_allocator, self.block_tables)
         cpu = (self.cpu_allocator, self.cpu_block_tables)
         for allocator, tables in (gpu, cpu):

@@ -60,7 +60,7 @@ class ParallelSampling:
         group.fork_rule = None
         group.num_samples = 1
         parent = samples[0].seq
-        seqs = [parent, *(scheduler.fork_seq(group, parent) for _ in samples[1:])]
+        seqs = [parent, *(scheduler.requests.fork_seq(group, parent) for _ in samples[1:])]
         for seq, sample in zip(seqs, samples, strict=True):
             scheduler.append_tokens(
                 group, seq, [sample.token_id], [sample.scores], sampled=seq is parent

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SchedulingBudget', 'NewSequenceData', 'ForkedSequenceData', 'SchedulerOutput', 'check_stop', 'Prerequisite',
            'Grammar', 'Orders', 'PartialPrefills', 'Admission', 'is_behind', 'Preemption', 'StepBuilder', 'Reports',
-           'check_fits', 'Scheduler']
+           'RequestTable', 'check_fits', 'Scheduler']
 
 # %% ../../nbs/12_scheduler.ipynb #9869aac1
 import time
@@ -582,6 +582,119 @@ class Reports:
         "Report nothing more of a request."
         self.outputs = [output for output in self.outputs if output.request_id != request_id]
 
+# %% ../../nbs/12_scheduler.ipynb #c12000b0
+class RequestTable:
+    """The requests that live, with their sequences: how a sequence begins, forks and ends, and where
+    it then leaves its queue and gives back its blocks. What the front must hear of it is reported.
+    """
+
+    def __init__(self, scheduler: "Scheduler", virtual_engine: int, num_virtual_engines: int):
+        # by request_id, from arrival until the end is reported
+        self.groups: dict[str, SequenceGroup] = {}
+        # by seq_id, from arrival to the end
+        self.seqs: dict[int, tuple[SequenceGroup, Sequence]] = {}
+        self.block_manager = scheduler.block_manager
+        self.orders = scheduler.orders
+        self.reports = scheduler.reports
+        self.waiting = scheduler.waiting
+        self.queues = {  # the others are in `waiting`
+            SequenceStatus.NOT_READY: scheduler.not_ready,
+            SequenceStatus.RUNNING: scheduler.running,
+            SequenceStatus.SWAPPED: scheduler.swapped,
+        }
+        self._seq_ids = count(virtual_engine, num_virtual_engines)
+        self._arrivals = count()
+
+    def make_seq(self, token_ids: list[int], seed: int, max_len: int | None = None) -> Sequence:
+        "A new sequence with an id of its own."
+        return Sequence(next(self._seq_ids), token_ids, seed, max_len)
+
+    def add(self, group: SequenceGroup) -> None:
+        "A request arrived."
+        group.arrival = next(self._arrivals)
+        self.groups[group.request_id] = group
+        self.seqs[group.first_seq.seq_id] = (group, group.first_seq)
+
+    def fork_seq(self, group: SequenceGroup, parent: Sequence) -> Sequence:
+        "A new sequence of the group that shares all of `parent`'s blocks."
+        child = group.fork(parent, next(self._seq_ids))
+        self.seqs[child.seq_id] = (group, child)
+        self.block_manager.fork(parent, child)
+        self.orders.fork(parent, child)
+        return child
+
+    def finish_seq(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
+        """`seq` ends: its blocks are free at once; with its last sequence a group leaves its
+        queue.
+        """
+        queue = self.queues.get(seq.status, self.waiting)
+        self._forget(seq)
+        group.finish(seq, status)
+        if group.is_finished():
+            queue.remove(group)
+
+    def _forget(self, seq: Sequence) -> None:
+        self.orders.forget(seq)
+        self.block_manager.free(seq)
+        del self.seqs[seq.seq_id]
+
+    def drop_if_finished(self, group: SequenceGroup) -> None:
+        if group.is_finished():
+            self.groups.pop(group.request_id, None)
+
+    def drop_seq(self, group: SequenceGroup, seq: Sequence) -> None:
+        "Remove one of several sequences of a running group without output."
+        self._forget(seq)
+        group.drop(seq)
+
+    def finish_group(
+        self, group: SequenceGroup, status: SequenceStatus, outputs: list[EngineCoreOutput]
+    ) -> None:
+        "End all sequences of the group and report `outputs` for them."
+        for seq in list(group.unfinished):
+            self.finish_seq(group, seq, status)
+        self.reports.outputs += outputs
+        self.drop_if_finished(group)
+
+    def finish_with_error(self, group: SequenceGroup, message: str) -> None:
+        "End all sequences of the group; each reports what went wrong."
+        for seq in list(group.unfinished):
+            seq.stop_reason = message
+            self.finish_seq(group, seq, SequenceStatus.FINISHED_ERROR)
+            self.reports.add(group, seq, [])
+        self.drop_if_finished(group)
+
+    def finish_pooled(self, pooled: dict[int, list[float]]) -> None:
+        """Sequences (by seq_id) that sample nothing are complete: all that was asked of them is a
+        vector; empty: there were NaNs.
+        """
+        nan = (
+            "the model's hidden states are not numbers (NaN): its weights or its dtype are at fault"
+        )
+        for seq_id, vector in pooled.items():
+            if seq_id not in self.seqs:  # it was aborted while the step was under way
+                continue
+            group, seq = self.seqs[seq_id]
+            if vector:
+                self.finish_seq(group, seq, SequenceStatus.FINISHED_STOPPED)
+                self.reports.add(group, seq, [], vector=vector)
+                self.drop_if_finished(group)
+            else:
+                self.finish_with_error(group, nan)
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        "End a request, or one of its sequences, without a report; False if there is none."
+        group = self.groups.get(request_id)
+        seqs = [seq for seq in group.unfinished if index in (None, seq.index)] if group else []
+        for seq in seqs:
+            self.finish_seq(group, seq, SequenceStatus.FINISHED_ABORTED)  # type: ignore[arg-type]
+        if group:
+            self.drop_if_finished(group)
+        if index is None:
+            # what was not fetched, of a failed step say, must not reach a later request of this id
+            self.reports.drop(request_id)
+        return bool(seqs)
+
 # %% ../../nbs/12_scheduler.ipynb #c12000a9
 def check_fits(
     config: SchedulerConfig, block_manager: BlockSpaceManager, group: SequenceGroup
@@ -649,18 +762,15 @@ class Scheduler:
         self.waiting = RequestQueue(self.policy)
         self.running = RequestQueue(self.policy)
         self.swapped = RequestQueue(self.policy)
-        # by request_id, from arrival until the end is reported
-        self.groups: dict[str, SequenceGroup] = {}
-        # by seq_id, from arrival to the end
-        self.seqs: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self.orders = Orders(block_manager, virtual_engine)
         self.reports = Reports()
+        self.requests = RequestTable(self, virtual_engine, num_virtual_engines)
+        self.groups = self.requests.groups
+        self.seqs = self.requests.seqs
         self.prefills = PartialPrefills(config)
         self.builder = StepBuilder(self)
         self.admission = self.admission_cls(self)
         self.preemption = self.preemption_cls(self, swapping)
-        self._seq_ids = count(virtual_engine, num_virtual_engines)
-        self._arrivals = count()
         self.peak_gpu_blocks_used = 0
 
     num_preemptions = property(lambda self: self.preemption.num_preemptions)
@@ -669,13 +779,13 @@ class Scheduler:
 
     def make_seq(self, token_ids: list[int], seed: int, max_len: int | None = None) -> Sequence:
         "A new sequence with an id of its own."
-        return Sequence(next(self._seq_ids), token_ids, seed, max_len)
+        return self.requests.make_seq(token_ids, seed, max_len)
 
     def add_request(self, group: SequenceGroup) -> None:
         "Queue a request. Raises `ValueError` if it can never run: it would wait forever."
         require(group.request_id not in self.groups, f"request_id={group.request_id!r} is in use")
         check_fits(self.config, self.block_manager, group)
-        group.arrival = next(self._arrivals)
+        self.requests.add(group)
         seq = group.first_seq
         if group.num_seqs > 1 and not self.block_manager.enable_caching:
             seq.cache_owner = seq.seq_id  # its forks share what they have in common
@@ -684,8 +794,6 @@ class Scheduler:
             self.not_ready.add(group)
         else:
             self.waiting.add(group)
-        self.groups[group.request_id] = group
-        self.seqs[seq.seq_id] = (group, seq)
 
     def has_unfinished_requests(self) -> bool:
         "Whether there is anything left to compute or to report."
@@ -740,7 +848,7 @@ class Scheduler:
             try:
                 ready = all(one.is_ready() for one in group.prerequisites)
             except Exception as error:
-                self.finish_with_error(group, f"{type(error).__name__}: {error}")
+                self.requests.finish_with_error(group, f"{type(error).__name__}: {error}")
                 continue
             if ready:
                 group.prerequisites = []
@@ -809,6 +917,7 @@ class Scheduler:
         for seq_id, scores in sampled.prompt_logprobs.items():
             if seq_id in self.seqs and (known := self.seqs[seq_id][0].prompt_logprobs) is not None:
                 known += scores
+        self.requests.finish_pooled(sampled.pooled)
         entries = zip(sampled.seq_ids, sampled.sampled_token_ids, strict=True)
         for i, (seq_id, token_ids) in enumerate(entries):
             if seq_id not in self.seqs:
@@ -817,7 +926,7 @@ class Scheduler:
             group, seq = self.seqs[seq_id]
             if token_ids[-1] < 0:
                 nan = "the model's logits are not numbers (NaN): its weights or its dtype are at fault"
-                self.finish_with_error(group, sampled.errors.get(i, nan))
+                self.requests.finish_with_error(group, sampled.errors.get(i, nan))
             elif group.fork_rule is None:
                 self.append_tokens(group, seq, token_ids, sampled.logprobs.get(i, ()))
             else:
@@ -835,7 +944,7 @@ class Scheduler:
         try:
             group.fork_rule.extend(self, group, samples)
         except Exception as error:
-            self.finish_with_error(group, f"{type(error).__name__}: {error}")
+            self.requests.finish_with_error(group, f"{type(error).__name__}: {error}")
 
     def append_tokens(
         self,
@@ -865,9 +974,9 @@ class Scheduler:
             seq.cumulative_logprob += logprob
         self._tokens_known(seq, token_ids, sampled and not num_drafts)
         if status:
-            self._release(group, seq, status)
+            self.requests.finish_seq(group, seq, status)
         self.reports.add(group, seq, token_ids, scores)
-        self._drop_if_finished(group)
+        self.requests.drop_if_finished(group)
 
     def _tokens_known(self, seq: Sequence, token_ids: list[int], sampled: bool) -> None:
         "The newest tokens of `seq` are `token_ids`; a step may have computed some of them already."
@@ -884,103 +993,20 @@ class Scheduler:
         seq.token_ids.append(token_id)
         self._tokens_known(seq, [token_id], sampled=False)
 
-    def finish_pooled(self, pooled: dict[int, list[float]]) -> None:
-        """Sequences (by seq_id) that sample nothing are complete: all that was asked of them is a
-        vector; empty: there were NaNs.
-        """
-        nan = (
-            "the model's hidden states are not numbers (NaN): its weights or its dtype are at fault"
-        )
-        for seq_id, vector in pooled.items():
-            if seq_id not in self.seqs:  # it was aborted while the step was under way
-                continue
-            group, seq = self.seqs[seq_id]
-            if vector:
-                self._release(group, seq, SequenceStatus.FINISHED_STOPPED)
-                self.reports.add(group, seq, [], vector=vector)
-                self._drop_if_finished(group)
-            else:
-                self.finish_with_error(group, nan)
-
-    def fork_seq(self, group: SequenceGroup, parent: Sequence) -> Sequence:
-        "A new sequence of the group that shares all of `parent`'s blocks."
-        child = group.fork(parent, next(self._seq_ids))
-        self.seqs[child.seq_id] = (group, child)
-        self.block_manager.fork(parent, child)
-        self.orders.fork(parent, child)
-        return child
-
-    # A sequence or a request ends
-
     def _finish_last_seq(self, group: SequenceGroup) -> None:
         "The pool is too small for the group: its last sequence ends."
         seq = group.unfinished[-1]
         rule: ForkRule | None = group.fork_rule
-        self._release(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        self.requests.finish_seq(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
         if rule is None:
             self.reports.add(group, seq, [])
-            self._drop_if_finished(group)
+            self.requests.drop_if_finished(group)
         else:
             rule.seq_ended(self, group, seq)
 
-    def _release(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
-        """`seq` ends: its blocks are free at once; with its last sequence a group leaves its
-        queue.
-        """
-        queues = {
-            SequenceStatus.NOT_READY: self.not_ready,
-            SequenceStatus.RUNNING: self.running,
-            SequenceStatus.SWAPPED: self.swapped,
-        }
-        queue = queues.get(seq.status, self.waiting)
-        self._forget(seq)
-        group.finish(seq, status)
-        if group.is_finished():
-            queue.remove(group)
-
-    def _forget(self, seq: Sequence) -> None:
-        self.orders.forget(seq)
-        self.block_manager.free(seq)
-        del self.seqs[seq.seq_id]
-
-    def _drop_if_finished(self, group: SequenceGroup) -> None:
-        if group.is_finished():
-            self.groups.pop(group.request_id, None)
-
-    def drop_seq(self, group: SequenceGroup, seq: Sequence) -> None:
-        "Remove one of several sequences of a running group without output."
-        self._forget(seq)
-        group.drop(seq)
-
-    def finish_group(
-        self, group: SequenceGroup, status: SequenceStatus, outputs: list[EngineCoreOutput]
-    ) -> None:
-        "End all sequences of the group and report `outputs` for them."
-        for seq in list(group.unfinished):
-            self._release(group, seq, status)
-        self.reports.outputs += outputs
-        self._drop_if_finished(group)
-
-    def finish_with_error(self, group: SequenceGroup, message: str) -> None:
-        "End all sequences of the group; each reports what went wrong."
-        for seq in list(group.unfinished):
-            seq.stop_reason = message
-            self._release(group, seq, SequenceStatus.FINISHED_ERROR)
-            self.reports.add(group, seq, [])
-        self._drop_if_finished(group)
-
     def abort(self, request_id: str, index: int | None = None) -> bool:
         "End a request, or one of its sequences, without a report; False if there is none."
-        group = self.groups.get(request_id)
-        seqs = [seq for seq in group.unfinished if index in (None, seq.index)] if group else []
-        for seq in seqs:
-            self._release(group, seq, SequenceStatus.FINISHED_ABORTED)  # type: ignore[arg-type]
-        if group:
-            self._drop_if_finished(group)
-        if index is None:
-            # what was not fetched, of a failed step say, must not reach a later request of this id
-            self.reports.drop(request_id)
-        return bool(seqs)
+        return self.requests.abort(request_id, index)
 
     # When a step fails, and between steps
 
@@ -1002,10 +1028,10 @@ class Scheduler:
                 end = EngineCoreOutput(group.request_id, index, [], "error", message)
                 end.request_finished = True
                 self.reports.outputs.append(end)
-            self._drop_if_finished(group)
-        self.seqs = {
-            seq.seq_id: (group, seq) for group in self.groups.values() for seq in group.unfinished
-        }
+            self.requests.drop_if_finished(group)
+        self.seqs.clear()
+        for group in self.groups.values():
+            self.seqs |= {seq.seq_id: (group, seq) for seq in group.unfinished}
         idle = (SequenceStatus.NOT_READY, SequenceStatus.WAITING, SequenceStatus.SWAPPED)
         for group in list(self.groups.values()):
             ran = any(seq.status not in idle for seq in group.unfinished)
@@ -1017,7 +1043,7 @@ class Scheduler:
             else:
                 self.waiting.add(group)
             if ran:
-                self.finish_with_error(group, message)
+                self.requests.finish_with_error(group, message)
 
     def reset_prefix_cache(self) -> bool:
         """Find nothing again that was computed before now. False, and nothing is forgotten, while

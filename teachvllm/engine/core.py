@@ -100,7 +100,10 @@ class StatLogger:
         self, out: SchedulerOutput, num_sampled: int, get_stats: Callable[[], SchedulerStats]
     ) -> None:
         "Count a step; log when it is time."
-        self.num_prompt_tokens += sum(n for n in out.num_scheduled_tokens.values() if n > 1)
+        for seq_id, num_tokens in out.num_scheduled_tokens.items():
+            num_tokens -= len(out.scheduled_spec_decode_tokens.get(seq_id, ()))
+            if num_tokens > 1:  # of a prompt, or computed again
+                self.num_prompt_tokens += num_tokens
         self.num_generation_tokens += num_sampled
         seconds = time.monotonic() - self.last
         if seconds >= self.interval:
@@ -178,6 +181,10 @@ class StepRecorder:
             num_computed_tokens={name: seq.num_computed_tokens for name, seq in holding.items()},
             block_tables={name: manager.get_block_table(seq) for name, seq in holding.items()},
             waiting=listed(scheduler.waiting),
+            not_ready={
+                group.request_id: ", ".join(one.name for one in group.prerequisites)
+                for group in scheduler.not_ready
+            },
             running=listed(scheduler.running),
             swapped=listed(scheduler.swapped),
             preempted=listed(
@@ -256,6 +263,11 @@ class EngineCore:
             LookAhead(self.scheduler) if config.scheduler_config.async_scheduling else None
         )
         self.stat_logger = StatLogger() if log_stats else None
+        # Called with each request and its group before that is queued: a capability sets what the
+        # group needs, its grammar say, and what must be ready before it runs.
+        self.preparers: list[Callable[[EngineCoreRequest, SequenceGroup], None]] = []
+        # Called after each step: guesses of the next tokens of running sequences, by seq_id.
+        self.drafter: Callable[[Scheduler], dict[int, list[int]]] | None = None
         self.recorder: StepRecorder | None = None
         # steps that were sent and not collected, the oldest first
         self.in_flight: deque[InFlight] = deque()
@@ -283,9 +295,10 @@ class EngineCore:
         "Queue a request; `ValueError` if it can never run."
         self._check()
         scheduler = min(self.schedulers, key=lambda scheduler: len(scheduler.seqs))
-        scheduler.add_request(
-            make_group(scheduler, request, self.config.model_config.max_model_len)
-        )
+        group = make_group(scheduler, request, self.config.model_config.max_model_len)
+        for prepare in self.preparers:
+            prepare(request, group)
+        scheduler.add_request(group)
 
     def abort_requests(self, aborts: list[tuple[str, int | None]]) -> None:
         """End requests, or with an index one of a request's sequences, without a report. Unknown
@@ -351,7 +364,8 @@ class EngineCore:
         progress = (
             out.num_scheduled_tokens or out.new_seqs or self.in_flight or scheduler.reports.outputs
         )
-        assert progress or not scheduler.has_unfinished_requests(), "no request makes progress"
+        waits = scheduler.not_ready or not scheduler.has_unfinished_requests()
+        assert progress or waits, "no request makes progress"
         with let_interrupts_in():  # some workers compute the step now
             self.executor.submit(out)
         step = InFlight(scheduler, out, begin, scheduled, time.perf_counter())
@@ -369,9 +383,9 @@ class EngineCore:
             sampled = self.executor.collect()
         self.in_flight.popleft()
         arrived = time.perf_counter()
-        if sampled.pooled:  # an engine for embeddings
-            step.scheduler.finish_pooled(sampled.pooled)
         outputs = EngineCoreOutputs(step.scheduler.update_from_output(sampled))
+        if self.drafter:
+            step.scheduler.update_draft_token_ids(self.drafter(step.scheduler))
         if self.stat_logger:
             self.stat_logger.step(step.out, len(sampled.seq_ids), self.get_stats)
         if self.recorder and step.trace:  # else it was sent before the recording began
