@@ -108,7 +108,5 @@ if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
     python = str(ROOT / ".venv" / "bin" / "python")
     sys.exit(
-        main(
-            ["make", "test", f"PYTEST_FLAGS=-p {PLUGIN}"], [python, "-m", "pytest", "-p", PLUGIN]
-        )
+        main(["make", "test", f"PYTEST_FLAGS=-p {PLUGIN}"], [python, "-m", "pytest", "-p", PLUGIN])
     )
