@@ -12,6 +12,7 @@ Two commands, which `Kernels` puts together:
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -87,6 +88,8 @@ def serve(address: str) -> None:
     del sys.path[0]  # this file's folder
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # forks share it, and need not look through it
     assert len(os.listdir("/proc/self/task")) == 1, "of several threads, a fork would have one"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + ".new")

@@ -140,6 +140,12 @@ def execute(
     return problem, time.perf_counter() - start
 
 
+def is_running(pid: str) -> bool:
+    "Whether there is such a process, other than one that has ended and is still in the table."
+    state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout
+    return bool(state.strip()) and "Z" not in state
+
+
 @pytest.fixture(scope="module")
 def runs(
     request: pytest.FixtureRequest,
@@ -191,6 +197,7 @@ def test_which_need_triton() -> None:
         ),
         ("import nbdev", "No module named 'nbdev'"),
         ("assert 1 > 2", "AssertionError"),
+        ("import os; os._exit(1)", "Kernel died"),
     ],
 )
 def test_the_runner_tells(
@@ -203,3 +210,27 @@ def test_the_runner_tells(
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), notebook)
     problem, _ = execute(notebook, tmp_path, env, kernels)
     assert says in problem if says else not problem
+
+
+def test_a_stuck_notebook_is_ended(
+    tmp_path: Path,
+    env: dict[str, str],
+    kernels: Kernels | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    "With the processes that it has started, wherever the kernel comes from."
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 5.0)
+    code = f"""import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+while True: pass"""
+    notebook = tmp_path / "cell.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), notebook)
+    problem, _ = execute(notebook, tmp_path, env, kernels)
+    assert "timed out" in problem
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 60
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.1)
