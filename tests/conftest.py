@@ -27,8 +27,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     if hasattr(config, "workerinput"):  # with `pytest -n` the longest files begin first
-        items.sort(key=lambda item: item.path.stem not in LONGEST)
-        items.sort(key=lambda item: item.path.stem != LONGEST[0])
+        order = {stem: place for place, stem in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):
