@@ -13,6 +13,9 @@ if not torch.cuda.is_available():
     # kernels run in Python; it counts when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# files that take minutes; beside the first, which runs notebooks two at a time, goes all the rest
+LONGEST = ["test_notebooks", "test_equals_transformers", "test_exercises", "test_watch"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
@@ -23,8 +26,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    if hasattr(config, "workerinput"):  # with `pytest -n` the longest file begins first
-        items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+    if hasattr(config, "workerinput"):  # with `pytest -n` the longest files begin first
+        order = {stem: place for place, stem in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):

@@ -20,6 +20,9 @@ from typing import Any
 import nbformat
 import pytest
 import torch
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpecManager
+from kernels import Kernels
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -82,43 +85,73 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def execute(notebook: Path, folder: Path, installed: Path) -> tuple[str, float]:
+@pytest.fixture(scope="module")
+def env(installed: Path) -> dict[str, str]:
+    "The variables of every notebook's process: it finds the wheel's package, and no nbdev."
+    blocked = installed.with_name("blocked")
+    blocked.mkdir()
+    (blocked / "sitecustomize.py").write_text(NO_NBDEV)
+    paths = [str(blocked), str(installed), os.environ.get("PYTHONPATH")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def kernels(
+    tmp_path_factory: pytest.TempPathFactory, env: dict[str, str]
+) -> Iterator[Kernels | None]:
+    "On Linux, forks; elsewhere a process that has threads, or Apple's libraries, is not forked."
+    if sys.platform != "linux":
+        yield None
+        return
+    kernels = Kernels(tmp_path_factory.mktemp("kernels"), env)
+    yield kernels
+    kernels.close()
+
+
+def execute(
+    notebook: Path, folder: Path, env: dict[str, str], kernels: Kernels | None
+) -> tuple[str, float]:
     """Run `notebook` in the empty `folder`; what went wrong ('' if nothing did) and the seconds
     that it took.
     """
-    blocked = folder / "blocked"
     work = folder / "work"
-    for path in (blocked, work):
-        path.mkdir(parents=True)
-    (blocked / "sitecustomize.py").write_text(NO_NBDEV)
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(blocked), str(installed), os.environ.get("PYTHONPATH")])
-        ),
-        "PYTHONHASHSEED": "0",
-        "IPYTHONDIR": str(folder / "ipython"),
-        "OMP_NUM_THREADS": "1",
-    }
+    work.mkdir(parents=True)
+    env = {**env, "IPYTHONDIR": str(folder / "ipython")}
     if notebook.stem.partition("_")[0] not in COMPILE:
         env["CXX"] = "no-compiler"
         if not torch.cuda.is_available():  # on a GPU, Triton compiles its launcher
             env["CC"] = "no-compiler"
-    client = NotebookClient(
-        nbformat.read(notebook, as_version=4), timeout=LIMIT, kernel_name="python3"
-    )
+    manager = AsyncKernelManager(kernel_name="python3")
+    if kernels:
+        manager.kernel_name = kernels.name
+        manager.kernel_spec_manager = KernelSpecManager(kernel_dirs=[str(kernels.specs)])
+    client = NotebookClient(nbformat.read(notebook, as_version=4), timeout=LIMIT, km=manager)
     start = time.perf_counter()
     problem = ""
     try:
-        client.execute(env=env, cwd=str(work), stderr=subprocess.DEVNULL)
+        client.execute(cleanup_kc=True, env=env, cwd=str(work), stderr=subprocess.DEVNULL)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = f"{notebook.name}: {error}"
     return problem, time.perf_counter() - start
 
 
+def is_running(pid: str) -> bool:
+    "Whether there is such a process, other than one that has ended and is still in the table."
+    state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout
+    return bool(state.strip()) and "Z" not in state
+
+
 @pytest.fixture(scope="module")
 def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, installed: Path
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    env: dict[str, str],
+    kernels: Kernels | None,
 ) -> Iterator[dict[Path, Future[tuple[str, float]]]]:
     "All the notebooks that were asked for, two running at a time, in the order of their tests."
     items = [
@@ -129,7 +162,7 @@ def runs(
     asked = [item.callspec.params["notebook"] for item in items]
     pool = ThreadPoolExecutor(max_workers=2)
     yield {
-        path: pool.submit(execute, path, tmp_path_factory.mktemp(path.stem), installed)
+        path: pool.submit(execute, path, tmp_path_factory.mktemp(path.stem), env, kernels)
         for path in asked
     }
     pool.shutdown(cancel_futures=True)
@@ -164,13 +197,40 @@ def test_which_need_triton() -> None:
         ),
         ("import nbdev", "No module named 'nbdev'"),
         ("assert 1 > 2", "AssertionError"),
+        ("import os; os._exit(1)", "Kernel died"),
     ],
 )
-def test_the_runner_tells(code: str, says: str, tmp_path: Path, installed: Path) -> None:
+def test_the_runner_tells(
+    code: str, says: str, tmp_path: Path, env: dict[str, str], kernels: Kernels | None
+) -> None:
     """The wheel's package can be imported in that kernel, nbdev cannot, and a cell that fails is
     noticed.
     """
     notebook = tmp_path / "cell.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), notebook)
-    problem, _ = execute(notebook, tmp_path, installed)
+    problem, _ = execute(notebook, tmp_path, env, kernels)
     assert says in problem if says else not problem
+
+
+def test_a_stuck_notebook_is_ended(
+    tmp_path: Path,
+    env: dict[str, str],
+    kernels: Kernels | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    "With the processes that it has started, wherever the kernel comes from."
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 5.0)
+    code = f"""import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+while True: pass"""
+    notebook = tmp_path / "cell.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), notebook)
+    problem, _ = execute(notebook, tmp_path, env, kernels)
+    assert "timed out" in problem
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 60
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.1)

@@ -7,6 +7,7 @@ import copy
 import importlib.metadata
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -99,6 +100,26 @@ def tool(*command: str) -> None:
 
 def test_package_is_what_the_notebooks_export() -> None:
     tool("tools/export.py")
+
+
+def test_files_that_are_no_code_are_there_and_are_read(tmp_path: Path) -> None:
+    "An export into an empty folder, with the files that `tools/export.py` asks for, is a package."
+    from tools.export import data_files, exported, is_data
+
+    modules = exported()
+    names = data_files(modules)
+    assert names == {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*") if is_data(p)}
+    assert "entrypoints/watch.html" in names
+    for name in modules:
+        (tmp_path / PACKAGE.name / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / PACKAGE.name / name).write_text(modules[name], encoding="utf-8")
+    for name in names:
+        shutil.copy(PACKAGE / name, tmp_path / PACKAGE.name / name)
+    code = "import teachvllm.entrypoints.watch as w, teachvllm.trace as t\n"
+    code += (
+        f"assert w.__file__.startswith({str(tmp_path)!r}) and w.watch_page and t.startup_record()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 
 def test_readme_is_what_the_index_says() -> None:
@@ -318,6 +339,27 @@ def test_notebooks_are_small() -> None:
             if p.stat().st_size >= 1_000_000
         ]
     )
+
+
+def test_code_has_no_markdown_links() -> None:
+    "Nothing renders them in a comment or a docstring; in other strings they may be the output."
+    link = re.compile(r"\[[^\]]+\]\([^)\s]*(://|\.(ipynb|html|md)\b)[^)]*\)")
+    problems = []
+    for path in [*NOTEBOOKS, *sorted(ROOT.glob("nbs/solutions/*.ipynb"))]:
+        for cell in code_cells(path):
+            code = TransformerManager().transform_cell("".join(cell["source"]))
+            texts = [line.partition("# ")[2] for line in code.splitlines()]
+            texts += [
+                node.value.value
+                for node in ast.walk(ast.parse(code))
+                if isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ]
+            problems += [
+                f"{path.name}: {found[0]}" for text in texts if (found := link.search(text))
+            ]
+    none(problems)
 
 
 def test_the_first_code_cell_installs() -> None:

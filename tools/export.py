@@ -4,7 +4,10 @@
     python tools/export.py --check    write nothing, and fail if something would change
 
 `nbdev_export` itself would do to write. This also notices modules that no notebook exports any
-more, and can check without writing: it exports into a temporary copy, and compares.
+more, and can check without writing: it exports into a temporary copy, and compares. Beside the
+modules, the package has a few files that are no code, which modules read by
+`files("teachvllm").joinpath("name")`. They are nobody's export: here they must only be there, and
+be read.
 """
 
 import argparse
@@ -43,6 +46,17 @@ def notebook(text: str) -> str:
     return found[1] if found else "settings.ini and all notebooks"
 
 
+def is_data(path: Path) -> bool:
+    return path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
+
+
+def data_files(modules: dict[str, str]) -> set[str]:
+    "The files that the modules read from the package, by their path inside it."
+    reads = re.compile(r"""files\(\s*"teachvllm\.?([\w.]*)"\s*\)\.joinpath\(\s*"([^"]+)\"""")
+    found = [match.groups() for text in modules.values() for match in reads.finditer(text)]
+    return {str(Path(*folder.split("."), name)) for folder, name in found}
+
+
 def main(check: bool) -> int:
     package = ROOT / "teachvllm"
     new = exported()
@@ -58,7 +72,13 @@ def main(check: bool) -> int:
         print(f"no notebook exports teachvllm/{name} any more: delete it")
     if check and changed:
         print("the package is not what the notebooks export: run `make export`")
-    return bool(orphans or (check and changed))
+    read = data_files(new)
+    there = {str(p.relative_to(package)) for p in package.rglob("*") if is_data(p)}
+    for name in sorted(read - there):
+        print(f"a module reads teachvllm/{name}: it is not there, and no notebook exports it")
+    for name in sorted(there - read):
+        print(f"no module reads teachvllm/{name}: delete it")
+    return bool(orphans or (check and changed) or read != there)
 
 
 if __name__ == "__main__":

@@ -353,9 +353,7 @@ def arguments(p):
 
 
 class Recorded(threading.local):
-    """What a thread's kernels were called with, while this is asked for: see [chapter
-    43a](43a_cpu_graph.ipynb).
-    """
+    """What a thread's kernels were called with, while this is asked for: see chapter 43a."""
 
     calls: list[tuple["Kernel", bytes]] | None = None
 
