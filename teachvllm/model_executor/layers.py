@@ -8,7 +8,7 @@ __all__ = ['ACTIVATIONS', 'WeightsError', 'default_weight_loader', 'set_weight_a
            'Partition', 'equal_part', 'ReplicatedLinear', 'ColumnParallelLinear', 'MergedColumnParallelLinear',
            'RowParallelLinear', 'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices', 'make_layers', 'load_weights',
            'vocab_part', 'VocabParallelEmbedding', 'ParallelLMHead', 'add', 'RMSNorm', 'get_act_fn', 'ActAndMul',
-           'Attention', 'attention_layers', 'config_field']
+           'Attention', 'attention_layers', 'ForwardContext', 'get_input_embeddings', 'config_field']
 
 # %% ../../nbs/31_layers.ipynb #d9fcdcc8
 import logging
@@ -705,6 +705,41 @@ def attention_layers(model: nn.Module) -> dict[str, Attention]:
     lists them).
     """
     return {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+
+# %% ../../nbs/31_layers.ipynb #ae44658c
+@dataclass(frozen=True)
+class ForwardContext:
+    """What a model may ask of a step beside its token ids: the second argument of its `forward`.
+    vLLM: `forward_context.py`.
+    """
+
+    positions: torch.Tensor  # [num_tokens] int64: each token's place in its sequence
+    attn_metadata: AttentionMetadata
+    kv_caches: list[torch.Tensor]  # one for each attention layer, in the order in which they run
+    # [num_tokens, hidden_size]: what the pipeline stage before returned; None: this is the first
+    hidden_states: torch.Tensor | None = None
+    # (rows int64 [k], values [k, embedding's size]): embeddings in place of these rows' tokens
+    input_embeds: tuple[torch.Tensor, torch.Tensor] | None = None
+    # [num_tokens] int64: the adapter of each token's request, 0: none; None: none in this step
+    adapter_ids: torch.Tensor | None = None
+
+
+def get_input_embeddings(
+    embedding: Callable[[torch.Tensor], torch.Tensor],
+    input_ids: torch.Tensor,
+    context: ForwardContext,
+) -> torch.Tensor:
+    """What `embedding` gives for `input_ids` [num_tokens], but for the rows that have an embedding
+    of their own: [num_tokens, size].
+
+    Every model embeds through this function. vLLM: `get_input_embeddings` of a model, and
+    `merge_multimodal_embeddings` in `models/utils.py`.
+    """
+    x = embedding(input_ids)
+    if context.input_embeds is None:
+        return x
+    rows, values = context.input_embeds
+    return x.index_copy(0, rows, values.to(x.dtype))
 
 # %% ../../nbs/31_layers.ipynb #4ad318c8
 def config_field(hf_config: Any, name: str, default: Any = None) -> Any:

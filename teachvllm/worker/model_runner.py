@@ -20,7 +20,7 @@ from ..config import VllmConfig
 from ..core.block_manager import num_blocks_for
 from ..core.scheduler import ForkedSequenceData, NewSequenceData, SchedulerOutput
 from ..distributed.parallel_state import ParallelState
-from ..model_executor.layers import Attention, attention_layers
+from ..model_executor.layers import Attention, ForwardContext, attention_layers
 from ..model_executor.loader import get_model, make_context
 from ..model_executor.logits_processors import LogitsProcessors
 from ..model_executor.pooler import Pooler
@@ -557,10 +557,10 @@ class ModelRunner:
         has the same on the host; without it, as in a CUDA graph, no layer may ask for it.
         """
         token_ids, meta = self.model_inputs(x, num_decodes, batch)
-        if self.parallel.pp is None or self.parallel.is_first_stage:
-            return self.model(token_ids, x["positions"], kv_caches, meta)
-        intermediate = self.parallel.pp.recv_tensor_dict()["hidden_states"]
-        return self.model(token_ids, x["positions"], kv_caches, meta, intermediate)
+        before = None
+        if self.parallel.pp and not self.parallel.is_first_stage:
+            before = self.parallel.pp.recv_tensor_dict()["hidden_states"]
+        return self.model(token_ids, ForwardContext(x["positions"], meta, kv_caches, before))
 
     def model_inputs(
         self, x: dict[str, torch.Tensor], num_decodes: int, batch: Batch | None = None

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'WITHOUT_EFFECT', 'register_model', 'architectures_of', 'check_config_fields', 'causal_names',
-           'get_model_class']
+           'get_model_class', 'check_forward']
 
 # %% ../../../nbs/33c_registry.ipynb #a8e5e2fb
+import inspect
 from typing import Any
 
-from ...config import NotSupportedYet, PoolerConfig, defined_fields, resolve_class
+from ...config import NotSupportedYet, PoolerConfig, defined_fields, require, resolve_class
 from ..pooler import as_pooling_model
 
 # %% ../../../nbs/33c_registry.ipynb #bd407053
@@ -106,6 +107,7 @@ def get_model_class(hf_config: Any, pooler: PoolerConfig | None = None) -> type:
     ]:
         model_class = resolve_class(ARCHITECTURES[name])
         check_config_fields(model_class, hf_config)
+        check_forward(model_class)
         return (
             as_pooling_model(model_class, hf_config.num_labels if pooler.has_labels else None)
             if pooler
@@ -115,3 +117,24 @@ def get_model_class(hf_config: Any, pooler: PoolerConfig | None = None) -> type:
         f"architecture {', '.join(asked)} is not supported; supported are "
         f"{', '.join(sorted(ARCHITECTURES))}"
     )
+
+# %% ../../../nbs/33c_registry.ipynb #2024b284
+def check_forward(model_class: type) -> None:
+    """Refuse a class whose `forward` the runner could not call: `ValueError` shows the signature
+    that it needs.
+    """
+    forward = getattr(model_class, "forward", None)
+    require(
+        callable(forward),
+        f"{model_class.__name__} is no model: it has no forward(input_ids, context)",
+    )
+    signature = inspect.signature(forward)
+    try:
+        signature.bind("self", "input_ids", "context")
+    except TypeError:
+        raise ValueError(
+            f"{model_class.__name__}.forward{signature} cannot be called with a step. A model's "
+            "forward is forward(self, input_ids, context): positions, attn_metadata, kv_caches and "
+            "the hidden_states of the pipeline stage before are fields of the context, a "
+            "ForwardContext (teachvllm.model_executor.layers)"
+        ) from None
