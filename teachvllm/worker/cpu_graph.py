@@ -277,12 +277,11 @@ class CpuGraphRunner:
         compile_all([self.run_orders], "a whole decode step")
 
     def can_run(self, batch: Batch) -> bool:
-        """Whether all sequences of `batch` decode, and are not too many; and no module has got a
-        forward hook meanwhile.
+        """Whether all sequences of `batch` decode, with no embeddings and no adapters, and are not
+        too many; and no module has got a forward hook meanwhile.
         """
-        return len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs and not any(
-            self.hooks
-        )
+        fits = len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs
+        return fits and not batch.extras and not any(self.hooks)
 
     @torch.inference_mode()
     def run(
