@@ -1,5 +1,5 @@
-"""What a worker does for drafts, grammars, adapters, embeddings and packed weights: orders written by
-hand, with no scheduler.
+"""What a worker does for drafts, grammars, adapters, embeddings and packed weights: orders written
+by hand, with no scheduler.
 """
 
 import json

@@ -278,8 +278,8 @@ def accepted_rows(
     num_entries: int,
     drafts: dict[int, list[int]],  # entry -> the tokens guessed for it: it has a row more
 ) -> list[range]:
-    """For each entry the rows whose tokens are its own: as long as the drafts were what was sampled,
-    and one row more.
+    """For each entry the rows whose tokens are its own: as long as its drafts were what was
+    sampled, and one row more.
 
     Row j of an entry was computed as if its drafts before j were right, so it is good if they were.
     vLLM: `v1/sample/rejection_sampler.py`.

@@ -169,8 +169,8 @@ class CudaGraphRunner:
             self.graphs[size] = graph_class(run, pool)
 
     def can_run(self, batch: Batch) -> bool:
-        """Whether a graph can run `batch`: plain decodes (no embeddings, no adapters), not too many,
-        none too long.
+        """Whether a graph can run `batch`: plain decodes (no embeddings, no adapters), not too
+        many, none too long.
         """
         num_seqs = len(batch.req_indices)
         fits = num_seqs == batch.num_decodes <= self.sizes[-1]

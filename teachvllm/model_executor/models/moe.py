@@ -125,8 +125,8 @@ class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
 
 
 class ExpertsConfig:
-    """The `quant_config` of a stack of experts' matrices: the model's, where its method can multiply
-    rows by expert, else plain.
+    """The `quant_config` of a stack of experts' matrices: the model's, where its method can
+    multiply rows by expert, else plain.
     """
 
     def __init__(self, num_experts: int, quant_config: Any = None):

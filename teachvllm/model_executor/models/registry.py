@@ -57,7 +57,9 @@ def register_quantization_config(quant_method: str, config: str | type) -> None:
 
 
 def get_quant_config(hf_config: Any) -> Any:
-    "What a model's linear layers ask for their method: see `ModelContext`; None: weights are plain."
+    """What a model's linear layers ask for their method: see `ModelContext`. None: weights are
+    plain. `NotSupportedYet` names a method that is not in `QUANTIZATION_METHODS`.
+    """
     fields = getattr(hf_config, "quantization_config", None)
     if not fields:
         return None
