@@ -4,6 +4,7 @@ is served or refused.
 
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,7 @@ from teachvllm.model_executor.layers import (
     ModelContext,
     RowParallelLinear,
     UnquantizedLinearMethod,
+    VocabParallelEmbedding,
     WeightsError,
     attention_layers,
     get_act_fn,
@@ -695,6 +697,61 @@ def test_a_field_of_the_configurations_class_is_not_passed_over(
 
     monkeypatch.setitem(registry.ARCHITECTURES, "GraniteForCausalLM", Own)
     assert get_model_class(granite) is Own
+
+
+class OldForward(LlamaForCausalLM):
+    "Written when each part of the step was a parameter."
+
+    def forward(self, ids, positions, kv_caches, meta, intermediate=None):  # type: ignore[override]
+        raise AssertionError("never called")
+
+
+def test_a_model_with_the_old_forward_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model(llama()).save_pretrained(tmp_path)
+    monkeypatch.setitem(registry.ARCHITECTURES, "LlamaForCausalLM", OldForward)
+    shown = r"OldForward\.forward\(self, ids, .* forward\(self, input_ids, context\)"
+    with pytest.raises(ValueError, match=shown):
+        LLM(str(tmp_path), skip_tokenizer_init=True, num_gpu_blocks_override=4, dtype="float32")
+
+
+EMBEDDING = {
+    "llama": llama,
+    "opt-350m": CONFIGS["opt-350m"],  # its embeddings are narrower than its hidden states
+    "gpt2": lambda: GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4),
+    "neox": lambda: GPTNeoXConfig(**NEOX),
+    "gemma3": FAMILIES["gemma3"],
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDING)
+@torch.inference_mode()
+def test_embeddings_in_place_of_tokens(name: str) -> None:
+    """Rows with an embedding of their own: as if it were the embedding of a token, in every family;
+    and what the rows' ids are makes no difference.
+    """
+    config = EMBEDDING[name]()
+    hf_model = tiny_model(config)
+    (ids,) = random_sequences(config.vocab_size, (13,))
+    rows = torch.tensor([2, 3, 7])
+    paged = Paged(get_model_class(config), hf_model)
+    table = next(m for m in paged.model.modules() if isinstance(m, VocabParallelEmbedding))
+    values = table(torch.tensor(ids)[rows])
+
+    def logits(sequence: list[int], input_embeds: Any = None) -> torch.Tensor:
+        paged.start([sequence])
+        forward = type(paged.model).forward
+        paged.model.forward = lambda input_ids, context: forward(
+            paged.model, input_ids, replace(context, input_embeds=input_embeds)
+        )
+        return paged.step([(0, 0, len(sequence))])[0]
+
+    wanted = logits(ids)
+    others = [5 if i in rows.tolist() else token for i, token in enumerate(ids)]
+    assert torch.equal(logits(others, (rows, values)), wanted)
+    assert not torch.allclose(logits(others), wanted)
+    assert not torch.allclose(logits(ids, (rows, 2 * values)), wanted)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ memory and from a folder.
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -477,13 +476,6 @@ def test_routing_is_in_float32() -> None:
     weights, experts = select_experts(logits, 2, renormalize=False)
     assert experts.tolist() == [[0, 2]] and weights.dtype == torch.float32
     torch.testing.assert_close(weights[0], logits.float().softmax(1)[0, [0, 2]])
-
-
-def test_experts_are_plain_whatever_quantizes_the_rest() -> None:
-    quant = SimpleNamespace(
-        get_quant_method=mock.Mock(side_effect=AssertionError("asked for an expert"))
-    )
-    FusedMoE(4, 2, 24, 20, ModelContext(TorchSDPABackend, 4, torch.float32, quant))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 30])

@@ -33,6 +33,7 @@ from teachvllm.distributed.parallel_state import (
 from teachvllm.model_executor import loader
 from teachvllm.model_executor.layers import (
     ColumnParallelLinear,
+    ForwardContext,
     LinearBase,
     ModelContext,
     ParallelLMHead,
@@ -295,10 +296,10 @@ class Ranked(Paged):
         super().__init__(model_class, hf_model, block_size=block_size)
         self.vocab_size = hf_model.config.vocab_size
 
-    def forward(self, *step: Any) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         pp = self.parallel.pp
         got = pp.recv_tensor_dict()["hidden"] if pp and not self.parallel.is_first_stage else None
-        hidden = self.stage(*step, got)
+        hidden = self.stage(input_ids, replace(context, hidden_states=got))
         if pp and not self.parallel.is_last_stage:
             pp.send_tensor_dict({"hidden": hidden})
         return hidden
@@ -594,7 +595,7 @@ def test_get_model_is_ready_to_run(saved: tuple[Path, Any], dtype: str, toleranc
             order = layer.backend.get_kv_cache_stride_order()
             caches.append(torch.empty_permuted(shape, order, dtype=context.dtype).zero_())
             layer.backend.build(step, 16)
-        return model.compute_logits(model(prompt, positions, caches, step))
+        return model.compute_logits(model(prompt, ForwardContext(positions, step, caches)))
 
     one, other = run_ranks(logits, 2)
     assert torch.equal(one, other) and (one - wanted).abs().max() < tolerance * max(

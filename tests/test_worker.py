@@ -204,7 +204,7 @@ def test_a_sequence_keeps_its_slot(tiny: tuple[str, Any]) -> None:
             i for i in texts if rng.random() < 0.3 and len(texts) + len(out.forked_seqs) < 2 * most
         ][:2]:
             tokens, computed, blocks, _ = texts[seq_id]
-            if computed == len(tokens) - 1:
+            if computed == len(tokens) - 1 and tokens[-1] is None:
                 out.forked_seqs.append(ForkedSequenceData(next_id, seq_id, rng.randrange(2**63)))
                 out.new_token_ids[next_id] = [rng.randrange(VOCAB)]
                 texts[next_id] = (

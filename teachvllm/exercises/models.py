@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/93e_exercises_models.ipynb #470bb8cc
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -16,7 +17,12 @@ import torch
 from torch.nn import functional as F
 
 from . import check as _check
-from ..model_executor.layers import ModelContext, add
+from teachvllm.model_executor.layers import (
+    ForwardContext,
+    ModelContext,
+    add,
+    get_input_embeddings,
+)
 from ..model_executor.models import gpt_neox, llama, opt, qwen, registry
 from ..model_executor.models.parity import Paged, paged_logits, random_sequences, tiny_model
 from ..model_executor.rotary_embedding import apply_rotary_emb
@@ -196,11 +202,13 @@ _check.register(
 
 # %% ../../nbs/93e_exercises_models.ipynb #ca78dd00
 def _llama_forward(
-    model: Any, ids: Any, positions: Any, kv_caches: Any, meta: Any, slip: str = ""
+    model: Any, input_ids: Any, context: ForwardContext, slip: str = ""
 ) -> torch.Tensor:
     "All of Llama, from ids to hidden states; with `slip` one of the usual mistakes is made."
-    x = model.embed_tokens(ids)
-    cos_sin = model.rotary(positions)
+    x = model.embed_tokens(input_ids)
+    cos_sin = model.rotary(context.positions)
+    meta = context.attn_metadata
+    kv_caches = context.kv_caches
     for layer, kv_cache in zip(model.layers, kv_caches):
         attention = layer.self_attn
         mlp = layer.mlp
@@ -231,19 +239,12 @@ def _llama_forward(
     return x if slip == "no last norm" else model.norm(x)
 
 # %% ../../nbs/93e_exercises_models.ipynb #b7d8224b
-def _as_method(answer: Any) -> Callable:
-    "The answer as `LlamaModel.forward`."
-    return lambda model, ids, positions, kv_caches, meta, intermediate=None: answer(
-        model, ids, positions, kv_caches, meta
-    )
-
-
 def _llama_case(said: str, lengths: tuple[int, ...], chunk: int, **fields: Any) -> Any:
     "A Llama of these fields."
     hf = partial(
         _theirs, "llama", **{"intermediate_size": 80, "tie_word_embeddings": False, **fields}
     )
-    case = _part_case(
+    return _part_case(
         said,
         "teachvllm.model_executor.models.llama:LlamaModel.forward",
         llama.LlamaForCausalLM,
@@ -251,7 +252,6 @@ def _llama_case(said: str, lengths: tuple[int, ...], chunk: int, **fields: Any) 
         lengths,
         chunk,
     )
-    return _check.Case(case.said, lambda answer: case.run(_as_method(answer)))
 
 
 def _serve_llama(answer: Any) -> str:
@@ -261,9 +261,7 @@ def _serve_llama(answer: Any) -> str:
         "architectures": ["LlamaForCausalLM"],
         "num_key_value_heads": 2,
     }
-    return _serve_with(
-        fields, "teachvllm.model_executor.models.llama:LlamaModel.forward", _as_method(answer)
-    )
+    return _serve_with(fields, "teachvllm.model_executor.models.llama:LlamaModel.forward", answer)
 
 # %% ../../nbs/93e_exercises_models.ipynb #b347c6e2
 _check.register(
@@ -443,11 +441,11 @@ class _GraniteModel(llama.LlamaModel):
         super().__init__(config, context, layer_cls)
         self.factor = 1.0 if layer_cls.slip == "embedding" else config.embedding_multiplier
 
-    def forward(
-        self, ids: Any, positions: Any, kv_caches: Any, meta: Any, intermediate: Any = None
-    ) -> torch.Tensor:
-        x = self.factor * self.embed_tokens(ids) if intermediate is None else intermediate
-        return super().forward(ids, positions, kv_caches, meta, x)
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        if context.hidden_states is None:
+            x = self.factor * get_input_embeddings(self.embed_tokens, input_ids, context)
+            context = replace(context, hidden_states=x)
+        return super().forward(input_ids, context)
 
 
 class _GraniteLayer(llama.LlamaDecoderLayer):

@@ -8,7 +8,7 @@ __all__ = ['ACTIVATIONS', 'WeightsError', 'default_weight_loader', 'set_weight_a
            'Partition', 'equal_part', 'ReplicatedLinear', 'ColumnParallelLinear', 'MergedColumnParallelLinear',
            'RowParallelLinear', 'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices', 'make_layers', 'load_weights',
            'vocab_part', 'VocabParallelEmbedding', 'ParallelLMHead', 'add', 'RMSNorm', 'get_act_fn', 'ActAndMul',
-           'Attention', 'attention_layers', 'config_field']
+           'Attention', 'attention_layers', 'ForwardContext', 'get_input_embeddings', 'config_field']
 
 # %% ../../nbs/31_layers.ipynb #d9fcdcc8
 import logging
@@ -239,7 +239,9 @@ class Partition:
     """The part of a layer's stacked matrices that a rank holds: a range of their columns, and of
     each a range of rows.
 
-    Rows past a matrix's end are padding, and zero.
+    Rows past a matrix's end are padding, and zero. All sizes are those of the matrix. A parameter
+    that packs neighbours into one element says so with vLLM's attributes, `packed_dim` and
+    `pack_factor`: along that dimension it, and what is loaded into it, is so many times shorter.
     """
 
     input_size: int  # columns of the whole
@@ -263,29 +265,46 @@ class Partition:
         its file no more is read.
         """
         matrices = range(len(self.rows)) if shard_id is None else [shard_id]
-        sizes = {param.output_dim: sum(self.output_sizes[i] for i in matrices)}
+        output_sizes = [self.elements(param, param.output_dim, size) for size in self.output_sizes]
+        sizes = {param.output_dim: sum(output_sizes[i] for i in matrices)}
         index = [slice(None)] * len(loaded_weight.shape)
         if (input_dim := getattr(param, "input_dim", None)) is not None:
-            sizes[input_dim] = self.input_size
-            index[input_dim] = slice(self.columns.start, self.columns.stop)
+            sizes[input_dim] = self.elements(param, input_dim, self.input_size)
+            ends = (self.columns.start, self.columns.stop)
+            index[input_dim] = slice(*(self.elements(param, input_dim, end) for end in ends))
         needed = tuple(sizes.get(dim, size) for dim, size in enumerate(loaded_weight.shape))
         if needed != tuple(loaded_weight.shape):
             raise WeightsError(f"has shape {tuple(loaded_weight.shape)}, the model needs {needed}")
         first = 0  # row of matrix i in what is loaded
         for i in matrices:
-            start, stop = (
-                min(row, self.output_sizes[i]) for row in (self.rows[i].start, self.rows[i].stop)
+            rows = range(
+                self.elements(param, param.output_dim, self.rows[i].start),
+                self.elements(param, param.output_dim, self.rows[i].stop),
             )
+            start, stop = (min(row, output_sizes[i]) for row in (rows.start, rows.stop))
             index[param.output_dim] = slice(first + start, first + stop)
             piece = loaded_weight[tuple(index)]
-            if missing := len(self.rows[i]) - (stop - start):
+            if missing := len(rows) - (stop - start):
                 shape = [
                     missing if dim == param.output_dim else size
                     for dim, size in enumerate(piece.shape)
                 ]
                 piece = torch.cat([piece, piece.new_zeros(shape)], param.output_dim)
             weight_loader(param, piece, i if len(self.rows) > 1 else shard_id)
-            first += self.output_sizes[i]
+            first += output_sizes[i]
+
+    @staticmethod
+    def elements(param: Any, dim: int, size: int) -> int:
+        "How many of `param`'s elements hold `size` rows (or columns) of the matrix, along `dim`."
+        factor = (
+            getattr(param, "pack_factor", 1) if getattr(param, "packed_dim", None) == dim else 1
+        )
+        if size % factor:
+            raise WeightsError(
+                f"packs {factor} numbers into an element, and {size} rows or columns are no whole "
+                "number of elements: choose another tensor_parallel_size"
+            )
+        return size // factor
 
 # %% ../../nbs/31_layers.ipynb #65e65c86
 def equal_part(size: int, parallel: ParallelState) -> range:
@@ -341,9 +360,10 @@ class RowParallelLinear(LinearBase):
     ):
         columns = equal_part(input_size, context.parallel)
         super().__init__(input_size, output_sizes, context, bias, columns)
-        if context.parallel.tp_rank and self.bias is not None:  # the first rank adds it
+        linear_bias = getattr(self, "bias", None)
+        if context.parallel.tp_rank and linear_bias is not None:  # the first rank adds it
             set_weight_attrs(
-                self.bias,
+                linear_bias,
                 {"weight_loader": lambda param, loaded_weight, shard_id=None: param.data.zero_()},
             )
 
@@ -705,6 +725,41 @@ def attention_layers(model: nn.Module) -> dict[str, Attention]:
     lists them).
     """
     return {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+
+# %% ../../nbs/31_layers.ipynb #ae44658c
+@dataclass(frozen=True)
+class ForwardContext:
+    """What a model may ask of a step beside its token ids: the second argument of its `forward`.
+    vLLM: `forward_context.py`.
+    """
+
+    positions: torch.Tensor  # [num_tokens] int64: each token's place in its sequence
+    attn_metadata: AttentionMetadata
+    kv_caches: list[torch.Tensor]  # one for each attention layer, in the order in which they run
+    # [num_tokens, hidden_size]: what the pipeline stage before returned; None: this is the first
+    hidden_states: torch.Tensor | None = None
+    # (rows int64 [k], values [k, embedding's size]): embeddings in place of these rows' tokens
+    input_embeds: tuple[torch.Tensor, torch.Tensor] | None = None
+    # [num_tokens] int64: the adapter of each token's request, 0: none; None: none in this step
+    adapter_ids: torch.Tensor | None = None
+
+
+def get_input_embeddings(
+    embedding: Callable[[torch.Tensor], torch.Tensor],
+    input_ids: torch.Tensor,
+    context: ForwardContext,
+) -> torch.Tensor:
+    """What `embedding` gives for `input_ids` [num_tokens], but for the rows that have an embedding
+    of their own: [num_tokens, size].
+
+    Every model embeds through this function. vLLM: `get_input_embeddings` of a model, and
+    `merge_multimodal_embeddings` in `models/utils.py`.
+    """
+    x = embedding(input_ids)
+    if context.input_embeds is None:
+        return x
+    rows, values = context.input_embeds
+    return x.index_copy(0, rows, values.to(x.dtype))
 
 # %% ../../nbs/31_layers.ipynb #4ad318c8
 def config_field(hf_config: Any, name: str, default: Any = None) -> Any:

@@ -39,7 +39,11 @@ from teachvllm.model_executor.layers import (
     default_weight_loader,
     load_weights,
 )
-from .models.registry import architectures_of, get_model_class
+from teachvllm.model_executor.models.registry import (
+    architectures_of,
+    get_model_class,
+    get_quant_config,
+)
 from ..transformers_utils import cache_folder, load_hf_config, read_gguf_header
 
 # %% ../../nbs/34_loader.ipynb #c268cbdf
@@ -401,7 +405,7 @@ def take_kv_scales(model: nn.Module, weights: Weights) -> Weights:
 # %% ../../nbs/34_loader.ipynb #c2e60039
 def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) -> ModelContext:
     """What the model's layers must know of the engine: the attention backend asked for or the best,
-    block size, dtype, and the other workers that have a part of the model.
+    block size, dtype, how its weights are quantized, and the other workers that have a part of it.
     """
     model = config.model_config
     block_size = config.cache_config.block_size
@@ -412,8 +416,9 @@ def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) 
     attn_backend = get_attn_backend(
         asked, device, dtype, model.head_size, block_size, kv_cache_dtype
     )
+    quant_config = get_quant_config(model.hf_config)
     return ModelContext(
-        attn_backend, block_size, dtype, None, parallel, model.max_model_len, kv_cache_dtype
+        attn_backend, block_size, dtype, quant_config, parallel, model.max_model_len, kv_cache_dtype
     )
 
 

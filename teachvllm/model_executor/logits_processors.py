@@ -139,8 +139,8 @@ def changes_logits(params: SamplingParams) -> bool:
 
 # %% ../../nbs/32b_logits_processors.ipynb #084d3cbc
 NONE_LEFT = (
-    "allowed_token_ids, bad_words, min_tokens and logits_processors together leave no token "
-    "(or the logits are NaN)"
+    "allowed_token_ids, bad_words, min_tokens, logits_processors and the grammar together leave no "
+    "token (or the logits are NaN)"
 )
 
 # %% ../../nbs/32b_logits_processors.ipynb #eb7a5004
@@ -200,6 +200,10 @@ class LogitsProcessors:
     def remove(self, slot: int) -> None:
         "The slot is free."
         self.requests.pop(slot, None)
+
+    def is_foreseeable(self, slot: int) -> bool:
+        "Whether what is done to the slot's logits is the same for any token that may come."
+        return slot not in self.requests or not self.requests[slot].needs_history
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         "On the device, without waiting for it."

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'MAX_CANDIDATES', 'MAX_LOGITS', 'uniform_noise', 'inverse_cdf', 'keep_mask', 'SamplingMetadata',
-           'sample_filtered', 'LogprobsTensors', 'gather_logprobs', 'Sampler', 'SamplerOutput']
+           'sample_filtered', 'LogprobsTensors', 'gather_logprobs', 'apply_grammar_bitmask', 'Sampler', 'accepted_rows',
+           'SamplerOutput']
 
 # %% ../../nbs/32_sampler.ipynb #c93b4fb0
 from collections.abc import Callable
@@ -99,6 +100,9 @@ class SamplingMetadata:
     num_top: int = 0  # how many of the likeliest tokens, of each of those rows
     # (rows, ids): tokens that must not come yet
     banned: tuple[torch.Tensor, torch.Tensor] | None = None
+    # (rows int64, bits uint8 [rows, vocab_size / 8]): what a grammar allows there; see
+    # `apply_grammar_bitmask`
+    allowed: tuple[torch.Tensor, torch.Tensor] | None = None
     # changes the logits in place as requests ask (chapter 32b)
     process: Callable[[torch.Tensor], None] | None = None
     # False: each of `filtered_rows` has a top_k of MAX_CANDIDATES at most; the host never waits
@@ -181,6 +185,27 @@ def gather_logprobs(
         parts.append((chosen[:, 0], top.indices, top.values, (logprobs >= chosen).sum(-1)))
     return LogprobsTensors(rows, *map(torch.cat, zip(*parts, strict=True)))
 
+# %% ../../nbs/32_sampler.ipynb #fd0cfa3b
+def apply_grammar_bitmask(
+    logits: torch.Tensor,  # [num_rows, vocab_size], changed in place
+    rows: torch.Tensor,  # [n] int64: those that a grammar limits
+    bits: torch.Tensor,  # [n, vocab_size / 8 rounded up] uint8: a token's bit is 1 if it may come
+) -> None:
+    """Forbid what a grammar does not allow. The first token has the lowest bit of the first byte.
+
+    A row that is left without a token becomes NaN, as one that the model broke. vLLM:
+    `apply_grammar_bitmask` in `v1/structured_output/utils.py`.
+    """
+    vocab_size = logits.shape[1]
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    size = max(1, MAX_LOGITS // vocab_size)
+    for some, packed in zip(rows.split(size), bits.split(size), strict=True):
+        allowed = (packed[:, :, None] >> places & 1).flatten(1)[:, :vocab_size].bool()
+        row = logits[some]
+        row.masked_fill_(~(allowed | row.isnan()), -torch.inf)
+        row[:, 0] = torch.where(row.amax(-1).isneginf(), torch.nan, row[:, 0])
+        logits[some] = row
+
 # %% ../../nbs/32_sampler.ipynb #c6bb457d
 class Sampler:
     """Greedy, temperature, top_k, top_p and min_p; one random number a row, drawn by
@@ -207,12 +232,15 @@ class Sampler:
         A row that holds a NaN gets the id -1. `logits` may be overwritten.
         """
         raw = None
-        if len(meta.scored_rows) and (meta.process or meta.banned is not None):
+        changed = meta.process or meta.banned is not None or meta.allowed is not None
+        if len(meta.scored_rows) and changed:
             raw = logits[meta.scored_rows]  # as the model gave them
         if meta.process:
             meta.process(logits)
         if meta.banned is not None:
             logits[meta.banned] = -torch.inf
+        if meta.allowed is not None:
+            apply_grammar_bitmask(logits, *meta.allowed)
         ids = (
             self.fused(logits, meta.temperature, meta.uniform)
             if self.fused
@@ -244,19 +272,45 @@ class Sampler:
         ids = logits.argmax(-1)
         return torch.where(logits.gather(1, ids[:, None])[:, 0].isnan(), -1, ids)
 
+# %% ../../nbs/32_sampler.ipynb #bd682894
+def accepted_rows(
+    token_ids: list[int],  # of all rows, as they were sampled
+    num_entries: int,
+    drafts: dict[int, list[int]],  # entry -> the tokens guessed for it: it has a row more
+) -> list[range]:
+    """For each entry the rows whose tokens are its own: as long as its drafts were what was
+    sampled, and one row more.
+
+    Row j of an entry was computed as if its drafts before j were right, so it is good if they were.
+    vLLM: `v1/sample/rejection_sampler.py`.
+    """
+    rows = []
+    start = 0
+    for entry in range(num_entries):
+        guesses = drafts.get(entry, [])
+        right = 0
+        while right < len(guesses) and guesses[right] == token_ids[start + right]:
+            right += 1
+        rows.append(range(start, start + right + 1))
+        start += len(guesses) + 1
+    return rows
+
 # %% ../../nbs/32_sampler.ipynb #18614b73
 @dataclass
 class SamplerOutput:
-    "A step's new tokens, one for each of `seq_ids`, on the device or on their way to the host."
+    """A step's new tokens, on the device or on their way to the host: a row for each entry of
+    `seq_ids`, and one more for each draft of an entry that has drafts.
+    """
 
     seq_ids: list[int]
-    token_ids: torch.Tensor  # [len(seq_ids)] int64
+    token_ids: torch.Tensor  # [num_rows] int64
     logprobs: LogprobsTensors | None = None
     arrived: Any = None  # the CUDA event after `start_copy`; None: nothing to wait for
-    errors: dict[int, str] = field(default_factory=dict)  # see `ModelRunnerOutput`
+    errors: dict[int, str] = field(default_factory=dict)  # row -> what is wrong, should it be -1
     prompt_logprobs: LogprobsTensors | None = None  # its `rows` are sequence ids
     # [len(seq_ids), n] float32: vectors, and then no tokens (chapter 32c)
     pooled: torch.Tensor | None = None
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # entry -> the tokens guessed for it
 
     def start_copy(self) -> "SamplerOutput":
         "The same on its way to the host, in pinned memory. The caller does not wait."
@@ -274,7 +328,7 @@ class SamplerOutput:
         pooled = None if self.pooled is None else self.pooled.to("cpu", non_blocking=True)
         event = torch.cuda.current_stream().record_event()
         return SamplerOutput(
-            self.seq_ids, token_ids, scores[0], event, self.errors, scores[1], pooled
+            self.seq_ids, token_ids, scores[0], event, self.errors, scores[1], pooled, self.drafts
         )
 
     def to_model_runner_output(self) -> ModelRunnerOutput:
@@ -286,10 +340,20 @@ class SamplerOutput:
             vectors = whole or [[] if row.isnan().any() else row.tolist() for row in self.pooled]
             return ModelRunnerOutput([], [], pooled=dict(zip(self.seq_ids, vectors, strict=True)))
         out = ModelRunnerOutput(self.seq_ids, self.token_ids[:, None].tolist(), errors=self.errors)
+        scored = {}
         if self.logprobs is not None:
-            rows = self.logprobs.rows.tolist()
-            for row, scores in zip(rows, self.logprobs.tolists(), strict=True):
-                out.logprobs[row] = [scores]
+            scored = dict(zip(self.logprobs.rows.tolist(), self.logprobs.tolists(), strict=True))
+            out.logprobs = {row: [scores] for row, scores in scored.items()}
+        if self.drafts:
+            rows = accepted_rows(self.token_ids.tolist(), len(self.seq_ids), self.drafts)
+            tokens = out.sampled_token_ids
+            out.sampled_token_ids = [[tokens[row][0] for row in part] for part in rows]
+            out.logprobs = {
+                i: [scored[row] for row in part] for i, part in enumerate(rows) if part[0] in scored
+            }
+            out.errors = {
+                i: self.errors[part[-1]] for i, part in enumerate(rows) if part[-1] in self.errors
+            }
         if self.prompt_logprobs is not None:
             for seq_id, scores in zip(
                 self.prompt_logprobs.rows.tolist(), self.prompt_logprobs.tolists(), strict=True

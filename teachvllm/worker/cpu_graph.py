@@ -48,6 +48,7 @@ from teachvllm.model_executor.fused_ops import (
     take_rows,
     turn_rows,
 )
+from ..model_executor.layers import ForwardContext
 from ..model_executor.numba_linear import LINEAR, dtypes_served, linear_rows
 from .model_runner import Batch, ModelRunner, to_device
 
@@ -248,7 +249,8 @@ class CpuGraphRunner:
         # the memory that orders point to
         self.kept = [tensor.detach() for tensor in tensors_of(runner.model)]
         with Recorder() as recorder:
-            self.hidden = runner.model(x["token_ids"], x["positions"], kv_caches, meta)
+            step = ForwardContext(x["positions"], meta, kv_caches)
+            self.hidden = runner.model(x["token_ids"], step)
         self.pool = recorder.pool
         kernels = orders_of(runner.context.dtype)
         self.orders = np.zeros((len(recorder.calls), WORDS), np.int64)
@@ -275,12 +277,11 @@ class CpuGraphRunner:
         compile_all([self.run_orders], "a whole decode step")
 
     def can_run(self, batch: Batch) -> bool:
-        """Whether all sequences of `batch` decode, and are not too many; and no module has got a
-        forward hook meanwhile.
+        """Whether all sequences of `batch` decode, with no embeddings and no adapters, and are not
+        too many; and no module has got a forward hook meanwhile.
         """
-        return len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs and not any(
-            self.hooks
-        )
+        fits = len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs
+        return fits and not batch.extras and not any(self.hooks)
 
     @torch.inference_mode()
     def run(

@@ -169,11 +169,12 @@ class CudaGraphRunner:
             self.graphs[size] = graph_class(run, pool)
 
     def can_run(self, batch: Batch) -> bool:
-        "Whether a graph can run `batch`: decodes only, not too many, none too long."
+        """Whether a graph can run `batch`: plain decodes (no embeddings, no adapters), not too
+        many, none too long.
+        """
         num_seqs = len(batch.req_indices)
-        return (
-            num_seqs == batch.num_decodes <= self.sizes[-1] and batch.seq_lens.max() <= self.longest
-        )
+        fits = num_seqs == batch.num_decodes <= self.sizes[-1]
+        return fits and not batch.extras and batch.seq_lens.max() <= self.longest
 
     def run(
         self,

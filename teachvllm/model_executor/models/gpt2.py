@@ -16,6 +16,7 @@ from ...attention.backend import AttentionMetadata
 from teachvllm.model_executor.layers import (
     Attention,
     ColumnParallelLinear,
+    ForwardContext,
     ModelContext,
     ParallelLMHead,
     PPMissingLayer,
@@ -23,6 +24,7 @@ from teachvllm.model_executor.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     get_act_fn,
+    get_input_embeddings,
     make_layers,
 )
 
@@ -106,22 +108,18 @@ class GPT2Model(nn.Module):
         )
         self.ln_f = nn.LayerNorm(hidden, config.layer_norm_epsilon) if last else PPMissingLayer()
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list,
-        meta: AttentionMetadata,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """ids and positions [num_tokens], or what the stage before returned -> hidden states
-        [num_tokens, hidden_size].
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Token ids [num_tokens], or what the stage before returned -> hidden states [num_tokens,
+        hidden_size].
         """
-        x = self.wte(ids) + self.wpe(positions) if intermediate is None else intermediate
+        x = context.hidden_states
+        if x is None:
+            x = get_input_embeddings(self.wte, input_ids, context)
+            x = x + self.wpe(context.positions)
         layers = islice(self.h, self.start, self.end)
         # fewer caches: a profile of the first layers
-        for layer, kv_cache in zip(layers, kv_caches):
-            x = layer(x, kv_cache, meta)
+        for layer, kv_cache in zip(layers, context.kv_caches):
+            x = layer(x, kv_cache, context.attn_metadata)
         return self.ln_f(x)
 
 # %% ../../../nbs/33f_gpt2.ipynb #88e46c9d
@@ -165,20 +163,11 @@ class GPT2LMHeadModel(nn.Module):
             return name, tensor.T if isinstance(tensor, torch.Tensor) else TransposedSlice(tensor)
         return name, tensor
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list,
-        meta: AttentionMetadata,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size].
-
-        Of a pipeline, those behind this rank's stage; `intermediate` is what the stage before
-        returned.
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Token ids [num_tokens] -> hidden states [num_tokens, hidden_size]; of a pipeline, those
+        behind this rank's stage.
         """
-        return self.transformer(ids, positions, kv_caches, meta, intermediate)
+        return self.transformer(input_ids, context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "The last stage's [n, hidden_size] -> float32 [n, vocab_size], on all of its ranks."

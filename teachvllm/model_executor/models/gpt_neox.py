@@ -17,12 +17,14 @@ from ...config import require
 from teachvllm.model_executor.layers import (
     Attention,
     ColumnParallelLinear,
+    ForwardContext,
     ModelContext,
     ParallelLMHead,
     PPMissingLayer,
     RowParallelLinear,
     VocabParallelEmbedding,
     get_act_fn,
+    get_input_embeddings,
     make_layers,
 )
 from ..rotary_embedding import apply_rotary_emb, get_rope, rope_parameters
@@ -68,23 +70,18 @@ class GPTNeoXModel(nn.Module):
             nn.LayerNorm(hidden, config.layer_norm_eps) if last else PPMissingLayer()
         )
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list,
-        meta: AttentionMetadata,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """ids and positions [num_tokens], or what the stage before returned -> hidden states
-        [num_tokens, hidden_size].
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Token ids [num_tokens], or what the stage before returned -> hidden states [num_tokens,
+        hidden_size].
         """
-        x = self.embed_in(ids) if intermediate is None else intermediate
-        cos_sin = self.rotary(positions)
+        x = context.hidden_states
+        if x is None:
+            x = get_input_embeddings(self.embed_in, input_ids, context)
+        cos_sin = self.rotary(context.positions)
         layers = islice(self.layers, self.start, self.end)
         # fewer caches: a profile of the first layers
-        for layer, kv_cache in zip(layers, kv_caches):
-            x = layer(x, cos_sin, kv_cache, meta)
+        for layer, kv_cache in zip(layers, context.kv_caches):
+            x = layer(x, cos_sin, kv_cache, context.attn_metadata)
         return self.final_layer_norm(x)
 
 # %% ../../../nbs/33i_gpt_neox.ipynb #35bfc5df
@@ -109,20 +106,11 @@ class GPTNeoXForCausalLM(nn.Module):
             if config.tie_word_embeddings:
                 head.tie_weights(self.gpt_neox.embed_in)
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list,
-        meta: AttentionMetadata,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size].
-
-        Of a pipeline, those behind this rank's stage; `intermediate` is what the stage before
-        returned.
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Token ids [num_tokens] -> hidden states [num_tokens, hidden_size]; of a pipeline, those
+        behind this rank's stage.
         """
-        return self.gpt_neox(ids, positions, kv_caches, meta, intermediate)
+        return self.gpt_neox(input_ids, context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "The last stage's [n, hidden_size] -> float32 [n, vocab_size], on all of its ranks."

@@ -19,6 +19,7 @@ from teachvllm.model_executor.layers import (
     ActAndMul,
     Attention,
     MergedColumnParallelLinear,
+    ForwardContext,
     ModelContext,
     ParallelLMHead,
     PPMissingLayer,
@@ -28,6 +29,7 @@ from teachvllm.model_executor.layers import (
     VocabParallelEmbedding,
     add,
     config_field,
+    get_input_embeddings,
     make_layers,
 )
 from ..rotary_embedding import apply_rotary_emb, get_rope, rope_parameters
@@ -216,23 +218,18 @@ class LlamaModel(nn.Module):
         """
         return get_rope(head_size_of(config), max_position, rope_parameters(config))
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list,
-        meta: AttentionMetadata,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """ids and positions [num_tokens], or what the stage before returned -> hidden states
-        [num_tokens, hidden_size].
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Token ids [num_tokens], or what the stage before returned -> hidden states [num_tokens,
+        hidden_size].
         """
-        x = self.embed_tokens(ids) if intermediate is None else intermediate
-        cos_sin = self.rotary(positions)
+        x = context.hidden_states
+        if x is None:
+            x = get_input_embeddings(self.embed_tokens, input_ids, context)
+        cos_sin = self.rotary(context.positions)
         layers = islice(self.layers, self.start, self.end)
         # fewer caches: a profile of the first layers
-        for layer, kv_cache in zip(layers, kv_caches):
-            x = layer(x, cos_sin, kv_cache, meta)
+        for layer, kv_cache in zip(layers, context.kv_caches):
+            x = layer(x, cos_sin, kv_cache, context.attn_metadata)
         return self.norm(x)
 
 # %% ../../../nbs/33a_llama.ipynb #ee2fc950
@@ -270,20 +267,11 @@ class LlamaForCausalLM(nn.Module):
             if config.tie_word_embeddings:
                 head.tie_weights(self.model.embed_tokens)
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list,
-        meta: AttentionMetadata,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size].
-
-        Of a pipeline, those behind this rank's stage; `intermediate` is what the stage before
-        returned.
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Token ids [num_tokens] -> hidden states [num_tokens, hidden_size]; of a pipeline, those
+        behind this rank's stage.
         """
-        return self.model(ids, positions, kv_caches, meta, intermediate)
+        return self.model(input_ids, context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "The last stage's [n, hidden_size] -> float32 [n, vocab_size], on all of its ranks."

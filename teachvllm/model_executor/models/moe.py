@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['select_experts', 'group_by_expert', 'rows_of_each_expert', 'all_rows_for_each_expert', 'torch_grouped_mm',
-           'grouped_linear', 'UnquantizedFusedMoEMethod', 'FusedMoE', 'expert_modules', 'map_expert_weight',
-           'MixtralMoE', 'MixtralDecoderLayer', 'MixtralForCausalLM', 'Qwen3MoeSparseMoeBlock', 'Qwen3MoeDecoderLayer',
-           'Qwen3MoeForCausalLM']
+           'grouped_linear', 'UnquantizedFusedMoEMethod', 'ExpertsConfig', 'FusedMoE', 'expert_modules',
+           'map_expert_weight', 'MixtralMoE', 'MixtralDecoderLayer', 'MixtralForCausalLM', 'Qwen3MoeSparseMoeBlock',
+           'Qwen3MoeDecoderLayer', 'Qwen3MoeForCausalLM']
 
 # %% ../../../nbs/33g_moe.ipynb #4e198fbb
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from teachvllm.model_executor.layers import (
     ActAndMul,
+    LinearMethod,
     MergedColumnParallelLinear,
     ModelContext,
     ReplicatedLinear,
@@ -123,12 +124,30 @@ class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
         return grouped_linear(x, layer.weight.unflatten(0, (self.num_experts, -1)), ends)
 
 
+class ExpertsConfig:
+    """The `quant_config` of a stack of experts' matrices: the model's, where its method can
+    multiply rows by expert, else plain.
+    """
+
+    def __init__(self, num_experts: int, quant_config: Any = None):
+        self.num_experts = num_experts
+        self.quant_config = quant_config
+
+    def get_quant_method(self, layer: Any) -> LinearMethod:
+        "A method with an `apply_grouped`, as `UnquantizedFusedMoEMethod` has it."
+        if self.quant_config is not None:
+            method: LinearMethod = self.quant_config.get_quant_method(layer)
+            if hasattr(method, "apply_grouped"):
+                return method
+        return UnquantizedFusedMoEMethod(self.num_experts)
+
+
 class FusedMoE(nn.Module):
     """Gated MLPs of which each token uses `top_k`; of several ranks each has a slice of every
     expert. vLLM: `layers/fused_moe`.
 
-    The experts are not quantized, whatever the context's `quant_config` is. `ValueError` if the
-    ranks do not divide `intermediate_size`.
+    The context's `quant_config` may quantize the experts, too: with a method that has an
+    `apply_grouped`. `ValueError` if the ranks do not divide `intermediate_size`.
     """
 
     def __init__(
@@ -142,17 +161,14 @@ class FusedMoE(nn.Module):
         renormalize: bool = True,
     ):
         super().__init__()
-        plain = replace(context, quant_config=None)
+        experts = replace(context, quant_config=ExpertsConfig(num_experts, context.quant_config))
         sizes = [intermediate_size] * 2 * num_experts
         self.num_experts = num_experts
         self.top_k = top_k
         self.renormalize = renormalize
         # of each expert gate, then up
-        self.w13 = MergedColumnParallelLinear(hidden_size, sizes, plain)
-        self.w2 = RowParallelLinear(intermediate_size, [hidden_size] * num_experts, plain)
-        self.method = self.w13.linear_method = self.w2.linear_method = UnquantizedFusedMoEMethod(
-            num_experts
-        )
+        self.w13: Any = MergedColumnParallelLinear(hidden_size, sizes, experts)
+        self.w2: Any = RowParallelLinear(intermediate_size, [hidden_size] * num_experts, experts)
         self.act_fn = ActAndMul(act)
         self.tp = context.parallel.tp
 
@@ -160,8 +176,9 @@ class FusedMoE(nn.Module):
         "[num_tokens, hidden_size] and [num_tokens, num_experts] -> [num_tokens, hidden_size]."
         weights, experts = select_experts(router_logits, self.top_k, self.renormalize)
         order, ends = group_by_expert(experts, self.num_experts)
-        gate_up = self.method.apply_grouped(self.w13, x[order // self.top_k], ends)
-        y = self.method.apply_grouped(self.w2, self.act_fn(gate_up), ends)
+        grouped = x[order // self.top_k]
+        gate_up = self.w13.linear_method.apply_grouped(self.w13, grouped, ends)
+        y = self.w2.linear_method.apply_grouped(self.w2, self.act_fn(gate_up), ends)
         y = torch.empty_like(y).index_copy_(0, order, y)  # token by token again
         y = (y.unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1).to(x.dtype)
         return y if self.tp is None else self.tp.all_reduce(y)

@@ -16,6 +16,7 @@ from ...attention.backend import AttentionMetadata
 from teachvllm.model_executor.layers import (
     Attention,
     ColumnParallelLinear,
+    ForwardContext,
     ModelContext,
     ParallelLMHead,
     PPMissingLayer,
@@ -24,6 +25,7 @@ from teachvllm.model_executor.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     get_act_fn,
+    get_input_embeddings,
     make_layers,
 )
 
@@ -120,26 +122,18 @@ class OPTDecoder(nn.Module):
             nn.LayerNorm(hidden, elementwise_affine=affine) if has_norm else nothing()
         )
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list,
-        meta: AttentionMetadata,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """ids and positions [num_tokens], or what the stage before returned -> hidden states
-        [num_tokens, word_embed_proj_dim].
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Token ids [num_tokens], or what the stage before returned -> hidden states [num_tokens,
+        word_embed_proj_dim].
         """
-        x = intermediate
+        x = context.hidden_states
         if x is None:
-            x = self.project_in(self.embed_tokens(ids)) + self.embed_positions(
-                positions + POSITION_OFFSET
-            )
+            x = self.project_in(get_input_embeddings(self.embed_tokens, input_ids, context))
+            x = x + self.embed_positions(context.positions + POSITION_OFFSET)
         layers = islice(self.layers, self.start, self.end)
         # fewer caches: a profile of the first layers
-        for layer, kv_cache in zip(layers, kv_caches):
-            x = layer(x, kv_cache, meta)
+        for layer, kv_cache in zip(layers, context.kv_caches):
+            x = layer(x, kv_cache, context.attn_metadata)
         return self.project_out(self.final_layer_norm(x))
 
 # %% ../../../nbs/33b_opt.ipynb #6cd96a4d
@@ -174,20 +168,12 @@ class OPTForCausalLM(nn.Module):
             if config.tie_word_embeddings:
                 head.tie_weights(self.model.decoder.embed_tokens)
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list,
-        meta: AttentionMetadata,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """ids and positions [num_tokens] -> hidden states [num_tokens, word_embed_proj_dim].
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Token ids [num_tokens] -> hidden states [num_tokens, word_embed_proj_dim].
 
-        Of a pipeline, those behind this rank's stage, hidden_size wide but for the last;
-        `intermediate` is what the stage before returned.
+        Of a pipeline, those behind this rank's stage, hidden_size wide but for the last.
         """
-        return self.model.decoder(ids, positions, kv_caches, meta, intermediate)
+        return self.model.decoder(input_ids, context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "The last stage's [n, word_embed_proj_dim] -> float32 [n, vocab_size], on all of its ranks."

@@ -15,7 +15,13 @@ from torch import nn
 from ...attention.backend import AttentionBackend, AttentionMetadata, ReferenceBackend
 from ...attention.cpu import TorchSDPABackend
 from ...config import require
-from ..layers import Attention, ModelContext, attention_layers, load_weights
+from teachvllm.model_executor.layers import (
+    Attention,
+    ForwardContext,
+    ModelContext,
+    attention_layers,
+    load_weights,
+)
 
 # %% ../../../nbs/33_models.ipynb #b5aba9a0
 def flat_batch(
@@ -91,7 +97,7 @@ class Paged:
         ids = torch.tensor(
             [token for i, start, end in parts for token in self.sequences[i][start:end]]
         )
-        hidden = self.model(ids, positions, self.caches, meta)
+        hidden = self.model(ids, ForwardContext(positions, meta, self.caches))
         return list(self.model.compute_logits(hidden).split(meta.query_start_loc.diff().tolist()))
 
 # %% ../../../nbs/33_models.ipynb #f40b6df7
