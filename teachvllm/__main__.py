@@ -110,8 +110,8 @@ def conversation_ids(llm: Any, messages: list[dict[str, str]], max_tokens: int) 
         del messages[:2]
         print(
             (
-                f"(no room for {room} tokens within max_model_len={most}: the oldest question "
-                "is left out)"
+                f"(no room for {room} tokens within max_model_len={most}: the oldest question is "
+                "left out)"
             ),
             file=sys.stderr,
         )
@@ -537,8 +537,8 @@ def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
             "inspect",
             run_inspect,
             (
-                "say whether a model is supported and fits, and what an engine would do; loads "
-                "no weights"
+                "say whether a model is supported and fits, and what an engine would do; loads no "
+                "weights"
             ),
         ),
         (

@@ -368,9 +368,8 @@ def hint_if_busy() -> None:
     threads = torch.get_num_threads()
     if threads > 1 and load > cores:
         logger.warning(
-            "the machine is busy (load %.1f on %d cores): torch's %d threads may wait for "
-            "each other most of the time; "
-            "try OMP_NUM_THREADS=1 in the environment",
+            "the machine is busy (load %.1f on %d cores): torch's %d threads may wait for each "
+            "other most of the time; try OMP_NUM_THREADS=1 in the environment",
             load,
             cores,
             threads,
@@ -555,8 +554,8 @@ def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
     hf_config = apply_overrides(load_hf_config(path, args.trust_remote_code), args.hf_overrides)
     if getattr(hf_config, "is_encoder_decoder", False):
         raise NotSupportedYet(
-            f"model={args.model!r} is an encoder with a decoder ({hf_config.model_type}): "
-            "not in teachvllm yet"
+            f"model={args.model!r} is an encoder with a decoder ({hf_config.model_type}): not in "
+            "teachvllm yet"
         )
     longest = longest_text(hf_config, args.max_model_len)
     require(

@@ -21,7 +21,7 @@ from .viz import NO_STEPS, PALETTE, id_ranges
 KINDS = {  # what it means
     "allocate": "a sequence takes free blocks",
     "share": "a sequence holds blocks that others hold, too, or that were cached",
-    "free": "a sequence gives blocks back: it has ended, is preempted, or they have left its window",
+    "free": "a sequence gives blocks back: it ended, was preempted, or they have left its window",
     "cache": "full blocks whose content can be found from now on",
     "evict": "a free block is needed, and what was cached in it is lost",
     "copy": "a sequence writes into a block that others hold too, so it gets a copy of its own",
@@ -141,8 +141,8 @@ def event_text(step: StepTrace, group: EventGroup, finished: set[str]) -> str:
         return f"what was cached in {listed} is lost"
     if kind == "copy":
         return (
-            f"{name} writes into block {blocks[0]}, which others hold too: it gets a copy, "
-            f"block {blocks[1]}"
+            f"{name} writes into block {blocks[0]}, which others hold too: it gets a copy, block "
+            f"{blocks[1]}"
         )
     if kind == "swap_out":
         there = dict(step.swapped_out_blocks)
@@ -153,8 +153,8 @@ def event_text(step: StepTrace, group: EventGroup, finished: set[str]) -> str:
     if kind == "swap_in":
         back = {block: cpu for cpu, block in step.swapped_in_blocks}
         return (
-            f"{name} is swapped in: the CPU's "
-            f"{id_ranges([back[block] for block in blocks], 60)} come to {listed}"
+            f"{name} is swapped in: the CPU's {id_ranges([back[block] for block in blocks], 60)} "
+            f"come to {listed}"
         )
     rest = f"; {block_list(group.held)} others still hold" if group.held else ""
     if name not in finished and name not in step.preempted and name in step.block_tables:
@@ -287,9 +287,8 @@ class Looks:
         self.ids: dict[tuple, str] = {}
         self.symbols = [
             f"<pattern id='p{i}' width='6' height='6' patternUnits='userSpaceOnUse' "
-            f"patternTransform='rotate({45 * (i // 7)})'>"
-            f"<rect width='6' height='6' fill='{PALETTE[i % 7]}'/><rect width='2' "
-            "height='6' fill='#fff'/></pattern>"
+            f"patternTransform='rotate({45 * (i // 7)})'><rect width='6' height='6' "
+            f"fill='{PALETTE[i % 7]}'/><rect width='2' height='6' fill='#fff'/></pattern>"
             for i in range(7, len(self.names))
         ]
 
@@ -303,8 +302,8 @@ class Looks:
         rules = []
         for i in range(len(self.names)):
             stripes = (
-                f"repeating-linear-gradient({45 * (i // 7)}deg, {PALETTE[i % 7]} 0 4px, #fff "
-                "4px 6px)"
+                f"repeating-linear-gradient({45 * (i // 7)}deg, {PALETTE[i % 7]} 0 4px, #fff 4px "
+                "6px)"
             )
             rules.append(
                 f".s{i} {{ background: {stripes if i >= 7 else PALETTE[i]}; opacity: .6; }}"
@@ -468,8 +467,8 @@ class Frames:
         holders = self._holders(step.block_tables)
         shared = sum(len(names) > 1 for names in holders.values())
         counts = (
-            f"{len(holders)} blocks held, {shared} of them shared, {len(step.cached_blocks)} "
-            "free and cached"
+            f"{len(holders)} blocks held, {shared} of them shared, {len(step.cached_blocks)} free "
+            "and cached"
         )
         empty = step.num_free_blocks - len(step.cached_blocks)
         return FRAME_HTML.substitute(
@@ -554,8 +553,8 @@ class BlockPlayer(str):
 
     def __repr__(self) -> str:
         return (
-            f"BlockPlayer: a page of {len(self.encode()) / 1024:.0f} KiB; save(path) writes "
-            f"it. {self.UNTRUSTED}"
+            f"BlockPlayer: a page of {len(self.encode()) / 1024:.0f} KiB; save(path) writes it. "
+            f"{self.UNTRUSTED}"
         )
 
     def save(self, path: str | Path) -> Path:
@@ -627,8 +626,8 @@ def block_player(
         fit = max(1, sum(total <= room for total in accumulate(sizes[i] for i in chosen)))
         if fit < len(chosen):
             note += (
-                f" So are the last {len(chosen) - fit} of the {len(chosen)} others, to keep "
-                f"the page under {max_kib} KiB."
+                f" So are the last {len(chosen) - fit} of the {len(chosen)} others, to keep the "
+                f"page under {max_kib} KiB."
             )
         chosen = chosen[:fit]
     page = BlockPlayer(

@@ -211,8 +211,8 @@ class PoolerConfig(ShowAsTable):
     def __post_init__(self):
         if self.pooling_type in ("ALL", "STEP"):
             raise NotSupportedYet(
-                f"pooling_type={self.pooling_type!r} is not in teachvllm yet: a prompt "
-                "gets one vector"
+                f"pooling_type={self.pooling_type!r} is not in teachvllm yet: a prompt gets one "
+                "vector"
             )
         known = self.pooling_type in (None, "LAST", "MEAN", "CLS")
         require(known, f"pooling_type={self.pooling_type!r}: choose LAST, MEAN or CLS")
@@ -256,9 +256,8 @@ class ModelConfig(ShowAsTable):
         )
         require(
             asked <= longest,
-            f"max_model_len={asked} is greater than the derived max_model_len={longest}: "
-            "the positions that this model "
-            "was trained for",
+            f"max_model_len={asked} is greater than the derived max_model_len={longest}: the "
+            "positions that this model was trained for",
         )
         source = self.generation_config
         known = source in ("auto", "vllm") or (Path(source) / "generation_config.json").is_file()
@@ -339,8 +338,8 @@ class CacheConfig(ShowAsTable):
         require(
             0 < self.gpu_memory_utilization <= 1,
             (
-                f"gpu_memory_utilization={self.gpu_memory_utilization} is a fraction: above 0, "
-                "at most 1"
+                f"gpu_memory_utilization={self.gpu_memory_utilization} is a fraction: above 0, at "
+                "most 1"
             ),
         )
         for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
@@ -388,8 +387,8 @@ class SchedulerConfig(ShowAsTable):
         require(
             self.enable_chunked_prefill or tokens >= self.max_model_len,
             f"max_num_batched_tokens={tokens} cannot hold a prompt of "
-            f"max_model_len={self.max_model_len} tokens in one "
-            "step: raise it, lower max_model_len, or leave enable_chunked_prefill on",
+            f"max_model_len={self.max_model_len} tokens in one step: raise it, lower "
+            "max_model_len, or leave enable_chunked_prefill on",
         )
 
 # %% ../nbs/01_config.ipynb #ff3fecfc
@@ -510,8 +509,8 @@ class VllmConfig:
                 n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)
             ]
             what = (
-                f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv} "
-                "KV heads"
+                f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv} KV "
+                "heads"
             )
             require(size in fits, f"{what}: choose one of {fits}")
 

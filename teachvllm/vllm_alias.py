@@ -117,8 +117,8 @@ def get_tokenizer(
     require(
         path.is_dir(),
         (
-            f"tokenizer={tokenizer_name!r} is a GGUF file: make an LLM of it first, which "
-            "converts it to a folder"
+            f"tokenizer={tokenizer_name!r} is a GGUF file: make an LLM of it first, which converts "
+            "it to a folder"
         ),
     )
     fast = tokenizer_mode == "auto"
@@ -163,8 +163,8 @@ def missing(name: str) -> str:
         sorted(m for m in MODULES if m.startswith(f"{module}."))
     )
     return (
-        f"`{name}` is not in teachvllm, which stands in for vLLM {VERSION} here; `{module}` "
-        f"has: {has}"
+        f"`{name}` is not in teachvllm, which stands in for vLLM {VERSION} here; `{module}` has: "
+        f"{has}"
     )
 
 
@@ -238,7 +238,8 @@ class VllmAlias:
             return None
         if fullname not in MODULES:
             raise ModuleNotFoundError(missing(fullname))
-        return ModuleSpec(fullname, self, origin="teachvllm", is_package=True)  # type: ignore[arg-type]
+        loader: Any = self
+        return ModuleSpec(fullname, loader, origin="teachvllm", is_package=True)
 
     def find_distributions(
         self, context: DistributionFinder.Context | None = None

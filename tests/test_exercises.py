@@ -107,7 +107,7 @@ def test_usual_mistakes_are_named(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(checks, "PATIENCE", 1.0)  # on a busy machine, too
     exercise = EXERCISES[name]
     assert len(exercise.mistakes) >= 4
-    for sentence, mistake in exercise.mistakes.items():
+    for mistake, sentence in exercise.mistakes.items():
         mistake.__name__ = name  # by which `check` finds the exercise
         report = check(mistake, engine=False)
         assert not report.passed and sentence in report.text, f"{name}: {sentence}\n{report.text}"
