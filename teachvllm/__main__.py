@@ -95,11 +95,10 @@ def run_generate(parsed: argparse.Namespace) -> None:
 
 # %% ../nbs/98_command_line.ipynb #a6759ce9
 def conversation_ids(llm: Any, messages: list[dict[str, str]], max_tokens: int) -> list[int]:
-    """The prompt of a conversation; its oldest question and answer are deleted from `messages`
-    until it fits.
+    """The prompt of a conversation; its oldest messages are deleted until it fits.
 
-    It fits if it leaves room for an answer: for `max_tokens`, or for a quarter of what the model
-    takes if that is less.
+    Always a question and its answer together, from `messages`. It fits if it leaves room for an
+    answer: for `max_tokens`, or for a quarter of what the model takes if that is less.
     """
     from teachvllm.inputs import apply_chat_template
 
@@ -149,8 +148,7 @@ def converse(first: str, answer: Callable[[list[dict[str, str]]], Iterator[str]]
 
 # %% ../nbs/98_command_line.ipynb #3945808f
 def run_chat(parsed: argparse.Namespace) -> None:
-    """`teachvllm chat`: a conversation, with a model that is loaded here or, with `--url`, with a
-    server's.
+    """`teachvllm chat`: a conversation with a model here or, with `--url`, with a server's.
 
     A conversation that has grown too long for the model loses its oldest messages; a server refuses
     it.
@@ -193,8 +191,9 @@ def ask() -> str:
 
 # %% ../nbs/98_command_line.ipynb #17db2742
 def request_json(parsed: argparse.Namespace, path: str, body: dict[str, Any] | None = None) -> Any:
-    """An open answer of the server at `--url`; `ValueError` says what the server did not like, or
-    that there is none.
+    """An open answer of the server at `--url`.
+
+    `ValueError` says what the server did not like, or that there is none.
     """
     from urllib.error import HTTPError, URLError
     from urllib.parse import urlsplit
@@ -232,8 +231,9 @@ def lines_of(answer: Any) -> Iterator[str]:
 
 # %% ../nbs/98_command_line.ipynb #f2dde68a
 def ask_server(parsed: argparse.Namespace, path: str, field: str, value: Any) -> Iterator[str]:
-    """The pieces of an answer of the server at `--url`: of a conversation (`messages`) or of a text
-    (`prompt`).
+    """The pieces of an answer of the server at `--url`.
+
+    It answers a conversation (`messages`) or continues a text (`prompt`).
     """
     model = parsed.model_name
     if not model:
@@ -256,8 +256,9 @@ def ask_server(parsed: argparse.Namespace, path: str, field: str, value: Any) ->
 
 
 def pieces_of(lines: Iterable[str], field: str) -> Iterator[str]:
-    """The pieces of text in the lines of a stream, as they come: of a conversation (`messages`) or
-    of a text (`prompt`).
+    """The pieces of text in the lines of a stream, as they come.
+
+    The stream is of a conversation (`messages`) or of a text (`prompt`).
     """
     for line in lines:
         text = line.removeprefix("data:").strip()
@@ -271,9 +272,7 @@ def pieces_of(lines: Iterable[str], field: str) -> Iterator[str]:
 
 # %% ../nbs/98_command_line.ipynb #fdd313f6
 def run_complete(parsed: argparse.Namespace) -> None:
-    """`teachvllm complete`: each text, and then each line that is typed, with a server's
-    continuation.
-    """
+    "`teachvllm complete`: texts, or typed lines, each with a server's continuation."
     for text in parsed.text or iter(ask, ""):
         try:
             print(text, end="", flush=True)
@@ -287,8 +286,9 @@ def run_complete(parsed: argparse.Namespace) -> None:
 
 # %% ../nbs/98_command_line.ipynb #dcd9134e
 def extras() -> tuple[Any, Any, Any, Any]:
-    """The modules of the server: server, metrics, live page, load generator; `ValueError` says how
-    to install what is missing.
+    """The server's modules: server, metrics, live page, load generator.
+
+    `ValueError` says how to install what is missing.
     """
     try:
         names = ("entrypoints.api_server", "engine.metrics", "entrypoints.watch", "bench_serve")
@@ -346,8 +346,9 @@ def run_demo(parsed: argparse.Namespace) -> None:
 
 # %% ../nbs/98_command_line.ipynb #fdabda98
 def tied_copy_bytes(model: Any, device: str) -> int:
-    """Bytes of the heads that lie in memory twice: on a CPU a head that is tied to the embedding is
-    packed for its product.
+    """Bytes of the heads that lie in memory twice.
+
+    On a CPU a head that is tied to the embedding is packed for its product.
     """
     import torch
 
@@ -357,8 +358,9 @@ def tied_copy_bytes(model: Any, device: str) -> int:
 
 # %% ../nbs/98_command_line.ipynb #0880931c
 def memory_facts(config: VllmConfig) -> dict[str, Any]:
-    """The model's attention, weights and KV cache in numbers, and whether they fit: from its
-    shapes, without its weights.
+    """The model's attention, weights and KV cache in numbers, and whether they fit.
+
+    They come from the model's shapes, without its weights.
     """
     from teachvllm.model_executor.layers import attention_layers, import_compiled
     from teachvllm.model_executor.loader import default_tensors, make_context

@@ -32,8 +32,9 @@ KINDS = {  # what it means
 # %% ../nbs/07_block_player.ipynb #1c276b7b
 @dataclass(frozen=True)
 class BlockEvent:
-    """What one sequence did with some blocks of the GPU's pool in one go: `kind` is a key of
-    `KINDS`.
+    """What one sequence did with some blocks of the GPU's pool in one go.
+
+    `kind` is a key of `KINDS`.
     """
 
     step: int
@@ -53,8 +54,9 @@ def block_list(blocks: list[int]) -> str:
 # %% ../nbs/07_block_player.ipynb #462c52e1
 @dataclass
 class EventGroup:
-    """Neighbouring `block_events` of one kind and name, with what else holds their blocks right
-    after each.
+    """Neighbouring `block_events` of one kind and sequence, with the other holders of their blocks.
+
+    The holders are those right after each event.
     """
 
     kind: str
@@ -65,8 +67,9 @@ class EventGroup:
 
 # %% ../nbs/07_block_player.ipynb #28e70471
 def parts_of_moves(trace: Trace, step: StepTrace) -> set[tuple[str, int, str]]:
-    """The events that are parts of copies and swaps, which take blocks and give others back: they
-    are not told.
+    """The events that are parts of copies and swaps, which need no words of their own.
+
+    A copy or swap takes blocks and gives others back.
     """
     copies = {new: old for old, new in step.copied_blocks}
     parts = set[tuple[str, int, str]]()
@@ -311,8 +314,9 @@ class Looks:
         return "".join(rules)
 
     def look(self, kind: str, holders: tuple[str, ...] = (), filled: int = 0) -> str:
-        """The id of the symbol for a block that is `empty`, `cached`, or `held` by some, `filled`
-        slots of it with tokens.
+        """The id of the symbol for a block.
+
+        A block is `empty`, `cached`, or `held` by some, `filled` slots of it with tokens.
         """
         key = (kind, holders, filled)
         if key not in self.ids:
@@ -395,9 +399,7 @@ class Grid:
         return f"<use href='#{symbol}' x='{x}' y='{y}'/>"
 
     def arrow(self, kind: str, begin: tuple[str, int], end: tuple[str, int]) -> str:
-        """An arrow from block to block: below them where they stand in one row, else from edge to
-        edge.
-        """
+        "An arrow from block to block: below them if they stand in one row, else edge to edge."
         if begin not in self.places or end not in self.places:
             return ""
         (x0, y0), (x1, y1) = self.places[begin], self.places[end]
@@ -414,8 +416,9 @@ class Grid:
 
 # %% ../nbs/07_block_player.ipynb #81720d39
 def swapped_tables(trace: Trace) -> list[dict[str, list[int]]]:
-    """After each step, the CPU blocks of the sequences that are swapped out: their block tables as
-    they were, block by block.
+    """After each step, the CPU blocks of the sequences that are swapped out.
+
+    They are in the order of the block tables that the sequences had.
     """
     cpu: dict[str, list[int]] = {}
     known: dict[str, list[int]] = {}  # the tables after the step before
@@ -534,8 +537,9 @@ class Frames:
 
 # %% ../nbs/07_block_player.ipynb #a6fa1fde
 class BlockPlayer(str):
-    """The page, as a string; Jupyter shows it in a frame of its own, so that no style leaks in or
-    out.
+    """The page, as a string.
+
+    Jupyter shows it in a frame of its own, so that no style leaks in or out.
     """
 
     height = 640  # of the frame, in pixels
@@ -605,12 +609,11 @@ def page_parts(frames: Frames) -> dict[str, str]:
 def block_player(
     trace: Trace, path: str | Path | None = None, max_kib: int = 150, autoplay: bool = False
 ) -> BlockPlayer:
-    """A page that plays a recording block by block, in one file, which also reads without scripts;
-    saved to `path`.
+    """A page that plays a recording block by block, in one file; saved to `path`.
 
-    All steps are in it; if that would be more than `max_kib`, those with events; if that is still
-    too much, the first of those, and the page says how many it left out. With `autoplay` it starts
-    by itself, unless the reader's system asks for no motion.
+    It also reads without scripts. All steps are in it; if that would be more than `max_kib`, those
+    with events; if that is still too much, the first of those, and the page says how many it left
+    out. With `autoplay` it starts by itself, unless the reader's system asks for no motion.
     """
     require(len(trace.steps) > 0, NO_STEPS)
     frames = Frames(trace)

@@ -133,8 +133,9 @@ def resolve_hf_chat_template(
     tools: list[dict] | None = None,
     **options: Any,
 ) -> str | None:
-    """The chat template that is given, else the tokenizer's own for these tools; None if it has
-    none. vLLM: `chat_utils.py`.
+    """The chat template that is given, else the tokenizer's own for these tools; None: none.
+
+    vLLM: `chat_utils.py`.
     """
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)
@@ -196,10 +197,10 @@ class AliasDistribution(Distribution):
 
 # %% ../nbs/97_as_vllm.ipynb #1e49551d
 class VllmAlias:
-    """Finds and fills the modules of `NAMES` (see `sys.meta_path`), and the package `vllm` for
-    `importlib.metadata`.
+    """Finds and fills the modules of `NAMES`, and the package `vllm` for `importlib.metadata`.
 
-    As a context manager it gives the module `vllm`, and is removed at the end.
+    It is one of `sys.meta_path`. As a context manager it gives the module `vllm`, and is removed at
+    the end.
     """
 
     def __init__(self) -> None:
@@ -267,11 +268,10 @@ class VllmAlias:
 
 # %% ../nbs/97_as_vllm.ipynb #52c80930
 def as_vllm(force: bool = False) -> VllmAlias:
-    """From now on `import vllm` finds teachvllm: call it before the program's own imports, or use
-    it in a `with` statement.
+    """From now on `import vllm` finds teachvllm.
 
-    A second call changes nothing. Raises `ValueError` where the real vLLM is imported or installed,
-    unless `force`.
+    Call it before the program's own imports, or use it in a `with` statement. A second call changes
+    nothing. Raises `ValueError` where the real vLLM is imported or installed, unless `force`.
     """
     alias = next((finder for finder in sys.meta_path if isinstance(finder, VllmAlias)), None)
     if alias is None:
@@ -289,9 +289,7 @@ def as_vllm(force: bool = False) -> VllmAlias:
 
 # %% ../nbs/97_as_vllm.ipynb #782e9ce1
 def main(argv: Sequence[str] | None = None) -> None:
-    """`python -m teachvllm.vllm_alias [-m] PROGRAM ARG …`: as `python [-m] PROGRAM ARG …`, with
-    teachvllm as `vllm`.
-    """
+    "`python -m teachvllm.vllm_alias [-m] PROGRAM ARG …`: run it with teachvllm as `vllm`."
     args = list(sys.argv[1:] if argv is None else argv)
     is_module = args[:1] == ["-m"]
     args = args[is_module:]

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from ..block_player import BlockPlayer, block_player, event_text, grouped_events
-from ..config import require
+from ..config import VllmConfig, require
 from ..engine.async_llm import AsyncLLM
 from ..engine.llm_engine import LLMEngine
 from ..executor.executor_base import EngineClosedError
@@ -38,7 +38,8 @@ from ..viz import HATCHES, PALETTE, PHASES
 # %% ../../nbs/71_watch.ipynb #fd13b678
 def sse(data: bytes, event: str = "") -> bytes:
     "One server-sent event: `data` is a line of JSON."
-    return b"%sdata: %s\n\n" % (f"event: {event}\n".encode() if event else b"", data)
+    head = f"event: {event}\n".encode() if event else b""
+    return b"%sdata: %s\n\n" % (head, data)
 
 # %% ../../nbs/71_watch.ipynb #c99f1d3a
 def id_pairs(ids: Iterable[int]) -> list[int]:
@@ -54,11 +55,15 @@ def id_pairs(ids: Iterable[int]) -> list[int]:
 
 def ids_of(pairs: list[int]) -> set[int]:
     "The block ids of which `id_pairs` made these pairs."
-    return {block for i in range(0, len(pairs), 2) for block in range(pairs[i], pairs[i + 1] + 1)}
+    ids: set[int] = set()
+    for first, last in zip(pairs[::2], pairs[1::2]):
+        ids.update(range(first, last + 1))
+    return ids
 
 # %% ../../nbs/71_watch.ipynb #420da24e
-# `lost`: preempted, and not yet computed again
+# parts of a state that a frame names as a whole; `lost`: preempted, and not yet computed again
 LISTS = ("waiting", "running", "swapped", "lost", "prefill", "free")
+# the state of an engine without requests and blocks
 NOTHING: dict[str, Any] = dict.fromkeys(LISTS, []) | {
     "free": 0,
     "tables": {},
@@ -69,8 +74,7 @@ NOTHING: dict[str, Any] = dict.fromkeys(LISTS, []) | {
 
 # %% ../../nbs/71_watch.ipynb #9e5afc7b
 def difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What a page must be told that knows one state and is to show the next. What is not named is
-    as it was.
+    """What a page that knows one state needs to show the next. What is not named is as it was.
 
     Of a block table the frame has how many entries stay, and those that follow them; of cached
     blocks, the runs that came and the runs that went; None stands for what is gone. `computed` is
@@ -87,22 +91,19 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     tokens |= {i: None for i in before["tokens"] if i not in now["tokens"]}
     grown = {i: before["computed"].get(i, 0) + now["tokens"].get(i, 0) for i in now["computed"]}
     computed = {i: n for i, n in now["computed"].items() if n != grown[i]}
-    cached = [
-        id_pairs(now["cached"] - before["cached"]),
-        id_pairs(before["cached"] - now["cached"]),
-    ]
+    came = id_pairs(now["cached"] - before["cached"])
+    went = id_pairs(before["cached"] - now["cached"])
     parts = {
         "tables": tables,
         "tokens": tokens,
         "computed": computed,
-        "cached": cached if any(cached) else None,
+        "cached": [came, went] if came or went else None,
     }
     return frame | {name: part for name, part in parts.items() if part}
 
 # %% ../../nbs/71_watch.ipynb #442d05f2
 class StepEncoder:
-    """Makes frames of the steps of one recording: small dicts for JSON, each the difference to the
-    frame before.
+    """Makes frames of the steps of one recording: dicts for JSON, each the difference to the last.
 
     Every `KEY_EVERY`-th is a key frame, the difference to nothing, with which a reader can begin.
     Sequences have numbers in place of names; `look` is the first colour that no living sequence
@@ -112,7 +113,8 @@ class StepEncoder:
     KEY_EVERY = 64
 
     def __init__(self, trace: Trace):
-        self.trace = replace(trace, num_prompt_tokens={}, texts={}, steps=[])  # of those that live
+        # knows the living sequences only
+        self.trace = replace(trace, num_prompt_tokens={}, texts={}, steps=[])
         self.ids: dict[str, int] = {}
         self.looks: dict[str, int] = {}
         self.known: dict[str, int] = {}  # tokens that the next decode of a sequence comes after
@@ -120,7 +122,7 @@ class StepEncoder:
         self.num_frames = 0
         self.lost: set[str] = set()
         self.finished: deque[str] = deque(maxlen=256)
-        self.findable: set[int] = set()  # blocks whose content can be found, as far as was told
+        self.findable: set[int] = set()  # blocks whose content can be found, by the steps so far
         self.before = NOTHING
         self.last = StepTrace(-1, 0, 0, 0, 0, {}, {}, {}, [], [], [], [], [], trace.num_blocks)
 
@@ -129,37 +131,32 @@ class StepEncoder:
         new = self._meet(step)
         prefill = self._phases(step)
         frame = self._frame(self._state(step, prefill), step.step, step.start, new)
-        frame["ms"] = [
-            round(1000 * s, 3)
-            for s in (step.schedule_seconds, step.execute_seconds, step.process_seconds)
-        ]
-        lists = {"preempted": step.preempted, "finished": step.finished}
-        frame |= {
-            kind: [self.ids[name] for name in names if name in self.ids]
-            for kind, names in lists.items()
-            if names
-        }
+        seconds = (step.schedule_seconds, step.execute_seconds, step.process_seconds)
+        frame["ms"] = [round(1000 * part, 3) for part in seconds]
+        for kind, names in (("preempted", step.preempted), ("finished", step.finished)):
+            if names:
+                frame[kind] = [self.ids[name] for name in names if name in self.ids]
         moves = {
             "copied": step.copied_blocks,
             "out": step.swapped_out_blocks,
             "in": step.swapped_in_blocks,
         }
         frame |= {kind: pairs for kind, pairs in moves.items() if pairs}
-        if told := self._tell(step):
-            frame["said"] = told
+        texts = self._event_texts(step)
+        if texts:
+            frame["events"] = texts
         self.last = step
         return frame
 
     def idle(self) -> dict[str, Any]:
-        """The frame that says that no request is left: no step shows how the last ones gave back
-        their blocks.
+        """The frame that says that no request is left.
+
+        No step shows how the last ones gave back their blocks.
         """
         step = self.last
         state = NOTHING | {"free": self.trace.num_blocks, "cached": set(self.findable)}
-        return self._frame(state, step.step, step.start + step.seconds, []) | {
-            "ms": [0, 0, 0],
-            "idle": 1,
-        }
+        frame = self._frame(state, step.step, step.start + step.seconds, [])
+        return frame | {"ms": [0, 0, 0], "idle": 1}
 
     @property
     def is_idle(self) -> bool:
@@ -167,9 +164,7 @@ class StepEncoder:
         return not any(self.before[name] for name in ("tables", "waiting", "running", "swapped"))
 
     def _meet(self, step: StepTrace) -> list[str]:
-        """Forget the sequences that have ended; the names of those that are new get a number and a
-        look.
-        """
+        "Forget the sequences that have ended, and number those that are new: their names."
         self.trace.num_prompt_tokens |= step.num_prompt_tokens
         queues = (
             step.waiting,
@@ -191,42 +186,40 @@ class StepEncoder:
         return new
 
     def _arrival(self, name: str) -> tuple[int, int]:
+        "Sorts sequences as their requests came, and a request before its forks."
         order = list(self.trace.num_prompt_tokens)
-        ranks = [
-            order.index(n) if n in order else len(order)
-            for n in (request_of(self.trace, name), name)
-        ]
-        return ranks[0], ranks[1]
+
+        def rank(name: str) -> int:
+            return order.index(name) if name in order else len(order)
+
+        return rank(request_of(self.trace, name)), rank(name)
 
     def _phases(self, step: StepTrace) -> list[str]:
         "Which sequences of the step prefill: see `request_phases`, which knows all steps at once."
         prompts = self.trace.num_prompt_tokens
         prefill = []
         for name in self.ids:
-            self.known.setdefault(
-                name, self.known.get(request_of(self.trace, name), prompts.get(name, 0))
-            )
-        self.lost = ((self.lost | set(step.preempted)) & set(self.ids)) - set(
-            step.num_scheduled_tokens
-        )
+            if name not in self.known:  # a fork has its request's past
+                past = self.known.get(request_of(self.trace, name), prompts.get(name, 0))
+                self.known[name] = past
+        self.lost |= set(step.preempted)
+        self.lost &= set(self.ids)
+        self.lost -= set(step.num_scheduled_tokens)
         for name, num_tokens in step.num_scheduled_tokens.items():
             num_computed = step.num_computed_tokens.get(name, 0)
-            prefill += [name] if num_computed - num_tokens < self.known[name] else []
+            if num_computed - num_tokens < self.known[name]:
+                prefill.append(name)
             self.known[name] = max(self.known[name], num_computed)
         return prefill
 
     def _state(self, step: StepTrace, prefill: list[str]) -> dict[str, Any]:
         ids = self.ids
-        names = {
-            "waiting": step.waiting,
-            "running": step.running,
-            "swapped": step.swapped,
-            "lost": sorted(self.lost),
-        }
         return {
-            kind: [ids[name] for name in listed]
-            for kind, listed in (names | {"prefill": prefill}).items()
-        } | {
+            "waiting": [ids[name] for name in step.waiting],
+            "running": [ids[name] for name in step.running],
+            "swapped": [ids[name] for name in step.swapped],
+            "lost": [ids[name] for name in sorted(self.lost)],
+            "prefill": [ids[name] for name in prefill],
             "free": step.num_free_blocks,
             "cached": set(step.cached_blocks),
             "tables": {ids[name]: list(table) for name, table in step.block_tables.items()},
@@ -237,63 +230,67 @@ class StepEncoder:
     def _frame(
         self, state: dict[str, Any], number: int, at: float, new: list[str]
     ) -> dict[str, Any]:
-        key = self.num_frames % self.KEY_EVERY == 0
+        is_key = self.num_frames % self.KEY_EVERY == 0
         prompts = self.trace.num_prompt_tokens
-        met = [
+        frame: dict[str, Any] = {"step": number, "at": round(at, 4)}
+        if is_key:
+            frame["key"] = 1
+        introduced = [
             [self.ids[name], name, prompts.get(name, 0), self.looks[name]]
-            for name in (self.ids if key else new)
+            for name in (self.ids if is_key else new)
         ]
-        frame = (
-            {"step": number, "at": round(at, 4)}
-            | ({"key": 1} if key else {})
-            | ({"new": met} if met else {})
-        )
-        frame |= difference(NOTHING if key else self.before, state)
+        if introduced:
+            frame["new"] = introduced
+        frame |= difference(NOTHING if is_key else self.before, state)
         self.before = state
-        self.num_frames = self.num_frames + 1
+        self.num_frames += 1
         return frame
 
-    def _tell(self, step: StepTrace, most: int = 12) -> list[str]:
+    def _event_texts(self, step: StepTrace, most: int = 12) -> list[str]:
         "The events of the step's blocks, in the words of the block player."
         self.finished += step.finished
-        self.findable |= set(step.cached_blocks) if self.num_frames == 1 else set()
+        if self.num_frames == 1:
+            self.findable |= set(step.cached_blocks)
         for kind, block, _ in step.block_events:
-            if kind in ("cache", "evict"):
-                (self.findable.add if kind == "cache" else self.findable.discard)(block)
+            if kind == "cache":
+                self.findable.add(block)
+            elif kind == "evict":
+                self.findable.discard(block)
         if not step.block_events:
             return []
         groups = grouped_events(self.trace, step, self.last.block_tables)
-        told = [event_text(step, group, set(self.finished)) for group in groups[:most]]
-        return told + [f"and {len(groups) - most} more"] * (len(groups) > most)
+        texts = [event_text(step, group, set(self.finished)) for group in groups[:most]]
+        if len(groups) > most:
+            texts.append(f"and {len(groups) - most} more")
+        return texts
 
 # %% ../../nbs/71_watch.ipynb #2ed00ce6
 def merged(
     old: dict[int, Any], changes: dict[Any, Any], join: Callable[[Any, Any], Any]
 ) -> dict[int, Any]:
     "A dict with changes made to it, whose keys JSON has turned into strings; None: it is gone."
-    new = {
-        int(i): join(old.get(int(i)), value) for i, value in changes.items() if value is not None
-    }
-    return {
-        i: value
-        for i, value in (old | new).items()
-        if changes.get(i, changes.get(str(i), 0)) is not None
-    }
+    result = dict(old)
+    for key, value in changes.items():
+        i = int(key)
+        if value is None:
+            result.pop(i, None)
+        else:
+            result[i] = join(old.get(i), value)
+    return result
 
 # %% ../../nbs/71_watch.ipynb #9dd391e5
 class StepDecoder:
-    """Reads frames back into a `Trace`, as the page does: so a program can follow an engine, and a
-    test can compare.
+    """Reads frames back into a `Trace`, as the page does.
 
-    What the frames do not carry stays empty: the single `block_events`, the tokens. `said` has the
-    events in words.
+    So a program can follow an engine, and a test can compare. What the frames do not carry stays
+    empty: the single `block_events`, the tokens. `event_texts` has the events in words.
     """
 
     def __init__(self, pool: dict[str, Any]):
         self.trace = Trace(pool["num_blocks"], pool["block_size"], pool["block_bytes"])
         self.names: dict[int, str] = {}
         self.state = NOTHING
-        self.said = list[list[str]]()
+        self.event_texts: list[list[str]] = []  # of each step
         self.is_idle = True
 
     def __call__(self, frame: dict[str, Any]) -> None:
@@ -309,18 +306,18 @@ class StepDecoder:
             frame.get("tables", {}),
             lambda table, new: [*(table or [])[: new[0]], *new[1:]],
         )
-        told = {int(i): n for i, n in frame.get("computed", {}).items()}
-        now["computed"] = {
-            i: told.get(i, old["computed"].get(i, 0) + now["tokens"].get(i, 0))
-            for i in now["tables"]
-        }
+        named = {int(i): n for i, n in frame.get("computed", {}).items()}
+        now["computed"] = {}
+        for i in now["tables"]:
+            grown = old["computed"].get(i, 0) + now["tokens"].get(i, 0)
+            now["computed"][i] = named.get(i, grown)
         came, went = map(ids_of, frame.get("cached", ([], [])))
         now["cached"] = (old["cached"] - went) | came
         self.state = now
         self.is_idle = "idle" in frame
         if not self.is_idle:
             self.trace.steps.append(self._step(frame, now))
-            self.said.append(frame.get("said", []))
+            self.event_texts.append(frame.get("events", []))
 
     def _step(self, frame: dict[str, Any], now: dict[str, Any]) -> StepTrace:
         def named(kind: str, source: dict[str, Any] = now) -> list[str]:
@@ -354,26 +351,24 @@ class StepDecoder:
 
 # %% ../../nbs/71_watch.ipynb #ce95d7e9
 class Feed:
-    """The frames of the last `seconds`, `max_bytes` of them at most, and their readers. It belongs
-    to one event loop.
+    """The frames of the last `seconds`, `max_bytes` of them at most, and their readers.
 
-    A reader has no queue, only a place in the frames. One that is more than `MOST_BEHIND` frames
-    late goes on with the newest key frame, so that a slow page holds nothing up and costs no
-    memory. `look` is called when a reader has heard nothing new for a second: it may call `begin`,
-    `idle` or `end`.
+    It belongs to one event loop. A reader has no queue, only a place in the frames. One that is
+    more than `MOST_BEHIND` frames late goes on with the newest key frame, so that a slow page holds
+    nothing up and costs no memory. `look` is called when a reader has heard nothing new for a
+    second: it may call `begin`, `idle` or `end`.
     """
 
-    # frames; seconds between two messages to one reader
-    MOST_BEHIND = 256
-    INTERVAL = 0.05
+    MOST_BEHIND = 256  # frames
+    INTERVAL = 0.05  # seconds between two messages to one reader
 
     def __init__(self, look: Callable[[], None], seconds: float = 60.0, max_bytes: int = 8 << 20):
         self.look = look
         self.seconds = seconds
         self.max_bytes = max_bytes
         self.readers: set[asyncio.Event] = set()
-        self.why = ""  # it has ended
-        # with both a page knows a recording again
+        self.why = ""  # why the feed has ended; empty: it has not
+        # by name and number a page knows a recording again
         self.name = f"{time.time_ns():x}"
         self.num_recordings = 0
         self.clear()
@@ -382,24 +377,25 @@ class Feed:
         "Forget the recording."
         self.pool = b""  # what the page must know of the pool, as JSON
         self.encoder: StepEncoder | None = None
-        # when, whether it is a key frame, JSON
+        # (when, whether it is a key frame, JSON)
         self.frames: deque[tuple[float, bool, bytes]] = deque()
-        self.first = self.num_bytes = 0  # number of `frames[0]`; bytes of all
+        self.first = 0  # number of `frames[0]`
+        self.num_bytes = 0  # of all frames
 
     def begin(self, trace: Trace, **about: Any) -> None:
         "A recording begins: what is known of an earlier one is forgotten, by the readers too."
         self.clear()
-        self.num_recordings = self.num_recordings + 1
+        self.num_recordings += 1
         self.why = ""
         self.encoder = StepEncoder(trace)
         pool = {
             "num_blocks": trace.num_blocks,
             "block_size": trace.block_size,
             "block_bytes": trace.block_bytes,
+            **about,
+            "recording": f"{self.name}-{self.num_recordings}",
         }
-        self.pool = msgspec.json.encode(
-            pool | about | {"recording": f"{self.name}-{self.num_recordings}"}
-        )
+        self.pool = msgspec.json.encode(pool)
         self._wake()
 
     def add(self, step: StepTrace) -> None:
@@ -421,39 +417,38 @@ class Feed:
         data = msgspec.json.encode(frame)
         self.frames.append((frame["at"], "key" in frame, data))
         self.num_bytes += len(data)
-        if self.frames[0][0] < frame["at"] - self.seconds or self.num_bytes > self.max_bytes:
-            ends = [
-                i
-                for i, (_, key, _) in enumerate(islice(self.frames, StepEncoder.KEY_EVERY + 1))
-                if key and i
-            ]
-            if ends and (
-                self.frames[ends[0]][0] < frame["at"] - self.seconds
-                or self.num_bytes > self.max_bytes
-            ):
-                for _ in range(ends[0]):  # whole groups go, so that the first is a key frame
-                    self.num_bytes -= len(self.frames.popleft()[2])
-                    self.first += 1
+        oldest = frame["at"] - self.seconds
+        if self.frames[0][0] < oldest or self.num_bytes > self.max_bytes:
+            self._drop_first_group(oldest)
         self._wake()
 
+    def _drop_first_group(self, oldest: float) -> None:
+        "Forget the frames before the second key frame, so that the first stays a key frame."
+        group = islice(self.frames, StepEncoder.KEY_EVERY + 1)
+        ends = [i for i, (_, is_key, _) in enumerate(group) if is_key and i > 0]
+        if not ends:
+            return
+        end = ends[0]
+        if self.frames[end][0] < oldest or self.num_bytes > self.max_bytes:
+            for _ in range(end):
+                self.num_bytes -= len(self.frames.popleft()[2])
+                self.first += 1
+
     def _wake(self) -> None:
-        for news in self.readers:
-            news.set()
+        for wake_up in self.readers:
+            wake_up.set()
 
     def _from(self, place: int, patient: bool) -> tuple[int, list[bytes]]:
-        """The place after all frames, and those from a place on; from the last key frame, if that
-        is far back and no time is left.
+        """The place after all frames, and those from a place on.
+
+        They begin with the last key frame, if that place is far back and no time is left.
         """
         begin = max(0, place - self.first)
-        if (
-            self.frames
-            and not patient
-            and (place < self.first or len(self.frames) - begin > self.MOST_BEHIND)
-        ):
-            begin = max(i for i, (_, key, _) in enumerate(self.frames) if key)
-        return self.first + len(self.frames), [
-            data for _, _, data in islice(self.frames, begin, None)
-        ]
+        late = place < self.first or len(self.frames) - begin > self.MOST_BEHIND
+        if self.frames and late and not patient:
+            begin = max(i for i, (_, is_key, _) in enumerate(self.frames) if is_key)
+        end = self.first + len(self.frames)
+        return end, [data for _, _, data in islice(self.frames, begin, None)]
 
     async def read(self) -> AsyncGenerator[bytes, None]:
         """What one page reads: `pool` events, each followed by the recording so far; lists of
@@ -461,18 +456,21 @@ class Feed:
 
         Comments in between show the server whether the page is still there.
         """
-        news = asyncio.Event()
+        wake_up = asyncio.Event()
         recording = 0
         place = 0
-        self.readers.add(news)
+        self.readers.add(wake_up)
         try:
             while True:
-                news.clear()
+                wake_up.clear()
                 begins = bool(self.pool) and recording != self.num_recordings
-                message = b"retry: 1000\n\n" + sse(self.pool, "pool") if begins else b""
+                message = b""
+                if begins:
+                    message = b"retry: 1000\n\n" + sse(self.pool, "pool")
                 recording = self.num_recordings
-                place, came = self._from(self.first if begins else place, begins)
-                message += sse(b"[%s]" % b",".join(came)) if came else b""
+                place, frames = self._from(self.first if begins else place, patient=begins)
+                if frames:
+                    message += sse(b"[%s]" % b",".join(frames))
                 if not message:
                     self.look()
                 yield message or b": nothing new\n\n"
@@ -480,20 +478,27 @@ class Feed:
                     yield sse(msgspec.json.encode(self.why), "end")
                     return
                 await asyncio.sleep(self.INTERVAL)
-                alarm = asyncio.get_running_loop().call_later(1.0, news.set)
-                # `asyncio.wait_for` would miss that the page has left, if news came at that moment
-                # (before Python 3.12)
+                alarm = asyncio.get_running_loop().call_later(1.0, wake_up.set)
+                # before Python 3.12, `asyncio.wait_for` would miss that the page has left if a
+                # frame came at that moment
                 try:
-                    await news.wait()
+                    await wake_up.wait()
                 finally:
                     alarm.cancel()
         finally:
-            self.readers.discard(news)
+            self.readers.discard(wake_up)
 
 # %% ../../nbs/71_watch.ipynb #06ded33a
+def _about(config: VllmConfig) -> dict[str, Any]:
+    "What a page shows of an engine besides its pool."
+    return {
+        "model": str(config.model_config.model),
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+    }
+
+
 class Watcher:
-    """Shows an `AsyncLLM` to those pages that are open: one of its stat loggers, which records only
-    while there is one.
+    """A stat logger of an `AsyncLLM` that shows it to open pages; it records while one is open.
 
     `events` is what one page reads. When the last page leaves, the recording goes on for `linger`
     seconds, so that a page that is loaded again still has the last minute.
@@ -514,12 +519,16 @@ class Watcher:
         "The step that schedules it will show it."
 
     def record(self, arrived: EngineCoreOutputs, outputs: list[Any]) -> None:
-        "A step's news came from the core."
-        if arrived.trace and self.is_recording:
-            if self.early is None:
-                self.feed.add(arrived.trace)
-            else:  # what is left of an earlier recording comes before step 0
-                self.early = [*(self.early if arrived.trace.step else ()), arrived.trace]
+        "The outputs of a step came from the core."
+        step = arrived.trace
+        if step is None or not self.is_recording:
+            return
+        if self.early is None:
+            self.feed.add(step)
+            return
+        if step.step == 0:  # what came before is left of an earlier recording
+            self.early = []
+        self.early.append(step)
 
     def abort_request(self, request_id: str) -> None:
         "The next step will not show it."
@@ -539,16 +548,17 @@ class Watcher:
             self._follow()
 
     def close(self) -> None:
-        """Pages are told that the server stops, and leave. A server that waits for its connections
-        calls this first.
+        """Pages are told that the server stops, and leave.
+
+        A server that waits for its connections calls this first.
         """
         self.feed.end("the server stops")
 
     def _look(self) -> None:
-        if not self.engine.is_running:
-            self.feed.end(
-                str(self.engine.dead_error) if self.engine.errored else "the engine is closed"
-            )
+        if self.engine.errored:
+            self.feed.end(str(self.engine.dead_error))
+        elif not self.engine.is_running:
+            self.feed.end("the engine is closed")
         elif not self.engine.collectors:
             self.feed.idle()
 
@@ -563,39 +573,38 @@ class Watcher:
         async with self.lock:
             try:
                 if self.num_pages and not self.is_recording:
-                    self.early = []
-                    self.is_recording = True
-                    config = self.engine.config
-                    budget = config.scheduler_config.max_num_batched_tokens
-                    model = str(config.model_config.model)
-                    self.feed.begin(
-                        await self.engine.start_trace(), model=model, max_num_batched_tokens=budget
-                    )
-                    for step in self.early:
-                        self.feed.add(step)
-                    self.early = None
+                    await self._start()
                 elif self.is_recording and not self.num_pages:
-                    await asyncio.sleep(self.linger if self.engine.is_running else 0)
-                    if not self.num_pages:
-                        self.feed.clear()
-                        await self.engine.stop_trace()
-                        self.is_recording = False
+                    await self._stop()
             except Exception as error:  # the engine is dead, or cannot be recorded
                 self.is_recording = False
                 self.feed.end(str(error))
 
+    async def _start(self) -> None:
+        self.early = []
+        self.is_recording = True
+        trace = await self.engine.start_trace()
+        self.feed.begin(trace, **_about(self.engine.config))
+        for step in self.early:
+            self.feed.add(step)
+        self.early = None
+
+    async def _stop(self) -> None:
+        await asyncio.sleep(self.linger if self.engine.is_running else 0)
+        if not self.num_pages:  # no other page came meanwhile
+            self.feed.clear()
+            await self.engine.stop_trace()
+            self.is_recording = False
+
 # %% ../../nbs/71_watch.ipynb #34ced365
 POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src "
-    "'self'; img-src data:"
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
 )
-POLICY += "; base-uri 'none'; form-action 'none'"
 
 # %% ../../nbs/71_watch.ipynb #24738b22
 def watch_page() -> str:
-    """The page: one file of HTML with its style and its script, in the colours of the book's
-    figures.
-    """
+    "The page: one HTML file with its style and script, in the colours of the book's figures."
     text = files("teachvllm.entrypoints").joinpath("watch.html").read_text(encoding="utf-8")
     return text.replace(
         "/*BOOK*/null", json.dumps({"palette": PALETTE, "hatches": HATCHES, "phases": PHASES})
@@ -603,8 +612,9 @@ def watch_page() -> str:
 
 # %% ../../nbs/71_watch.ipynb #3fb2aa2a
 def is_loopback(host: str | None) -> bool:
-    """Whether this is an address of this machine's loopback, or `localhost`. No other name is: who
-    owns it says what it means.
+    """Whether this is an address of this machine's loopback, or `localhost`.
+
+    No other name is: who owns it says what it means.
     """
     try:
         address = ip_address(host or "")
@@ -616,26 +626,22 @@ def is_loopback(host: str | None) -> bool:
 def make_router(
     events: Callable[[], AsyncGenerator[bytes, None]], loopback_only: bool = True
 ) -> Any:
-    """A FastAPI router with `GET /watch`, the page, and `GET /watch/events`, the stream that it
-    reads.
-    """
+    "A FastAPI router with `GET /watch`, the page, and `GET /watch/events`, its stream."
     from fastapi import APIRouter, Depends, HTTPException, Request
     from fastapi.responses import HTMLResponse, StreamingResponse
 
     def guard(request: Request) -> None:
         hosts = {request.url.hostname, request.client.host if request.client else "localhost"}
-        ok = not loopback_only or all(map(is_loopback, hosts))
+        # a name of another machine: a page elsewhere may have made it mean this one
+        foreign = not all(map(is_loopback, hosts))
         # by a proxy on this machine
-        relayed = set(request.headers) & {"x-forwarded-for", "x-real-ip", "forwarded"}
-        # also a page elsewhere whose name was made to mean this machine
-        if not ok or (loopback_only and relayed):
-            raise HTTPException(
-                403,
-                (
-                    "/watch is for this machine only: open http://127.0.0.1:<port>/watch on it, or "
-                    "by ssh -L"
-                ),
+        relayed = bool(set(request.headers) & {"x-forwarded-for", "x-real-ip", "forwarded"})
+        if loopback_only and (foreign or relayed):
+            message = (
+                "/watch is for this machine only: open http://127.0.0.1:<port>/watch on it, or by "
+                "ssh -L"
             )
+            raise HTTPException(403, message)
 
     router = APIRouter(prefix="/watch", dependencies=[Depends(guard)], include_in_schema=False)
 
@@ -660,20 +666,21 @@ def make_watch_router(engine: AsyncLLM, loopback_only: bool = True) -> Any:
     only, unless told otherwise.
     """
     watchers = [logger for logger in engine.stat_loggers if isinstance(logger, Watcher)]
-    return make_router((watchers[0] if watchers else Watcher(engine)).events, loopback_only)
+    watcher = watchers[0] if watchers else Watcher(engine)
+    return make_router(watcher.events, loopback_only)
 
 # %% ../../nbs/71_watch.ipynb #00688eec
 class LiveSteps(list):
-    """The steps of a trace that is watched while it grows: each is told to `tell`, and those of the
-    last `seconds` are kept.
+    """The steps of a trace that is watched while it grows; those of the last `seconds` are kept.
 
-    What the trace knows of a request is kept as long, so that it does not grow without end.
+    `on_step` is called with each step. What the trace knows of a request is kept as long, so that it
+    does not grow without end.
     """
 
-    def __init__(self, trace: Trace, tell: Callable[[StepTrace], None], seconds: float):
+    def __init__(self, trace: Trace, on_step: Callable[[StepTrace], None], seconds: float):
         super().__init__()
         self.trace = trace
-        self.tell = tell
+        self.on_step = on_step
         self.seconds = seconds
         # name -> start of the last step that has it; the latest at the end
         self.seen: dict[str, float] = {}
@@ -696,21 +703,23 @@ class LiveSteps(list):
             for known in (name, request_of(self.trace, name)):
                 self.seen.pop(known, None)
                 self.seen[known] = step.start
-        while self.seen and self.seen[name := next(iter(self.seen))] < oldest:
+        while self.seen:
+            name, start = next(iter(self.seen.items()))
+            if start >= oldest:
+                break
             del self.seen[name]
             self.trace.num_prompt_tokens.pop(name, None)
             self.trace.texts.pop(name, None)
-        self.tell(step)
+        self.on_step(step)
 
 # %% ../../nbs/71_watch.ipynb #43c151d4
 class WatchedLLM:
-    """The page for an `LLM` in this process, served by a thread on a free port of the loopback
-    while it is recorded.
+    """The page for an `LLM` in this process, while it is recorded.
 
-    Jupyter shows it in a frame; `url` opens it anywhere on this machine. `trace` has the steps of
-    the last minute, and `player()` replays them where no page can be reached, as on Colab. A
-    context manager: `close` ends thread and recording. A recording by `LLM.record` takes this one's
-    place; it goes on afterwards, when the page looks.
+    A thread serves it on a free port of the loopback. Jupyter shows it in a frame; `url` opens it
+    anywhere on this machine. `trace` has the steps of the last minute, and `player()` replays them
+    where no page can be reached, as on Colab. A context manager: `close` ends thread and recording.
+    A recording by `LLM.record` takes this one's place; it goes on afterwards, when the page looks.
     """
 
     def __init__(self, engine: LLMEngine, port: int = 0, seconds: float = 60.0):
@@ -752,10 +761,8 @@ class WatchedLLM:
         self.trace.steps = LiveSteps(
             self.trace, lambda step: self._call(self.feed.add, step), self.seconds
         )
-        config = self.engine.config
-        budget = config.scheduler_config.max_num_batched_tokens
-        model = str(config.model_config.model)
-        self._call(lambda: self.feed.begin(self.trace, model=model, max_num_batched_tokens=budget))
+        facts = _about(self.engine.config)
+        self._call(lambda: self.feed.begin(self.trace, **facts))
 
     def _call(self, function: Callable, *args: Any) -> None:
         if not self.loop.is_closed():
@@ -813,9 +820,9 @@ class WatchedLLM:
 
 # %% ../../nbs/71_watch.ipynb #100eb7fa
 def watch(llm: Any, port: int = 0) -> WatchedLLM:
-    """Watch an `LLM` from the next step on: `with watch(llm) as page:`, or show `page` in one cell
-    and `generate` in the next.
+    """Watch an `LLM` from the next step on: `with watch(llm) as page:`.
 
-    `port=0` takes a free one; `OSError` if the port is in use.
+    Or show `page` in one cell and `generate` in the next. `port=0` takes a free one; `OSError` if
+    the port is in use.
     """
     return WatchedLLM(llm.llm_engine, port)

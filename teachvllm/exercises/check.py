@@ -31,8 +31,9 @@ from ..config import require
 
 # %% ../../nbs/93_check.ipynb #43531ba7
 def difference(got: Any, expected: Any, tolerance: float = 1e-4) -> str:
-    """What is not equal, in words; empty if nothing. Tensors and arrays are compared by shape and
-    by values.
+    """What is not equal, in words; empty if nothing.
+
+    Tensors and arrays are compared by shape and by values.
     """
     got, expected = (
         x.item() if getattr(x, "ndim", None) == 0 and hasattr(x, "item") else x
@@ -91,8 +92,9 @@ class Case:
 
 
 def call(*args: Any, **kwargs: Any) -> Case:
-    """A case that calls the answer with copies of these arguments; `NAME` in the text stands for
-    the answer's name.
+    """A case that calls the answer with copies of these arguments.
+
+    `NAME` in the text stands for the answer's name.
     """
     shown = ", ".join(
         [*(short(x, 60) for x in args), *(f"{key}={short(x, 60)}" for key, x in kwargs.items())]
@@ -114,15 +116,17 @@ def short(value: Any, limit: int = 200) -> str:
 
 # %% ../../nbs/93_check.ipynb #df77bb8f
 class TookTooLong(BaseException):
-    """A case took longer than its limit; no `Exception`, so that an answer's own `except Exception`
-    does not swallow it.
+    """A case took longer than its limit.
+
+    It is no `Exception`, so that an answer's own `except Exception` does not swallow it.
     """
 
 
 @contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
-    """Raise `TookTooLong` in this block after `seconds`; only in a Unix process's main thread. A
-    timer that runs is kept.
+    """Raise `TookTooLong` in this block after `seconds`.
+
+    It works in a Unix process's main thread only. A timer that runs is kept.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(
         signal, "setitimer"
@@ -153,8 +157,9 @@ def limit_time(seconds: float) -> Iterator[None]:
 # %% ../../nbs/93_check.ipynb #b3c442ae
 @dataclass(frozen=True)
 class Outcome:
-    """What a case gave: a `value`, or else `problem` says what went wrong instead. `written` is
-    false for a stub, named `stub`.
+    """What a case gave: a `value`, or else `problem` says what went wrong instead.
+
+    `written` is false for a stub, named `stub`.
     """
 
     value: Any = None
@@ -231,8 +236,9 @@ class Exercise:
 
 
 def find_target(target: str) -> tuple[Any, str, Any]:
-    """What 'module:name' or 'module:Class.name' names: the module or class that holds it, its name
-    there, and itself.
+    """The module or class that holds `target`, its name there, and itself.
+
+    `target` is 'module:name' or 'module:Class.name'.
     """
     module, _, path = target.partition(":")
     *outer, name = path.split(".")
@@ -259,8 +265,9 @@ def register(*exercises: Exercise) -> None:
 # %% ../../nbs/93_check.ipynb #f4a33a8b
 @contextmanager
 def stand_in(target: str, answer: Any) -> Iterator[list[int]]:
-    """Put `answer` in the place of `target` ('module:name' or 'module:Class.name') in the whole
-    package; yields [number of calls].
+    """Put `answer` in the place of `target` in the whole package; yields [number of calls].
+
+    `target` is 'module:name' or 'module:Class.name'.
     """
     owner, name, ours = find_target(target)
     calls = [0]
@@ -351,8 +358,9 @@ def serve_prompts(**options: Any) -> tuple[list[list[int]], float]:
 
 # %% ../../nbs/93_check.ipynb #2871b507
 def in_thread(work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises, done in a thread of its own: one that hangs does not keep the
-    process from ending.
+    """What `work` returns or raises, done in a thread of its own.
+
+    So a `work` that hangs does not keep the process from ending.
     """
     found: list[Any] = []
 
@@ -453,8 +461,9 @@ class Report:
 
 # %% ../../nbs/93_check.ipynb #2f97ce23
 def _name_mistake(exercise: Exercise, number: int, outcome: Outcome) -> str:
-    """The sentence of the known mistake that first goes wrong in case `number`, too, with the same
-    outcome; empty if none does.
+    """The sentence of the known mistake that goes wrong in case `number` with the same outcome.
+
+    It must be right in the cases before; empty if there is none.
     """
 
     def right(mistake: Any, case: Case) -> bool:
