@@ -314,7 +314,8 @@ def run_serve(parsed: argparse.Namespace) -> int:
         routers = [watch.make_watch_router(engine)] if parsed.watch else []
         return {"registry": logger.registry, "routers": routers}
 
-    return server.run_server(parsed, extend)
+    status: int = server.run_server(parsed, extend)
+    return status
 
 # %% ../nbs/98_command_line.ipynb #ffd4819c
 def run_demo(parsed: argparse.Namespace) -> None:
@@ -467,7 +468,8 @@ def run_inspect(parsed: argparse.Namespace) -> None:
 def add_options(command: argparse.ArgumentParser, name: str) -> None:
     "The options of one command."
     if name == "bench-serve":
-        return extras()[3].add_bench_serve_args(command)
+        extras()[3].add_bench_serve_args(command)
+        return
     if name != "complete":
         EngineArgs.add_cli_args(command.add_argument_group("engine"))
     if name == "serve":

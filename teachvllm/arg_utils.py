@@ -44,11 +44,12 @@ from .transformers_utils import DEFAULT_MODEL, find_model, load_hf_config
 # %% ../nbs/01b_arg_utils.ipynb #9390dbbf
 logger = logging.getLogger("teachvllm")
 Parser = typing.TypeVar("Parser", bound=argparse._ActionsContainer)
+Config = typing.TypeVar("Config")
 
 # %% ../nbs/01b_arg_utils.ipynb #be5098c7
 def json_object(text: str) -> dict[str, Any]:
     "What a JSON object says, for an option of the command line; `argparse` refuses another text."
-    value = json.loads(text)
+    value: dict[str, Any] = json.loads(text)
     require(isinstance(value, dict), "not a JSON object")
     return value
 
@@ -489,9 +490,10 @@ def resolve_pooler_config(args: "EngineArgs", hf_config: Any, folder: Path) -> P
     return PoolerConfig(**settled, task=task, has_labels=has_labels)
 
 # %% ../nbs/01b_arg_utils.ipynb #3e26821a
-def pick(args: EngineArgs, cls: type, **more: Any) -> Any:
+def pick(args: EngineArgs, cls: type[Config], **more: Any) -> Config:
     "A `cls` of those of its fields that `args` has, and `more`."
-    names = {f.name for f in dataclasses.fields(cls)} & {f.name for f in dataclasses.fields(args)}
+    wanted = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    names = wanted & {f.name for f in dataclasses.fields(args)}
     return cls(**{name: getattr(args, name) for name in names} | more)
 
 # %% ../nbs/01b_arg_utils.ipynb #1f021b6b
@@ -542,7 +544,9 @@ def longest_text(hf_config: Any, asked: int | None = None) -> int | None:
     A squeezed rotary embedding has more than it was trained for. `NotSupportedYet` if more are
     `asked` for than a "dynamic" one can have. vLLM: `_get_and_verify_max_len` in `config.py`.
     """
-    longest: Any = getattr(hf_config, "max_position_embeddings", None)
+    longest: int | None = getattr(hf_config, "max_position_embeddings", None)
+    if longest is None:
+        return None
     rope = getattr(hf_config, "rope_parameters", None)
     rope = rope or getattr(hf_config, "rope_scaling", None) or {}
     kind = rope.get("rope_type") or rope.get("type")

@@ -285,19 +285,19 @@ class ModelConfig(ShowAsTable):
 
     @property
     def num_layers(self) -> int:
-        return self.hf_config.num_hidden_layers
+        return int(self.hf_config.num_hidden_layers)
 
     @property
     def vocab_size(self) -> int:
-        return self.hf_config.vocab_size
+        return int(self.hf_config.vocab_size)
 
     @property
     def hidden_size(self) -> int:
-        return self.hf_config.hidden_size
+        return int(self.hf_config.hidden_size)
 
     @property
     def num_attention_heads(self) -> int:
-        return self.hf_config.num_attention_heads
+        return int(self.hf_config.num_attention_heads)
 
     @property
     def num_kv_heads(self) -> int:

@@ -198,7 +198,9 @@ def startup_record() -> dict[str, Any]:
     `arguments`, `device`, `ms` in all; by name the `stages` with `ms` and the `mib` by which the
     process grew; `bytes` by kind; and the `blocks`.
     """
-    return json.loads(files("teachvllm").joinpath("startup.json").read_text(encoding="utf-8"))
+    text = files("teachvllm").joinpath("startup.json").read_text(encoding="utf-8")
+    record: dict[str, Any] = json.loads(text)
+    return record
 
 # %% ../nbs/05_trace.ipynb #2f17e446
 def host_phases(step: StepTrace) -> list[tuple[str, float, float]]:

@@ -143,7 +143,7 @@ def get_tokenizer(
 def resolve_hf_chat_template(
     tokenizer: Any,
     chat_template: str | None = None,
-    tools: list[dict] | None = None,
+    tools: list[dict[str, Any]] | None = None,
     **options: Any,
 ) -> str | None:
     """The chat template that is given, else the tokenizer's own for these tools; None: none.
@@ -151,9 +151,10 @@ def resolve_hf_chat_template(
     vLLM: `chat_utils.py`.
     """
     try:
-        return tokenizer.get_chat_template(chat_template, tools=tools)
+        template: str = tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:
         return None
+    return template
 
 # %% ../nbs/97_as_vllm.ipynb #765295ba
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -204,7 +205,7 @@ class AliasDistribution(Distribution):
 
     def locate_file(self, path: Any) -> Path:
         "Where a file of the package is: beside ours."
-        return Path(__file__).parent / path
+        return Path(__file__).parent.joinpath(path)
 
 # %% ../nbs/97_as_vllm.ipynb #1e49551d
 class VllmAlias:

@@ -512,7 +512,7 @@ class Watcher:
         self.is_recording = False
         self.early: list[StepTrace] | None = None  # steps that come before `start_trace` returns
         self.lock = asyncio.Lock()
-        self.tasks = set[asyncio.Task]()
+        self.tasks: set[asyncio.Task[None]] = set()
         engine.stat_loggers.append(self)
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -670,7 +670,7 @@ def make_watch_router(engine: AsyncLLM, loopback_only: bool = True) -> Any:
     return make_router(watcher.events, loopback_only)
 
 # %% ../../nbs/71_watch.ipynb #00688eec
-class LiveSteps(list):
+class LiveSteps(list[StepTrace]):
     """The steps of a trace that is watched while it grows; those of the last `seconds` are kept.
 
     `on_step` is called with each step. What the trace knows of a request is kept as long, so that it
@@ -764,7 +764,7 @@ class WatchedLLM:
         facts = _about(self.engine.config)
         self._call(lambda: self.feed.begin(self.trace, **facts))
 
-    def _call(self, function: Callable, *args: Any) -> None:
+    def _call(self, function: Callable[..., Any], *args: Any) -> None:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(function, *args)
 

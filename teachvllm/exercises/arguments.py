@@ -143,13 +143,13 @@ register(
 )
 
 # %% ../../nbs/93ac_exercises_arguments.ipynb #331536b7
-def _gguf_case(said: str, kind: int, data: bytes) -> Case:
+def _gguf_case(tried: str, kind: int, data: bytes) -> Case:
     def run(answer: Any) -> tuple[Any, str]:
         file = io.BytesIO(data + b"the next value")
         value = answer(file, kind)
         return value, f"the file stands at byte {file.tell()} of {len(data)}"
 
-    return Case(f"NAME(file, {kind}), {said}: {data[:24].hex(' ')}{' …' * (len(data) > 24)}", run)
+    return Case(f"NAME(file, {kind}), {tried}: {data[:24].hex(' ')}{' …' * (len(data) > 24)}", run)
 
 # %% ../../nbs/93ac_exercises_arguments.ipynb #e3362260
 def _gguf_answer(variant: str = "") -> Any:
@@ -386,7 +386,7 @@ register(
 )
 
 # %% ../../nbs/93ac_exercises_arguments.ipynb #ca289afd
-def _output_case(said: str, num_tokens: int, *times: Any) -> Case:
+def _output_case(tried: str, num_tokens: int, *times: Any) -> Case:
     def run(answer: Any) -> Any:
         part = CompletionOutput(
             0, "", list(range(num_tokens)), finish_reason="length" if times[-1] else None
@@ -398,7 +398,7 @@ def _output_case(said: str, num_tokens: int, *times: Any) -> Case:
 
     return Case(
         (
-            f"NAME(output), {said}: {num_tokens} tokens; arrived, scheduled, first token, "
+            f"NAME(output), {tried}: {num_tokens} tokens; arrived, scheduled, first token, "
             f"finished: {list(times)}"
         ),
         run,

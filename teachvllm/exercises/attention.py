@@ -142,13 +142,13 @@ def _paged_sequence(
 
 
 def _pages_case(seq_len: int, m: int, heads: tuple[int, int]) -> _check.Case:
-    said = (
+    tried = (
         f"the last {m} of {seq_len} tokens, query heads and KV heads {heads}, 4 numbers each, "
         "blocks of 4"
     )
     args = _paged_sequence(seq_len, m, heads, 4)
     return _check.Case(
-        "NAME: " + said,
+        "NAME: " + tried,
         lambda answer: answer(*(x.clone() if isinstance(x, torch.Tensor) else x for x in args)),
     )
 
@@ -260,11 +260,11 @@ def _decodes_case(lens: list[int], heads: tuple[int, int]) -> _check.Case:
         first = first + some.shape[1]
     q = torch.cat([part[0] for part in parts])
     cache = torch.cat([part[1] for part in parts], 1)
-    said = (
+    tried = (
         f"sequences of {lens} tokens, query heads and KV heads {heads}, 4 numbers each, blocks of 4"
     )
     return _check.Case(
-        "NAME: " + said,
+        "NAME: " + tried,
         lambda answer: answer(q.clone(), cache.clone(), tables.clone(), torch.tensor(lens)),
     )
 
@@ -388,7 +388,7 @@ def _tiles_case(
 ) -> _check.Case:
     _, (k, v), table, *_ = _paged_sequence(end, 1, (1, 1), 4, block_size, seed=end)
     g = torch.Generator().manual_seed(1)
-    said = (
+    tried = (
         f"rows at positions {position}, keys before {end}, tiles of {tile}, pages of {block_size}"
     )
     args = (
@@ -399,7 +399,7 @@ def _tiles_case(
         table,
     )
     return _check.Case(
-        "NAME: " + said, lambda answer: answer(*(x.clone() for x in args), end, 0.7, tile)
+        "NAME: " + tried, lambda answer: answer(*(x.clone() for x in args), end, 0.7, tile)
     )
 
 # %% ../../nbs/93c_exercises_attention.ipynb #831eb497
@@ -549,11 +549,11 @@ def _programs_case(
                 found.append(f"{low} to {full}, masked {full} to {end}" if low < end else "nothing")
         return found
 
-    said = (
+    tried = (
         f"NAME of each program, block after block, split after split; query_len={query_len}, "
         f"seq_len={seq_len}"
     )
-    return _check.Case(f"{said}, block_q={block_q}, tile={tile}, num_splits={num_splits}", run)
+    return _check.Case(f"{tried}, block_q={block_q}, tile={tile}, num_splits={num_splits}", run)
 
 
 def _programs_at_work(answer: Any) -> str:
@@ -904,10 +904,10 @@ def _tiles_met(position, num_tokens, first_key, tile, window, fault: str = "") -
 def _met_case(
     position: int, num_tokens: int, first_key: int, tile: int, window: int
 ) -> _check.Case:
-    said = f"{position=}, {num_tokens=}, {first_key=}, {tile=}, {window=}"
+    tried = f"{position=}, {num_tokens=}, {first_key=}, {tile=}, {window=}"
     args = (position, num_tokens, first_key, tile, window)
     return _check.Case(
-        f"NAME({said}), as a list of tiles", lambda answer: list(range(*answer(*args)))
+        f"NAME({tried}), as a list of tiles", lambda answer: list(range(*answer(*args)))
     )
 
 
@@ -1009,12 +1009,12 @@ def _pack(weight: torch.Tensor, fault: str = "") -> torch.Tensor:
 
 
 def _pack_case(
-    said: str, size: int, width: int, dtype: torch.dtype, look: Callable[[torch.Tensor], Any]
+    tried: str, size: int, width: int, dtype: torch.dtype, look: Callable[[torch.Tensor], Any]
 ) -> _check.Case:
     weight = torch.arange(size * width).view(size, width).to(dtype)
     text = (
         f"NAME(arange({size * width}).view({size}, "
-        f"{width}).to({str(dtype).removeprefix('torch.')})): {said}"
+        f"{width}).to({str(dtype).removeprefix('torch.')})): {tried}"
     )
     return _check.Case(text, lambda answer: look(answer(weight.clone())))
 

@@ -249,8 +249,8 @@ def _take_case(free_ids: list[int], cached: list[int], in_use: list[int]) -> Cas
             return [block]
         return [block, free, list(order), hash_of, block_of]
 
-    said = f"free_ids = {free_ids}, cached = {cached}, and in use with a hash: {in_use}; NAME(…)"
-    return Case(f"{said}  -> [block, free_ids, cached, hash_of, block_of]", run)
+    tried = f"free_ids = {free_ids}, cached = {cached}, and in use with a hash: {in_use}; NAME(…)"
+    return Case(f"{tried}  -> [block, free_ids, cached, hash_of, block_of]", run)
 
 
 def _returns_the_item(
@@ -259,16 +259,64 @@ def _returns_the_item(
     return free_ids.pop() if free_ids else cached.popitem(last=False)
 
 
-def _allocates(answer: Any) -> Any:
-    def allocate(self: BlockAllocator) -> int:
-        if not self._empty and self._num_used < self.num_blocks:  # never used: as good as empty
-            self._empty.append(self._num_used)
-            self._num_used += 1
-        block_id = answer(self._empty, self._cached, self._hash_of, self._block_of)
-        self._ref_counts[block_id] = 1
-        return block_id
+def _allocator_that_takes(answer: Any) -> type:
+    "A `BlockAllocator` in plain lists and dictionaries; the answer says which block is next."
 
-    return allocate
+    class Allocator(BlockAllocator):
+        def __init__(self, num_blocks: int):
+            super().__init__(num_blocks)
+            self.ref_counts = [0] * num_blocks
+            self.free_ids = list(range(num_blocks - 1, -1, -1))
+            self.cached: OrderedDict[int, None] = OrderedDict()
+            self.hash_of: dict[int, bytes] = {}
+            self.block_of: dict[bytes, int] = {}
+
+        def get_num_free_blocks(self) -> int:
+            return len(self.free_ids) + len(self.cached)
+
+        def ref_count(self, block_id: int) -> int:
+            return self.ref_counts[block_id]
+
+        def allocate(self) -> int:
+            block_id = answer(self.free_ids, self.cached, self.hash_of, self.block_of)
+            self.ref_counts[block_id] = 1
+            return block_id
+
+        def touch(self, block_id: int) -> int:
+            self.cached.pop(block_id, None)
+            self.ref_counts[block_id] += 1
+            return block_id
+
+        def free(self, block_id: int) -> None:
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] > 0:
+                return
+            if block_id in self.hash_of:
+                self.cached[block_id] = None
+            else:
+                self.free_ids.append(block_id)
+
+        def cache_full_block(self, block_id: int, block_hash: bytes) -> None:
+            if block_id not in self.hash_of and block_hash not in self.block_of:
+                self.hash_of[block_id] = block_hash
+                self.block_of[block_hash] = block_id
+
+        def get_cached_block(self, block_hash: bytes) -> int | None:
+            return self.block_of.get(block_hash)
+
+        def get_cached_blocks(self) -> list[int]:
+            return list(self.cached)
+
+        def get_used_blocks(self) -> dict[int, int]:
+            return {block_id: n for block_id, n in enumerate(self.ref_counts) if n}
+
+        def reset_prefix_cache(self) -> None:
+            self.free_ids += self.cached
+            self.cached.clear()
+            self.hash_of.clear()
+            self.block_of.clear()
+
+    return Allocator
 
 # %% ../../nbs/93ad_exercises_blocks.ipynb #c6df6245
 register(
@@ -329,8 +377,8 @@ register(
             "of a block that was cached?"
         ),
         engine=_serve(
-            _allocates,
-            "teachvllm.core.block_allocator:BlockAllocator.allocate",
+            _allocator_that_takes,
+            "teachvllm.core.block_manager:BlockAllocator",
             num_gpu_blocks_override=22,
             swap_space=0,
         ),

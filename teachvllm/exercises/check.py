@@ -57,37 +57,35 @@ def difference(got: Any, expected: Any, tolerance: float = 1e-4) -> str:
             (f"[{i}]", difference(*pair, tolerance)) for i, pair in enumerate(zip(got, expected))
         )
     elif isinstance(expected, Mapping):
-        if not isinstance(got, Mapping) or set(got) != set(expected):
-            keys = sorted(map(str, expected))
-            return (
-                f"keys {sorted(map(str, got))}, not {keys}"
-                if isinstance(got, Mapping)
-                else f"no dictionary with keys {keys}"
-            )
+        keys = sorted(map(str, expected))
+        if not isinstance(got, Mapping):
+            return f"no dictionary with keys {keys}"
+        if set(got) != set(expected):
+            return f"keys {sorted(map(str, got))}, not {keys}"
         parts = ((f"[{key!r}]", difference(got[key], expected[key], tolerance)) for key in expected)
     elif isinstance(expected, float) and isinstance(got, int | float):
-        same = (
-            math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)
-            or got != got
-            and expected != expected
-        )
+        both_nan = got != got and expected != expected
+        same = both_nan or math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)
         return "" if same else f"{got!r}, not {expected!r}"
     elif getattr(got, "ndim", 0):
         return f"a {type(got).__name__} of shape {tuple(got.shape)}, not {expected!r}"
     else:
-        same = got is expected or (
-            isinstance(got, bool) == isinstance(expected, bool) and bool(got == expected)
-        )
+        of_one_kind = isinstance(got, bool) == isinstance(expected, bool)
+        same = got is expected or (of_one_kind and bool(got == expected))
         return "" if same else f"{got!r}, not {expected!r}"
-    where, what = next(((where, what) for where, what in parts if what), ("", ""))
-    return f"at {where}{what[3:]}" if what.startswith("at ") else what and f"at {where}: {what}"
+    for where, what in parts:
+        if what.startswith("at "):
+            return f"at {where}{what[3:]}"
+        if what:
+            return f"at {where}: {what}"
+    return ""
 
 # %% ../../nbs/93_check.ipynb #4c47a013
 @dataclass(frozen=True)
 class Case:
-    "One try: `said` is what is tried, in words; `run(answer)` tries it and returns what came out."
+    "One try: `tried` is what is tried, in words; `run(answer)` tries it and returns what came out."
 
-    said: str
+    tried: str
     run: Callable[[Any], Any]
 
 
@@ -96,12 +94,13 @@ def call(*args: Any, **kwargs: Any) -> Case:
 
     `NAME` in the text stands for the answer's name.
     """
-    shown = ", ".join(
-        [*(short(x, 60) for x in args), *(f"{key}={short(x, 60)}" for key, x in kwargs.items())]
-    )
-    return Case(
-        f"NAME({shown})", lambda answer: answer(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    )
+    shown = [short(value, 60) for value in args]
+    shown += [f"{key}={short(value, 60)}" for key, value in kwargs.items()]
+
+    def run(answer: Any) -> Any:
+        return answer(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+
+    return Case(f"NAME({', '.join(shown)})", run)
 
 
 def one_line(text: str, limit: int = 200) -> str:
@@ -128,9 +127,8 @@ def limit_time(seconds: float) -> Iterator[None]:
 
     It works in a Unix process's main thread only. A timer that runs is kept.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(
-        signal, "setitimer"
-    ):
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not hasattr(signal, "setitimer"):
         yield
         return
     over = False
@@ -150,9 +148,8 @@ def limit_time(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
         if left:
-            signal.setitimer(
-                signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - began)), interval
-            )
+            left -= time.monotonic() - began
+            signal.setitimer(signal.ITIMER_REAL, max(0.01, left), interval)
 
 # %% ../../nbs/93_check.ipynb #b3c442ae
 @dataclass(frozen=True)
@@ -171,11 +168,8 @@ class Outcome:
 def _files_of(answer: Any) -> set[str]:
     "The files, or cells, in which the answer's functions are written."
     methods = vars(answer).values() if isinstance(answer, type) else [answer]
-    return {
-        m.__code__.co_filename
-        for m in (getattr(m, "__func__", m) for m in methods)
-        if isinstance(m, FunctionType)
-    }
+    functions = [getattr(method, "__func__", method) for method in methods]
+    return {f.__code__.co_filename for f in functions if isinstance(f, FunctionType)}
 
 
 def attempt(case: Case, answer: Any, seconds: float) -> Outcome:
@@ -193,17 +187,13 @@ def attempt(case: Case, answer: Any, seconds: float) -> Outcome:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit and asyncio's CancelledError
-        own = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename in _files_of(answer)
-        ]
-        where = (
-            f"\n            in line {own[-1].lineno} of its cell or file: {own[-1].line}"
-            if own
-            else ""
-        )
-        return Outcome(problem=f"{type(error).__name__}: {one_line(str(error))}{where}")
+        problem = f"{type(error).__name__}: {one_line(str(error))}"
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename in _files_of(answer)]
+        if own:
+            last = own[-1]
+            problem += f"\n            in line {last.lineno} of its cell or file: {last.line}"
+        return Outcome(problem=problem)
     return Outcome(value, written=value is not Ellipsis)
 
 # %% ../../nbs/93_check.ipynb #ff16be32
@@ -285,18 +275,15 @@ def stand_in(target: str, answer: Any) -> Iterator[list[int]]:
     else:
         new = staticmethod(counted) if isinstance(ours, staticmethod) else counted
     modules = [vars(m) for key, m in list(sys.modules.items()) if key.split(".")[0] == "teachvllm"]
-    places = (
-        [(owner, name)]
-        if in_class
-        else [(m, key) for m in modules for key, value in list(m.items()) if value is ours]
-    )
+    # the names in all modules that stand for ours
+    bindings = [(m, key) for m in modules for key, value in list(m.items()) if value is ours]
 
     def put(value: Any) -> None:
-        for place, key in places:
-            if in_class:
-                setattr(place, key, value)
-            else:
-                place[key] = value
+        if in_class:
+            setattr(owner, name, value)
+            return
+        for module, key in bindings:
+            module[key] = value
 
     try:
         put(new)
@@ -378,7 +365,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return found[0]
 
 # %% ../../nbs/93_check.ipynb #abaa9c9f
-ROUNDS = 2  # the quicker of two is told
+ROUNDS = 2  # of serving, whose quickest time counts
 PATIENCE = 0.2  # a known mistake that hangs may take so much of the answer's time
 # a ratio of times up to this may be the machine's noise: so few requests are served in an instant
 SLOWER = 3.0
@@ -386,11 +373,9 @@ SLOWER = 3.0
 
 def compare_speed(yours: float, ours: float) -> str:
     "In words, how the seconds of serving with an answer compare with those of serving with ours."
-    return (
-        f"serving took {yours / ours:.1f} times as long"
-        if yours > SLOWER * ours
-        else "its speed is like ours"
-    )
+    if yours > SLOWER * ours:
+        return f"serving took {yours / ours:.1f} times as long"
+    return "its speed is like ours"
 
 
 def _serve_in_turn(exercise: Exercise, answer: Any) -> tuple[bool, str]:
@@ -425,19 +410,12 @@ def try_in_engine(exercise: Exercise, answer: Any, seconds: float = 120.0) -> tu
     logger.setLevel(logging.ERROR)  # what engines log at their start is no news here
     try:
         with limit_time(seconds):
-            return (
-                (True, exercise.engine(answer))
-                if callable(exercise.engine)
-                else _serve_in_turn(exercise, answer)
-            )
+            if callable(exercise.engine):
+                return True, exercise.engine(answer)
+            return _serve_in_turn(exercise, answer)
     except TookTooLong:
-        return (
-            False,
-            (
-                f"it was ended after {seconds:g} s; does the answer wait for something that never "
-                "comes?"
-            ),
-        )
+        why = "does the answer wait for something that never comes?"
+        return False, f"it was ended after {seconds:g} s; {why}"
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -470,11 +448,12 @@ def _name_mistake(exercise: Exercise, number: int, outcome: Outcome) -> str:
         expected = attempt(case, exercise.right_answer(), exercise.seconds)
         return not _differ(attempt(case, mistake, exercise.seconds), expected, exercise.tolerance)
 
+    patience = max(1.0, PATIENCE * exercise.seconds)
     for mistake, sentence in exercise.mistakes.items():
-        same = attempt(exercise.cases[number], mistake, max(1.0, PATIENCE * exercise.seconds))
-        if not _differ(same, outcome, exercise.tolerance) and all(
-            right(mistake, case) for case in exercise.cases[:number]
-        ):
+        same = attempt(exercise.cases[number], mistake, patience)
+        if _differ(same, outcome, exercise.tolerance):
+            continue
+        if all(right(mistake, case) for case in exercise.cases[:number]):
             return sentence
     return ""
 
@@ -482,23 +461,35 @@ def _name_mistake(exercise: Exercise, number: int, outcome: Outcome) -> str:
 def _differ(one: Outcome, two: Outcome, tolerance: float) -> str:
     "What is not equal about two outcomes; exceptions are equal if they are of one kind."
     if one.problem or two.problem:
-        return (
-            ""
-            if one.problem.split(":")[0] == two.problem.split(":")[0]
-            else one.problem or f"no {two.problem.split(':')[0]}"
-        )
+        kind = one.problem.split(":")[0]
+        expected_kind = two.problem.split(":")[0]
+        if kind == expected_kind:
+            return ""
+        return one.problem or f"no {expected_kind}"
     return difference(one.value, two.value, tolerance)
 
 # %% ../../nbs/93_check.ipynb #d9a13821
-def _say_unwritten(name: str, number: int, num_cases: int, stub: str, said: str) -> str:
+def _words_for_unwritten(name: str, number: int, num_cases: int, stub: str, tried: str) -> str:
     "What is said of an answer that meets its own `stub` in case `number`, counted from 0."
     if not number:
-        return f"… {name} is not written yet. The first of {num_cases} tries will be: {said}"
+        return f"… {name} is not written yet. The first of {num_cases} tries will be: {tried}"
     part = f"`{stub}`" if stub not in ("", name) else "a part of it"
     return (
         f"… {name}: {number} of {num_cases} tries are right; {part} is not written yet. The next "
-        f"try will be: {said}"
+        f"try will be: {tried}"
     )
+
+
+def _words_for_wrong(outcome: Outcome, expected: Outcome, wrong: str) -> list[str]:
+    "What came out, what was expected and, where that is hard to see, what differs."
+    came = outcome.problem or short(outcome.value)
+    if came == "None":
+        came += " (is a `return` missing?)"
+    lines = [f"  came out  {came}", f"  expected  {expected.problem or short(expected.value)}"]
+    other_kind = wrong.startswith(("a ", "shape ")) and outcome.value is not None
+    if not outcome.problem and (other_kind or len(short(expected.value)) > 60):
+        lines.append(f"  differs   {wrong}")
+    return lines
 
 
 def check(answer: Any, engine: bool = True) -> Report:
@@ -507,51 +498,37 @@ def check(answer: Any, engine: bool = True) -> Report:
     The exercise is found by the answer's name. With `engine=False` a right answer is not put into
     the engine.
     """
-    given = (
+    require(
+        hasattr(answer, "__name__"),
         "`check` takes the function or class itself, uncalled; this is an object of type "
-        f"{type(answer).__name__}"
+        f"{type(answer).__name__}",
     )
-    require(hasattr(answer, "__name__"), given)
     exercise = find_exercise(answer.__name__)
     name = exercise.name
     num_cases = len(exercise.cases)
     for number, case in enumerate(exercise.cases):
+        tried = case.tried.replace("NAME", name)
         expected = attempt(case, exercise.right_answer(), exercise.seconds)
         ran = not expected.problem.startswith(("nothing:", "ModuleNotFoundError", "ImportError"))
         require(ran, f"the book's own answer did not run here: {expected.problem}")
         outcome = attempt(case, answer, exercise.seconds)
         if not outcome.written:
-            return Report(
-                False,
-                _say_unwritten(
-                    name, number, num_cases, outcome.stub, case.said.replace("NAME", name)
-                ),
-            )
-        if wrong := _differ(outcome, expected, exercise.tolerance):
-            came = outcome.problem or short(outcome.value)
+            words = _words_for_unwritten(name, number, num_cases, outcome.stub, tried)
+            return Report(False, words)
+        wrong = _differ(outcome, expected, exercise.tolerance)
+        if wrong:
             lines = [
                 f"✗ {name}: {number} of {num_cases} tries are right, then came",
-                f"  tried     {case.said.replace('NAME', name)}",
-                f"  came out  {came}{' (is a `return` missing?)' if came == 'None' else ''}",
-                f"  expected  {expected.problem or short(expected.value)}",
+                f"  tried     {tried}",
+                *_words_for_wrong(outcome, expected, wrong),
+                f"  hint      {_name_mistake(exercise, number, outcome) or exercise.hint}",
             ]
-            other_kind = wrong.startswith(("a ", "shape ")) and outcome.value is not None
-            if not outcome.problem and (other_kind or len(short(expected.value)) > 60):
-                lines.append(f"  differs   {wrong}")
-            return Report(
-                False,
-                "\n".join(
-                    [
-                        *lines,
-                        f"  hint      {_name_mistake(exercise, number, outcome) or exercise.hint}",
-                    ]
-                ),
-            )
+            return Report(False, "\n".join(lines))
     text = f"✓ {name}: {num_cases} of {num_cases} tries are right."
     if not engine or exercise.engine is None:
         return Report(True, text)
-    worked, said = try_in_engine(exercise, answer)
-    return Report(worked, f"{text}\n{'✓' if worked else '✗'} And in the engine: {said}.")
+    worked, served = try_in_engine(exercise, answer)
+    return Report(worked, f"{text}\n{'✓' if worked else '✗'} And in the engine: {served}.")
 
 # %% ../../nbs/93_check.ipynb #195bd803
 PARTS = (  # modules of this package that register exercises

@@ -52,14 +52,16 @@ def _tiny_args(**options: Any) -> Iterator[Any]:
 # %% ../../nbs/93ga_exercises_clients.ipynb #fb374862
 def _stale_case(ids: str, aborted: dict[str, int], num_seen: int) -> Case:
     "News of these ids; what comes out, and whether what was passed in is as it was."
-    said = f"NAME(news of {', '.join(ids) or 'nothing'}, aborted={aborted}, num_seen={num_seen})"
+    tried = f"NAME(news of {', '.join(ids) or 'nothing'}, aborted={aborted}, num_seen={num_seen})"
 
     def run(answer: Any) -> Any:
-        news = [EngineCoreOutput(one, 0, [i]) for i, one in enumerate(ids)]
+        outputs = [EngineCoreOutput(one, 0, [i]) for i, one in enumerate(ids)]
         given = dict(aborted)
-        kept, waiting = answer(news, given, num_seen)
+        kept, waiting = answer(outputs, given, num_seen)
         changed = (
-            "" if (given, len(news)) == (aborted, len(ids)) else "; what was passed in was changed"
+            ""
+            if (given, len(outputs)) == (aborted, len(ids))
+            else "; what was passed in was changed"
         )
         return {
             "kept": [f"{one.request_id}{one.new_token_ids[0]}" for one in kept],
@@ -67,37 +69,37 @@ def _stale_case(ids: str, aborted: dict[str, int], num_seen: int) -> Case:
             "end": changed,
         }
 
-    return Case(said, run)
+    return Case(tried, run)
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #9fed57dc
-def _stale_never(news: Any, aborted: Any, num_seen: int) -> Any:
-    return [one for one in news if one.request_id not in aborted], aborted
+def _stale_never(outputs: Any, aborted: Any, num_seen: int) -> Any:
+    return [one for one in outputs if one.request_id not in aborted], aborted
 
 
-def _stale_off_by_one(news: Any, aborted: Any, num_seen: int) -> Any:
+def _stale_off_by_one(outputs: Any, aborted: Any, num_seen: int) -> Any:
     waiting = {one: number for one, number in aborted.items() if number >= num_seen}
-    return [one for one in news if one.request_id not in waiting], waiting
+    return [one for one in outputs if one.request_id not in waiting], waiting
 
 
-def _stale_turned(news: Any, aborted: Any, num_seen: int) -> Any:
+def _stale_turned(outputs: Any, aborted: Any, num_seen: int) -> Any:
     waiting = {one: number for one, number in aborted.items() if number <= num_seen}
-    return [one for one in news if one.request_id not in waiting], waiting
+    return [one for one in outputs if one.request_id not in waiting], waiting
 
 
-def _stale_all(news: Any, aborted: Any, num_seen: int) -> Any:
+def _stale_all(outputs: Any, aborted: Any, num_seen: int) -> Any:
     waiting = {one: number for one, number in aborted.items() if number > num_seen}
-    return ([] if waiting else news), waiting
+    return ([] if waiting else outputs), waiting
 
 
-def _stale_forgets(news: Any, aborted: Any, num_seen: int) -> Any:
+def _stale_forgets(outputs: Any, aborted: Any, num_seen: int) -> Any:
     stale = {one for one, number in aborted.items() if number > num_seen}
-    return [one for one in news if one.request_id not in stale], {}
+    return [one for one in outputs if one.request_id not in stale], {}
 
 
-def _stale_changes(news: Any, aborted: Any, num_seen: int) -> Any:
+def _stale_changes(outputs: Any, aborted: Any, num_seen: int) -> Any:
     for one in [one for one, number in aborted.items() if number <= num_seen]:
         del aborted[one]
-    return [one for one in news if one.request_id not in aborted], aborted
+    return [one for one in outputs if one.request_id not in aborted], aborted
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #6d479d08
 def _abort_and_ask_again(answer: Any) -> str:
@@ -212,14 +214,14 @@ def _seen(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _merge_case(said: str, first: RequestOutput, second: RequestOutput) -> Case:
+def _merge_case(tried: str, first: RequestOutput, second: RequestOutput) -> Case:
     def run(answer: Any) -> Any:
         given = copy.deepcopy((first, second))
         found = _seen(answer(*given))
         changed = [_seen(one) for one in given] != [_seen(first), _seen(second)]
         return found | {"end": "what was passed in was changed" if changed else ""}
 
-    return Case(f"NAME({said})", run)
+    return Case(f"NAME({tried})", run)
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #e2ce6c11
 def _merged(
@@ -462,9 +464,9 @@ def _read_own_metrics(answer: Any) -> str:
             metrics.add_request(request)
             send(request)
 
-        def record(news: Any) -> Any:
-            found = process(news)
-            metrics.record(EngineCoreOutputs(news), found[0])
+        def record(outputs: Any) -> Any:
+            found = process(outputs)
+            metrics.record(EngineCoreOutputs(outputs), found[0])
             return found
 
         latency.observe = note
@@ -482,7 +484,7 @@ def _read_own_metrics(answer: Any) -> str:
         finally:
             engine.close()
     buckets = _buckets(metrics.registry, "vllm:time_to_first_token_seconds_bucket")
-    told = []
+    read = []
     for q in (0.5, 0.9):
         value = answer(q, buckets)
         true = sorted(exact)[math.ceil(q * len(exact)) - 1]
@@ -492,8 +494,8 @@ def _read_own_metrics(answer: Any) -> str:
                 f"P{100 * q:g} of the TTFT is {value}, but the exact {true} lies between {lower} "
                 f"and {upper}"
             )
-        told.append(f"P{100 * q:g} {1000 * value:.0f} ms (exactly {1000 * true:.0f} ms)")
-    return f"it read the TTFT of {len(exact)} requests from the engine's metrics: {', '.join(told)}"
+        read.append(f"P{100 * q:g} {1000 * value:.0f} ms (exactly {1000 * true:.0f} ms)")
+    return f"it read the TTFT of {len(exact)} requests from the engine's metrics: {', '.join(read)}"
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #a6d781c0
 register(

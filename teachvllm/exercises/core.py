@@ -122,11 +122,11 @@ def _steps_case(requests: list[tuple[int, int]], max_num_seqs: int, num_steps: i
                         toy.running.remove(group)
         return [came, _names(toy.waiting), _names(toy.running)]
 
-    said = (
+    tried = (
         f"requests 0, 1, … of (prompt, answer) {requests} tokens, max_num_seqs={max_num_seqs}; "
         f"NAME(toy) in {num_steps} steps"
     )
-    return Case(f"{said}  -> [what it returned, then waiting, then running]", run)
+    return Case(f"{tried}  -> [what it returned, then waiting, then running]", run)
 
 # %% ../../nbs/93b_exercises_core.ipynb #fe967e58
 def _copies(queue: RequestQueue) -> RequestQueue:
@@ -479,11 +479,11 @@ def _scheduler_case(
         return [steps[:12], len(steps), scheduler.num_preemptions]
 
     kept = f" (a watermark of {watermark})" if watermark else ""
-    said = (
+    tried = (
         f"NAME over {num_blocks} blocks of 2{kept}, requests 0, 1, … of (prompt, answer) "
         f"{requests} tokens"
     )
-    return Case(f"{said}  -> [tokens of the first 12 steps, steps, preemptions]", run)
+    return Case(f"{tried}  -> [tokens of the first 12 steps, steps, preemptions]", run)
 
 # %% ../../nbs/93b_exercises_core.ipynb #448bb75a
 def _subclass(**attributes: Any) -> type:

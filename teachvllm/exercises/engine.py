@@ -118,7 +118,7 @@ def _keep_finished(old: dict, made: list) -> dict:
 
 
 def _serve_variant(  # the same with something wrong
-    told: bool = True,
+    passes_aborts: bool = True,
     known: bool = True,
     most: Callable[[list], float] = lambda requests: math.inf,
     ends: Callable[[dict, Any], bool] = lambda finished, outputs: not outputs.request_states,
@@ -135,7 +135,7 @@ def _serve_variant(  # the same with something wrong
             client.add_request(request)
         while not ends(finished, outputs) and num_steps < most(requests):
             made, aborts = outputs.process_outputs(client.get_output().outputs)
-            if told:
+            if passes_aborts:
                 client.abort_requests(aborts)
             finished = keep(finished, made)
             num_steps = num_steps + 1
@@ -150,7 +150,7 @@ def _one_after_the_other(requests: list[Any], client: Any, outputs: Any) -> dict
     }
 
 # %% ../../nbs/93i_exercises_engine.ipynb #e5e7f3d0
-def _serving(said: str, **answers: list[int]) -> Case:
+def _serving(tried: str, **answers: list[int]) -> Case:
     def run(answer: Callable) -> Any:
         client = _Core(answers)
         outputs = _Texts()
@@ -159,7 +159,7 @@ def _serving(said: str, **answers: list[int]) -> Case:
         made = {name: one.tokens for name, one in finished.items()}
         return {"outputs": made, "steps": client.num_steps, "aborted": client.aborted}
 
-    return Case(f"{said}: NAME(requests, client, outputs), where the core answers {answers}", run)
+    return Case(f"{tried}: NAME(requests, client, outputs), where the core answers {answers}", run)
 
 # %% ../../nbs/93i_exercises_engine.ipynb #cd9573a2
 def _serve_for_real(answer: Callable) -> str:
@@ -226,7 +226,7 @@ register(
                 "What finished in an earlier step is lost: each step's outputs take the place of "
                 "those before. Collect them."
             ),
-            _serve_variant(told=False): (
+            _serve_variant(passes_aborts=False): (
                 "The core goes on with a request that a stop string has ended, and its place stays "
                 "taken: what else does `process_outputs` return, and who must be told?"
             ),
@@ -411,9 +411,9 @@ def _goodput_of_means(outputs: list[Any], duration: float, bounds: dict[str, flo
     return len(outputs) / duration if mean <= bounds.get("ttft", math.inf) else 0.0
 
 
-def _judging(said: str, outputs: list[Any], duration: float, **bounds: float) -> Case:
+def _judging(tried: str, outputs: list[Any], duration: float, **bounds: float) -> Case:
     return Case(
-        f"{said}, within {duration:g} s: NAME(outputs, {duration:g}, {bounds})",
+        f"{tried}, within {duration:g} s: NAME(outputs, {duration:g}, {bounds})",
         lambda answer: answer(outputs, duration, bounds),
     )
 

@@ -86,15 +86,15 @@ def _steps(*orders: str) -> _check.Case:
             return [None, None]
 
         queue = answer(collective_rpc)
-        said = []
+        results = []
         for order in orders:
             try:
-                said.append(queue.collect() if order == "collect" else queue.submit(order))
+                results.append(queue.collect() if order == "collect" else queue.submit(order))
             except _StepFailed as error:
-                said.append(f"{order} raised {error}")
+                results.append(f"{order} raised {error}")
             except IndexError:
-                said.append("nothing was in flight")
-        return said
+                results.append("nothing was in flight")
+        return results
 
     return _check.Case(f"these in turn, two workers, 'bad' steps raise: {', '.join(orders)}", run)
 
@@ -239,11 +239,11 @@ def _play(pipe: _Any, rank: int, script: list[_Any], heard: list[int], is_taken:
             elif act == "die":
                 pipe.close()
             else:
-                said = act if isinstance(act, Exception) else f"{order} by {rank}"
-                pipe.send((number - 1, "an old answer") if act == "late" else (number, said))
+                reply = act if isinstance(act, Exception) else f"{order} by {rank}"
+                pipe.send((number - 1, "an old answer") if act == "late" else (number, reply))
 
 # %% ../../nbs/93g_exercises_executor.ipynb #2bd45161
-def _told(said: str, ranks: list[int], *scripts: list[_Any]) -> _check.Case:
+def _script_case(tried: str, ranks: list[int], *scripts: list[_Any]) -> _check.Case:
     def run(answer: _Any) -> _Any:
         ends = [_Pipe() for _ in scripts]
         heard = list[int]()
@@ -280,7 +280,7 @@ def _told(said: str, ranks: list[int], *scripts: list[_Any]) -> _check.Case:
         deaf = [i for i in range(len(ends)) if i not in heard]
         return (got, f"the workers {deaf} have read no order") if deaf else got
 
-    return _check.Case(f"NAME(pipes, 7, 'step', ranks={ranks}), where {said}", run)
+    return _check.Case(f"NAME(pipes, 7, 'step', ranks={ranks}), where {tried}", run)
 
 # %% ../../nbs/93g_exercises_executor.ipynb #a8e1be37
 def _ask(pipes: list, number: int, order: _Any, ranks: list[int], wrong: str = "") -> list:
@@ -367,13 +367,15 @@ _check.register(
         name="ask_workers",
         chapter="50a_multiproc_executor",
         cases=[
-            _told("both answer, worker 0 first", [0, 1], ["answer"], [0, "answer"]),
-            _told("only worker 1 is to answer", [1], [], ["answer"]),
-            _told("worker 0 is slower", [0, 1], [1, "answer"], ["answer"]),
-            _told("an old answer, to call 6, is still in the pipe", [0], ["late", "answer"], []),
-            _told("worker 1 raises", [0, 1], ["answer"], [LookupError("no such block")]),
-            _told("worker 0 hangs, worker 1 dies", [0, 1], [], ["die"]),
-            _told(
+            _script_case("both answer, worker 0 first", [0, 1], ["answer"], [0, "answer"]),
+            _script_case("only worker 1 is to answer", [1], [], ["answer"]),
+            _script_case("worker 0 is slower", [0, 1], [1, "answer"], ["answer"]),
+            _script_case(
+                "an old answer, to call 6, is still in the pipe", [0], ["late", "answer"], []
+            ),
+            _script_case("worker 1 raises", [0, 1], ["answer"], [LookupError("no such block")]),
+            _script_case("worker 0 hangs, worker 1 dies", [0, 1], [], ["die"]),
+            _script_case(
                 "worker 0 is to answer and hangs; worker 1, which is not, dies", [0], [], ["die"]
             ),
         ],
@@ -568,7 +570,7 @@ def _step(
     )
 
 
-def _compared(said: str, one: _Any, two: _Any) -> _check.Case:
+def _compared(tried: str, one: _Any, two: _Any) -> _check.Case:
     def run(answer: _Any) -> _Any:
         with _patch("builtins.hash", lambda _: _random.getrandbits(60)):
             first = answer(one)
@@ -577,7 +579,7 @@ def _compared(said: str, one: _Any, two: _Any) -> _check.Case:
             return first
         return "equal" if first == second else "different"
 
-    return _check.Case(f"NAME of two steps: {said}", run)
+    return _check.Case(f"NAME of two steps: {tried}", run)
 
 
 def _filtered() -> _SamplingParams:
@@ -683,11 +685,11 @@ def _costs(wrong: str, prices: _CostModel, work: _np.ndarray) -> float:
 
 
 def _priced(
-    said: str, *scheduled: tuple[int, int], copied: int = 0, swapped: int = 0
+    tried: str, *scheduled: tuple[int, int], copied: int = 0, swapped: int = 0
 ) -> _check.Case:
     prices = _CostModel(8.0, 0.1, 0.5, 0.01, 0.001, 2.0, 3.0)
     work = _step_work(scheduled, copied, swapped)
-    tried = f"NAME(CostModel(8, .1, .5, .01, .001, 2, 3), {work.tolist()}): {said}"
+    tried = f"NAME(CostModel(8, .1, .5, .01, .001, 2, 3), {work.tolist()}): {tried}"
     return _check.Case(tried, lambda answer: answer(prices, work.copy()))
 
 # %% ../../nbs/93g_exercises_executor.ipynb #555ed7c1

@@ -106,10 +106,10 @@ def _fill_slots(answer: Any) -> str:
                 self.slot_mapping[i] = answer(table, position, state.block_size)
             num_slots += len(rows)
 
-    said = _serve_both("teachvllm.worker.model_runner:Batch", Filled)
+    served = _serve_both("teachvllm.worker.model_runner:Batch", Filled)
     return (
         f"the worker wrote {num_slots // 2} keys and values into the slots that it computed, and "
-        f"made {said}"
+        f"made {served}"
     )
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #9bbaa8bf
@@ -404,7 +404,7 @@ register(
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #2bfad9db
 def _sequence_case(
-    said: str, num_output: int = 0, in_flight: int = 0, cached: int = 0, behind: int = 0
+    tried: str, num_output: int = 0, in_flight: int = 0, cached: int = 0, behind: int = 0
 ) -> Case:
     def run(answer: Any) -> dict[str, Any]:
         seq = Sequence(4, [11, 12, 13, 14, 15], seed=7, max_len=20)
@@ -429,7 +429,7 @@ def _sequence_case(
         }
         return {**shown, "status": seq.status.name}
 
-    return Case(f"NAME(seq), {said}; then, what `seq` holds", run)
+    return Case(f"NAME(seq), {tried}; then, what `seq` holds", run)
 
 
 def _forget(seq: Any, **wrong: Any) -> None:
@@ -453,12 +453,12 @@ def _preempt_with(answer: Any) -> str:
         answer(seq)
         seq.status = SequenceStatus[seq.status.name]
 
-    said = _serve_both(
+    served = _serve_both(
         "teachvllm.sequence:Sequence.reset_for_recompute", reset, num_gpu_blocks_override=20
     )
     return (
         f"{num_calls // 2} times a running request lost its memory, and was reset by it; the "
-        f"answers have {said}"
+        f"answers have {served}"
     )
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #1f14dce4

@@ -228,8 +228,12 @@ def _sends(names: str, in_flight: str = "") -> _check.Case:
         sent = _deque(schedulers[name] for name in in_flight)
         chosen = answer(list(schedulers.values()), sent)
         names_sent = "".join(map(repr, sent))
-        said = "".join(map(repr, chosen)) if isinstance(chosen, list) else chosen
-        return said if names_sent == in_flight else (said, f"and in_flight has become {names_sent}")
+        result = "".join(map(repr, chosen)) if isinstance(chosen, list) else chosen
+        return (
+            result
+            if names_sent == in_flight
+            else (result, f"and in_flight has become {names_sent}")
+        )
 
     return _check.Case(
         f"NAME({list(names)}, in_flight={list(in_flight)}), where small letters have no work", run
@@ -575,7 +579,7 @@ def _serve_in_order(answer: _Any) -> str:
                 # 999 is no token of this model
                 llm.generate([[1, 2], [3], [4, 999]], params, use_tqdm=False)
             except ValueError as error:
-                said = str(error)
+                refusal = str(error)
             assert not llm.llm_engine.has_unfinished_requests(), (
                 "a refused batch left requests in the engine"
             )
@@ -585,7 +589,7 @@ def _serve_in_order(answer: _Any) -> str:
             ]
     assert lengths == [9, 2, 5], f"answers of 9, 2 and 5 tokens were asked for, and {lengths} came"
     return (
-        f"`generate` ran on it, with the same tokens; a bad batch was refused ({said[:48]} …) and "
+        f"`generate` ran on it, with the same tokens; a bad batch was refused ({refusal[:48]} …) and "
         "left nothing behind"
     )
 

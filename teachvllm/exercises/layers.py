@@ -257,9 +257,9 @@ def _round(answer: _Any, rows: list[_torch.Tensor], seconds: float = 8.0) -> dic
 
 def _ring_case(size: int, length: int) -> _check.Case:
     rows = [_torch.arange(1.0, length + 1) * 10**rank for rank in range(size)]
-    said = ", ".join(f"rank {rank} {[int(n) for n in row]}" for rank, row in enumerate(rows))
+    tried = ", ".join(f"rank {rank} {[int(n) for n in row]}" for rank, row in enumerate(rows))
     return _check.Case(
-        f"NAME on {size} rank{'s' * (size > 1)}: {said}", _partial(_round, rows=rows)
+        f"NAME on {size} rank{'s' * (size > 1)}: {tried}", _partial(_round, rows=rows)
     )
 
 # %% ../../nbs/93d_exercises_layers.ipynb #3824bbb3
@@ -553,7 +553,7 @@ def _read_safetensors(
 
 # %% ../../nbs/93d_exercises_layers.ipynb #93e5f6f1
 def _file_case(
-    said: str, tensors: dict[str, _torch.Tensor], metadata: _Any = None, backwards: bool = False
+    tried: str, tensors: dict[str, _torch.Tensor], metadata: _Any = None, backwards: bool = False
 ) -> _check.Case:
     data = _save(tensors, metadata)
     if backwards:  # the header's names, last first
@@ -576,7 +576,7 @@ def _file_case(
             for name, x in found.items()
         }
 
-    return _check.Case(f"NAME(path) on a file with {said}", run)
+    return _check.Case(f"NAME(path) on a file with {tried}", run)
 
 # %% ../../nbs/93d_exercises_layers.ipynb #3ccfc788
 def _reading(answer: _Any) -> _Any:

@@ -139,11 +139,11 @@ def _append_case(table: list[int], num_computed: int, num_tokens: int, block_siz
         new = answer(given, num_computed, num_tokens, block_size, allocate)
         return [new, given, 40 - len(ids)]
 
-    said = (
+    tried = (
         f"table = {table}; NAME(table, {num_computed}, {num_tokens}, {block_size}, allocate), "
         "`allocate()` gives 50, 51, …"
     )
-    return Case(f"{said}  -> [returned, table, calls of `allocate`]", run)
+    return Case(f"{tried}  -> [returned, table, calls of `allocate`]", run)
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #26a1454b
 def _repeats_one_block(
@@ -291,8 +291,8 @@ def _write_case(num_blocks: int, num_tables: int, num_computed: int, num_writers
         tables = [[allocator.allocate() for _ in range(num_blocks)]]
         for _ in range(num_tables - 1):
             tables.append([allocator.touch(block_id) for block_id in tables[0]])
-        said = [answer(table, num_computed, 4, allocator) for table in tables[:num_writers]]
-        return [said, tables[:num_writers], allocator.get_used_blocks()]
+        returned = [answer(table, num_computed, 4, allocator) for table in tables[:num_writers]]
+        return [returned, tables[:num_writers], allocator.get_used_blocks()]
 
     table = list(range(num_blocks))
     shared = f"{num_tables} tables have it" if num_tables > 1 else "no other has it"
@@ -301,8 +301,8 @@ def _write_case(num_blocks: int, num_tables: int, num_computed: int, num_writers
         if num_writers == 1
         else "NAME(…, {0}, 4, allocator) for each of them"
     )
-    said = f"table = {table}, {shared}; {writers.format(num_computed)}"
-    return Case(f"{said}  -> [returned, tables, reference counts]", run)
+    tried = f"table = {table}, {shared}; {writers.format(num_computed)}"
+    return Case(f"{tried}  -> [returned, tables, reference counts]", run)
 
 
 def _copies_all(
@@ -597,12 +597,12 @@ def _order_case(*requests: tuple[int, int]) -> Case:
 
 def _may_case(waiting: tuple[int, int], running: tuple[int, int]) -> Case:
     names = [f"{priority}/{arrival}" for arrival, priority in (waiting, running)]
-    said = (
+    tried = (
         "request (priority/arrival) {} waits, {} runs; NAME().may_preempt(waiting, running)".format(
             *names
         )
     )
-    return Case(said, lambda answer: answer().may_preempt(_request(*waiting), _request(*running)))
+    return Case(tried, lambda answer: answer().may_preempt(_request(*waiting), _request(*running)))
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #a66041c7
 def _policy(**attributes: str) -> type:

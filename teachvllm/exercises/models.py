@@ -61,7 +61,7 @@ def _difference(model_class: Any, hf_model: Any, lengths: tuple[int, ...], chunk
 
 
 def _part_case(
-    said: str,
+    tried: str,
     target: str,
     model_class: Any,
     hf: Callable[[], Any],
@@ -84,7 +84,7 @@ def _part_case(
             return _difference(model_class, hf(), lengths, chunk)
 
     return _check.Case(
-        f"the largest difference of a logit from transformers' with NAME in {said}", run
+        f"the largest difference of a logit from transformers' with NAME in {tried}", run
     )
 
 
@@ -101,9 +101,9 @@ def _serve_with(fields: dict[str, Any], target: str, adapter: Any, **options: An
     }
     shell = _check.Exercise("", "", [], {}, "", target=target, engine=options)
     with mock.patch.dict(_check.TINY, {**sizes, **fields}, clear=True):
-        worked, said = _check.try_in_engine(shell, adapter)
-    assert worked, said
-    return f"{fields['architectures'][0]}: {said}"
+        worked, served = _check.try_in_engine(shell, adapter)
+    assert worked, served
+    return f"{fields['architectures'][0]}: {served}"
 
 # %% ../../nbs/93e_exercises_models.ipynb #32b01995
 def _cut_into_steps(
@@ -238,20 +238,20 @@ def _as_method(answer: Any) -> Callable:
     )
 
 
-def _llama_case(said: str, lengths: tuple[int, ...], chunk: int, **fields: Any) -> Any:
+def _llama_case(tried: str, lengths: tuple[int, ...], chunk: int, **fields: Any) -> Any:
     "A Llama of these fields."
     hf = partial(
         _theirs, "llama", **{"intermediate_size": 80, "tie_word_embeddings": False, **fields}
     )
     case = _part_case(
-        said,
+        tried,
         "teachvllm.model_executor.models.llama:LlamaModel.forward",
         llama.LlamaForCausalLM,
         hf,
         lengths,
         chunk,
     )
-    return _check.Case(case.said, lambda answer: case.run(_as_method(answer)))
+    return _check.Case(case.tried, lambda answer: case.run(_as_method(answer)))
 
 
 def _serve_llama(answer: Any) -> str:
@@ -365,12 +365,12 @@ def _opt_layer(layer: Any, x: Any, kv_cache: Any, meta: Any, slip: str = "") -> 
     return second(x + mlp(x))
 
 
-def _opt_case(said: str, chunk: int = 64, **fields: Any) -> Any:
+def _opt_case(tried: str, chunk: int = 64, **fields: Any) -> Any:
     "An OPT of these fields."
     hf = partial(
         _theirs, "opt", **{"ffn_dim": 80, "word_embed_proj_dim": 48, "pad_token_id": 1, **fields}
     )
-    return _part_case(said, _OPT_LAYER, opt.OPTForCausalLM, hf, (13, 1, 7), chunk)
+    return _part_case(tried, _OPT_LAYER, opt.OPTForCausalLM, hf, (13, 1, 7), chunk)
 
 
 _check.register(
@@ -545,13 +545,15 @@ def _their_granite(**fields: Any) -> Any:
 
 def _granite_case(*names: str, chunk: int = 64, **fields: Any) -> Any:
     "These factors are set, the others neutral."
-    said = f"with {', '.join(f'{name}={_FACTORS[name]}' for name in names) or 'neutral factors'}"
+    tried = f"with {', '.join(f'{name}={_FACTORS[name]}' for name in names) or 'neutral factors'}"
     chosen = {**fields, **{name: _FACTORS[name] for name in names}}
 
     def run(answer: Any) -> float:
         return _difference(answer, _their_granite(**chosen), (13, 1, 7), chunk)
 
-    return _check.Case(f"the largest difference of a logit of NAME from transformers', {said}", run)
+    return _check.Case(
+        f"the largest difference of a logit of NAME from transformers', {tried}", run
+    )
 
 # %% ../../nbs/93e_exercises_models.ipynb #dc8010bd
 def _served_by(answer: Any) -> str:
@@ -669,14 +671,14 @@ def _normalise_and_turn(attention: Any, qk: Any, cos_sin: Any, slip: str = "") -
     return qk if slip in ("turned first", "not turned") else apply_rotary_emb(qk, cos_sin)
 
 
-def _qwen_case(said: str, chunk: int = 64, **fields: Any) -> Any:
+def _qwen_case(tried: str, chunk: int = 64, **fields: Any) -> Any:
     "A Qwen3 of these fields."
     hf = partial(
         _theirs,
         "qwen3",
         **{"intermediate_size": 80, "num_key_value_heads": 2, "head_dim": 16, **fields},
     )
-    return _part_case(said, _ROTATE, qwen.Qwen3ForCausalLM, hf, (13, 1, 7), chunk)
+    return _part_case(tried, _ROTATE, qwen.Qwen3ForCausalLM, hf, (13, 1, 7), chunk)
 
 
 _check.register(
@@ -901,10 +903,10 @@ def _neox_attention(
     return out if slip == "no dense" else attention.dense(out)
 
 
-def _neox_case(said: str, chunk: int = 64, **fields: Any) -> Any:
+def _neox_case(tried: str, chunk: int = 64, **fields: Any) -> Any:
     "A GPT-NeoX of these fields."
     hf = partial(_theirs, "gpt_neox", **{"intermediate_size": 80, "rotary_pct": 0.5, **fields})
-    return _part_case(said, _NEOX_ATTENTION, gpt_neox.GPTNeoXForCausalLM, hf, (13, 1, 7), chunk)
+    return _part_case(tried, _NEOX_ATTENTION, gpt_neox.GPTNeoXForCausalLM, hf, (13, 1, 7), chunk)
 
 
 _check.register(

@@ -115,7 +115,7 @@ class _Shared(_Finder):
         vars(module).update(_Shared.everything)
 
 # %% ../../nbs/93ha_exercises_package.ipynb #f88504f5
-def _importing(said: str, names: dict[str, dict[str, Any]], script: Callable[[], Any]) -> Case:
+def _importing(tried: str, names: dict[str, dict[str, Any]], script: Callable[[], Any]) -> Case:
     def run(answer: Callable) -> Any:
         before = set(sys.modules)
         finders = [answer(name, table) for name, table in names.items()]
@@ -130,7 +130,7 @@ def _importing(said: str, names: dict[str, dict[str, Any]], script: Callable[[],
                 del sys.modules[name]
 
     made = ", ".join(f"NAME({name!r}, {short(table, 40)})" for name, table in names.items())
-    return Case(f"with {made} in sys.meta_path: {said}", run)
+    return Case(f"with {made} in sys.meta_path: {tried}", run)
 
 
 def _colorsys() -> bool:
@@ -292,13 +292,13 @@ def _complete_for_real(answer: Callable) -> str:
     with (
         server() as url,
         stand_in("teachvllm.__main__:pieces_of", answer) as calls,
-        redirect_stdout(StringIO()) as said,
+        redirect_stdout(StringIO()) as printed,
     ):
         status = main(["complete", "The sea", "--max-tokens", "8", "--url", f"{url}/v1"])
-    assert status == 0 and said.getvalue().startswith("The sea"), said.getvalue()
+    assert status == 0 and printed.getvalue().startswith("The sea"), printed.getvalue()
     return (
         f"`teachvllm complete` called it {calls[0]} times against a real server, and printed "
-        f"{short(said.getvalue(), 60)}"
+        f"{short(printed.getvalue(), 60)}"
     )
 
 # %% ../../nbs/93ha_exercises_package.ipynb #1684f00b
@@ -391,7 +391,7 @@ def _lazy_variant(
     return lazy_getattr
 
 
-def _using(said: str, script: Callable[[ModuleType], Any]) -> Case:
+def _using(tried: str, script: Callable[[ModuleType], Any]) -> Case:
     homes = {"Fraction": "fractions", "rgb_to_hsv": "colorsys"}
 
     def run(answer: Callable) -> Any:
@@ -400,7 +400,7 @@ def _using(said: str, script: Callable[[ModuleType], Any]) -> Case:
         vars(module)["__getattr__"] = answer(vars(module), homes)
         return script(module)
 
-    return Case(f"mine.__getattr__ = NAME(vars(mine), {homes}); {said}", run)
+    return Case(f"mine.__getattr__ = NAME(vars(mine), {homes}); {tried}", run)
 
 
 def _keeps_quiet(module: ModuleType) -> list[bool]:

@@ -97,7 +97,7 @@ def _stream(folder: str) -> list[list[str]]:
         "tokenizer": tokenizer,
         "num_gpu_blocks_override": 64,
     }
-    said: list[list[str]] = [[] for _ in range(4)]
+    deltas: list[list[str]] = [[] for _ in range(4)]
     with LLM(folder, **options) as llm:
         prompts: list[Any] = ["Hello, my name is", "Voilà 🎉", [504, 7042], "日本"]
         for i, prompt in enumerate(prompts):
@@ -107,8 +107,8 @@ def _stream(folder: str) -> list[list[str]]:
             llm.llm_engine.add_request(str(i), prompt, params)
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():
-                said[int(output.request_id)].append(output.outputs[0].text)
-    return said
+                deltas[int(output.request_id)].append(output.outputs[0].text)
+    return deltas
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #ff15468d
 def _stream_with(answer: Any) -> str:
@@ -300,7 +300,7 @@ register(
 )
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #262fbd73
-def _news_case(said: str, *steps: list[tuple]) -> Case:
+def _message_case(tried: str, *steps: list[tuple]) -> Case:
     """Each step's message is a list of (request_id, index, new_token_ids, finish_reason,
     request_finished).
 
@@ -322,28 +322,28 @@ def _news_case(said: str, *steps: list[tuple]) -> Case:
         messages = [message(step) for step in steps]
         answers: dict[tuple[str, int], list[int]] = {}
         complete = [answer(answers, message) for message in messages]
-        sent = [[news.new_token_ids for news in message.outputs] for message in messages]
+        sent = [[output.new_token_ids for output in message.outputs] for message in messages]
         return {"answers": answers, "complete": complete, "the messages' tokens": sent}
 
-    return Case(f"NAME(answers, message): {said}, {short(list(steps), 100)}", run)
+    return Case(f"NAME(answers, message): {tried}, {short(list(steps), 100)}", run)
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #5ebc4574
-def _news_answer(kind: str = "") -> Any:
+def _message_answer(kind: str = "") -> Any:
     "The right answer, or a wrong one: `kind` says in what."
 
     def answer(answers: dict[tuple[str, int], list[int]], message: Any) -> list[str]:
         complete = []
-        for news in message.outputs:
-            key = (news.request_id, 0 if kind == "index" else news.index)
-            new = news.new_token_ids
+        for output in message.outputs:
+            key = (output.request_id, 0 if kind == "index" else output.index)
+            new = output.new_token_ids
             if kind == "replace":
                 answers[key] = list(new)
             elif kind == "alias" and key not in answers:
                 answers[key] = new
-            elif not (kind == "end" and news.finish_reason):
+            elif not (kind == "end" and output.finish_reason):
                 answers.setdefault(key, []).extend(new[:1] if kind == "first" else new)
-            if news.finish_reason is not None if kind == "reason" else news.request_finished:
-                complete.append(news.request_id)
+            if output.finish_reason is not None if kind == "reason" else output.request_finished:
+                complete.append(output.request_id)
         return complete
 
     return answer
@@ -395,47 +395,47 @@ register(
         name="apply_news",
         chapter="08_messages",
         cases=[
-            _news_case("one message with one token", [("0", 0, [7042])]),
-            _news_case("two messages with a token each", [("0", 0, [7042])], [("0", 0, [30])]),
-            _news_case("two answers of one request", [("0", 0, [1]), ("0", 1, [2])]),
-            _news_case(
+            _message_case("one message with one token", [("0", 0, [7042])]),
+            _message_case("two messages with a token each", [("0", 0, [7042])], [("0", 0, [30])]),
+            _message_case("two answers of one request", [("0", 0, [1]), ("0", 1, [2])]),
+            _message_case(
                 "the first of two answers ends", [("0", 0, [1], "stop", False), ("0", 1, [2])]
             ),
-            _news_case(
+            _message_case(
                 "the last token comes with the end",
                 [("0", 0, [1])],
                 [("0", 0, [2], "length", True)],
             ),
-            _news_case("several new tokens at once", [("0", 0, [1, 2, 3])]),
-            _news_case(
+            _message_case("several new tokens at once", [("0", 0, [1, 2, 3])]),
+            _message_case(
                 "an end without a token",
                 [("0", 0, [1]), ("1", 0, [5])],
                 [("0", 0, [], "abort", True), ("1", 0, [6])],
             ),
         ],
         mistakes={
-            _news_answer("replace"): (
+            _message_answer("replace"): (
                 "A message has the *news* only, and the tokens of before were replaced by them."
             ),
-            _news_answer("alias"): (
+            _message_answer("alias"): (
                 "The message's own list became the answer's, and grew with it: a message must stay "
                 "as it came."
             ),
-            _news_answer("index"): (
+            _message_answer("index"): (
                 "Answers of one request were mixed up: what tells the sequences of a request apart?"
             ),
-            _news_answer("reason"): (
+            _message_answer("reason"): (
                 "One answer ended, but its request has others. Which field says that all of them "
                 "are done?"
             ),
-            _news_answer("end"): "The message that ends an answer may bring its last token.",
-            _news_answer("first"): "A message may bring several tokens of a sequence, or none.",
+            _message_answer("end"): "The message that ends an answer may bring its last token.",
+            _message_answer("first"): "A message may bring several tokens of a sequence, or none.",
         },
         hint=(
             "For each `EngineCoreOutput` of the message: which answer is it about, what is new, "
             "and is its request complete?"
         ),
-        oracle=_news_answer(),
+        oracle=_message_answer(),
         engine=_follow_engine,
     )
 )

@@ -51,13 +51,13 @@ def _described(errors: Any, **slips: bool) -> Any:
     found: dict[str, list[str]] = {}
     for error in errors:
         place = [str(part) for part in error["loc"] if part != "body" or body]
-        told = found.setdefault(".".join(place) if whole else next(iter(place), ""), [])
+        messages = found.setdefault(".".join(place) if whole else next(iter(place), ""), [])
         message = error["msg"] if raw else _plain(error["msg"])
-        if twice or message not in told:
-            told.append(message)
+        if twice or message not in messages:
+            messages.append(message)
     lines = [
-        f"{name}: {', or '.join(told)}" if name or colon else ", and ".join(told)
-        for name, told in found.items()
+        f"{name}: {', or '.join(messages)}" if name or colon else ", and ".join(messages)
+        for name, messages in found.items()
     ]
     return "; ".join(lines), next(iter(found), "") or None
 
@@ -106,11 +106,11 @@ def _send_wrong_requests(answer: Any) -> str:
     ):
         for field, body in bodies.items():
             response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-            told = response.json()["error"]
-            if (response.status_code, told["param"]) != (400, field):
-                got = f"status {response.status_code} and the field {told['param']!r}"
+            error = response.json()["error"]
+            if (response.status_code, error["param"]) != (400, field):
+                got = f"status {response.status_code} and the field {error['param']!r}"
                 raise AssertionError(f"{body} was answered with {got}, not 400 and {field!r}")
-    return f"a server called it {calls[0]} times; its last answer was {told['message']!r}"
+    return f"a server called it {calls[0]} times; its last answer was {error['message']!r}"
 
 # %% ../../nbs/93h_exercises_serving.ipynb #811bf8f9
 register(
@@ -299,7 +299,7 @@ _ENDLESS = 1000  # messages that a client sends which never ends its body
 
 
 def _body_case(
-    said: str,
+    tried: str,
     sizes: list[int],
     limit: int,
     keep: bool = True,
@@ -328,7 +328,7 @@ def _body_case(
         kept = body if body is None else f"{len(body)} bytes"
         return {"kept": kept, "size": size, "messages taken": count[0]}
 
-    return Case(f"NAME(receive, limit={limit}, keep={keep}), where a client sends {said}", run)
+    return Case(f"NAME(receive, limit={limit}, keep={keep}), where a client sends {tried}", run)
 
 # %% ../../nbs/93h_exercises_serving.ipynb #71a63624
 async def _read(

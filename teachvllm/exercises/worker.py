@@ -29,9 +29,9 @@ def _serve_with(target: str, adapter: Any, **options: Any) -> str:
     `AssertionError` if it went wrong.
     """
     shell = _check.Exercise("", "", [], {}, "", target=target, engine=options)
-    worked, said = _check.try_in_engine(shell, adapter)
-    assert worked, said
-    return said
+    worked, served = _check.try_in_engine(shell, adapter)
+    assert worked, served
+    return served
 
 
 def _plain(value: Any) -> Any:
@@ -243,7 +243,7 @@ def _serve_laid_out(answer: Any) -> str:
 def _lay_out_case(*args: Any) -> "_check.Case":
     "A call whose arrays may be lists, NumPy's or torch's."
     case = _check.call(*args)
-    return _check.Case(case.said, lambda answer: _plain(case.run(answer)))
+    return _check.Case(case.tried, lambda answer: _plain(case.run(answer)))
 
 
 _check.register(
@@ -359,12 +359,12 @@ def _profile_with(answer: Any) -> str:
         "num_gpu_blocks_override": None,
         "gpu_memory_utilization": budget / available_memory(),
     }
-    said = _serve_with(
+    served = _serve_with(
         "teachvllm.worker.memory_profiling:MemoryProfiler.num_gpu_blocks", num_gpu_blocks, **options
     )
     return (
         f"a budget of {budget >> 20} MiB gives {numbers[-1][0]:,} blocks of the tiny model, as the "
-        f"profiler says; {said}"
+        f"profiler says; {served}"
     )
 
 # %% ../../nbs/93f_exercises_worker.ipynb #c7349f25
@@ -534,8 +534,8 @@ def _replay_with(answer: Any) -> str:
         "worker_cls": _StandInWorker,
         "max_num_seqs": 8,
     }
-    said = _serve_with("teachvllm.worker.cuda_graph:pad_inputs", pad, **options)
-    return f"{said}; {padded_rows[0]} rows were padding, and none left a trace"
+    served = _serve_with("teachvllm.worker.cuda_graph:pad_inputs", pad, **options)
+    return f"{served}; {padded_rows[0]} rows were padding, and none left a trace"
 
 # %% ../../nbs/93f_exercises_worker.ipynb #cb838653
 _check.register(
@@ -688,10 +688,8 @@ def _lend_with(answer: Any) -> str:
         return hidden.clone()
 
     ours = vars(ModelRunner)["forward"]
-    said = _serve_with("teachvllm.worker.model_runner:ModelRunner.forward", forward)
-    return (
-        f"the {counts[-1][0]} tensors that the last step made shared {counts[-1][1]} pieces; {said}"
-    )
+    served = _serve_with("teachvllm.worker.model_runner:ModelRunner.forward", forward)
+    return f"the {counts[-1][0]} tensors that the last step made shared {counts[-1][1]} pieces; {served}"
 
 # %% ../../nbs/93f_exercises_worker.ipynb #56a63c97
 _check.register(
@@ -776,7 +774,7 @@ class _Diary:
         return f"tokens of step {number}"
 
 
-def _queue_case(said: str, *calls: str) -> "_check.Case":
+def _queue_case(tried: str, *calls: str) -> "_check.Case":
     "Submit and collect in this order; the diary, and what `collect` returned."
 
     def run(answer: Any) -> dict[str, list]:
@@ -796,7 +794,7 @@ def _queue_case(said: str, *calls: str) -> "_check.Case":
                 returned.append(queue.collect())
         return {"diary": diary.notes, "returned": returned}
 
-    return _check.Case(f"queue = NAME(cache_engine, runner); {said}", run)
+    return _check.Case(f"queue = NAME(cache_engine, runner); {tried}", run)
 
 # %% ../../nbs/93f_exercises_worker.ipynb #f2998b4f
 class _StepQueue:
