@@ -10,12 +10,12 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-from ..config import SchedulerConfig
+from ..config import SchedulerConfig, require
 from ..core.beam_search import BeamSearch
 from ..core.block_manager import NULL_BLOCK, AllocStatus, BlockSpaceManager, num_blocks_for
 from ..core.extensions import LookAhead, Swapping
 from ..core.request_queue import FCFSPolicy, RequestQueue
-from ..core.scheduler import Scheduler, SchedulerOutput, SchedulingBudget
+from ..core.scheduler import Admission, Preemption, Scheduler, SchedulerOutput
 from .check import Case, Exercise, call, register
 from .memory import _serve, _serve_tiny, _with
 from ..messages import ModelRunnerOutput
@@ -141,22 +141,36 @@ def _copies(queue: RequestQueue) -> RequestQueue:
 
 
 def _plain_scheduler(answer: Any) -> type:
+    "A scheduler that admits only requests that the answer names for the step."
+
+    class NamedOnly(Admission):
+        named: dict[str, int] = {}  # request_id -> tokens
+
+        def can_admit(self, group: SequenceGroup, freed: Any = frozenset()) -> AllocStatus:
+            if group.request_id not in self.named:
+                return AllocStatus.LATER
+            return super().can_admit(group, freed)
+
     class PlainScheduler(Scheduler):
+        admission_cls = NamedOnly
+
         def schedule(self) -> SchedulerOutput:
-            out = self._next
-            four = min(4, self.max_num_seqs)
             toy = SimpleNamespace(
-                waiting=_copies(self.waiting), running=_copies(self.running), max_num_seqs=four
+                waiting=_copies(self.waiting),
+                running=_copies(self.running),
+                max_num_seqs=min(4, self.config.max_num_seqs),
             )
-            for request_id, num_tokens in answer(toy).items():
-                group = self.groups[request_id]
-                if group.status is SequenceStatus.WAITING:
-                    self._admit(group, out, SchedulingBudget(num_tokens))
-                else:
-                    self._schedule_decode(
-                        group, out, SchedulingBudget(num_tokens * len(group.unfinished))
-                    )
-            self._next = SchedulerOutput(virtual_engine=self.virtual_engine)
+            admission: Any = self.admission
+            admission.named = answer(toy)
+            firsts = {group.request_id: group.unfinished[0].seq_id for group in self.running}
+            out = super().schedule()
+            for request_id, seq_id in firsts.items():
+                num_tokens = out.num_scheduled_tokens.get(seq_id, 0)
+                asked = admission.named.get(request_id, 0)
+                require(
+                    num_tokens == asked,
+                    f"request {request_id} lacks {num_tokens} tokens, and is to compute {asked}",
+                )
             return out
 
     return PlainScheduler
@@ -311,34 +325,28 @@ def _make_room_if(
 
 
 def _preempting_scheduler(answer: Any) -> type:
-    class PreemptingScheduler(Scheduler):
-        def _schedule_running(
-            self, out: SchedulerOutput, budget: SchedulingBudget
-        ) -> list[SequenceGroup]:
-            manager = self.block_manager
-            running = []
-            for group in self.running:
-                held = {
-                    block_id
-                    for seq in group.unfinished
-                    for block_id in manager.get_block_table(seq)
-                }
-                running.append((group.request_id, len(held), manager.num_missing_blocks(group)))
-            computed, preempted = (
-                answer(running, manager.get_num_free_gpu_blocks()) if running else ([], [])
-            )
-            for request_id in preempted:
-                self._preempt(self.groups[request_id], out)
-            groups = [self.groups[request_id] for request_id in computed]
-            prefills = [
-                group for group in groups if any(seq.num_new_tokens > 1 for seq in group.unfinished)
-            ]
-            for group in groups:
-                if group not in prefills:
-                    self._schedule_decode(group, out, budget)
-            return prefills
+    "A scheduler whose answer says which running requests give way."
 
-    return PreemptingScheduler
+    class AnswersPreemption(Preemption):
+        def make_room(self, out: SchedulerOutput) -> SequenceGroup | None:
+            manager = self.block_manager
+            groups = {group.request_id: group for group in self.running}
+            running = []
+            for request_id, group in groups.items():
+                held: set[int] = set()
+                for seq in group.unfinished:
+                    held.update(manager.get_block_table(seq))
+                running.append((request_id, len(held), self.num_needed_blocks(group)))
+            if not running:
+                return None
+            _, preempted = answer(running, manager.get_num_free_gpu_blocks())
+            for request_id in preempted:
+                if len(self.running) == 1:  # alone: there is nothing to wait for
+                    return groups[request_id]
+                self.preempt(groups[request_id], out)
+            return None
+
+    return type("PreemptingScheduler", (Scheduler,), {"preemption_cls": AnswersPreemption})
 
 # %% ../../nbs/93b_exercises_core.ipynb #2a839508
 register(
@@ -426,7 +434,7 @@ register(
 )
 
 # %% ../../nbs/93b_exercises_core.ipynb #08335e0d
-class _ReservesAll(Scheduler):
+class _ReservesAll(Admission):
     "The right answer; the attributes below change one thing to a mistake each."
 
     itself = True
@@ -438,22 +446,25 @@ class _ReservesAll(Scheduler):
     queue = False
     full = AllocStatus.LATER
 
-    def _can_admit(self, group: SequenceGroup, freed: Any = frozenset()) -> AllocStatus:
-        asking = [] if not self.itself else self.waiting if self.queue else [group]
+    def can_admit(self, group: SequenceGroup, freed: Any = frozenset()) -> AllocStatus:
+        groups = list(self.running)
+        if self.itself:
+            groups += self.waiting if self.queue else [group]
+        seqs = [other.first_seq for other in groups]
+        lengths = [(seq.max_len if self.most else seq.get_len()) or 0 for seq in seqs]
+        if self.together:
+            lengths = [sum(lengths)]
         size = self.block_manager.block_size
-        groups = [*self.running, *asking]
-        lengths = [
-            (g.first_seq.max_len if self.most else g.first_seq.get_len()) or 0 for g in groups
-        ]
-        reserved = (
-            num_blocks_for(sum(lengths), size)
-            if self.together
-            else sum(num_blocks_for(n, size) for n in lengths)
-        )
-        full = reserved > self.block_manager.num_gpu_blocks - (not self.exact)
-        if full and (self.running or not self.alone):
+        reserved = sum(num_blocks_for(length, size) for length in lengths)
+        room = self.block_manager.num_gpu_blocks - (not self.exact)
+        if reserved > room and (self.running or not self.alone):
             return self.full
-        return super()._can_admit(group, freed) if self.asks else AllocStatus.OK
+        return super().can_admit(group, freed) if self.asks else AllocStatus.OK
+
+
+def _admitting_scheduler(answer: Any) -> type:
+    "A scheduler whose `Admission` is the answer."
+    return type("AdmittingScheduler", (Scheduler,), {"admission_cls": answer})
 
 # %% ../../nbs/93b_exercises_core.ipynb #dba19b3f
 def _scheduler_case(
@@ -461,7 +472,8 @@ def _scheduler_case(
 ) -> Case:
     def run(answer: Any) -> list[Any]:
         manager = BlockSpaceManager(2, num_blocks, watermark=watermark)
-        scheduler = answer(SchedulerConfig(max_model_len=64, max_num_seqs=8), manager)
+        config = SchedulerConfig(max_model_len=64, max_num_seqs=8)
+        scheduler = _admitting_scheduler(answer)(config, manager)
         for i, (num_prompt, num_output) in enumerate(requests):
             seq = scheduler.make_seq(
                 [100 * i + j for j in range(num_prompt)], seed=i, max_len=num_prompt + num_output
@@ -469,7 +481,8 @@ def _scheduler_case(
             scheduler.add_request(SequenceGroup(str(i), seq, SamplingParams(max_tokens=num_output)))
         steps: list[dict[int, int]] = []
         while scheduler.has_unfinished_requests() and len(steps) < max_steps:
-            steps.append(tokens := scheduler.schedule().num_scheduled_tokens)
+            tokens = scheduler.schedule().num_scheduled_tokens
+            steps.append(tokens)
             done = [i for i in tokens if scheduler.seqs[i][1].num_new_tokens == 0]
             scheduler.update_from_output(ModelRunnerOutput(done, [[7]] * len(done)))
         return [steps[:12], len(steps), scheduler.num_preemptions]
@@ -507,7 +520,7 @@ register(
                 "compared with blocks, and with the whole pool?"
             ),
             _subclass(asks=False): (
-                "Where both fit, `Scheduler` itself must be asked, and its answer returned: it "
+                "Where both fit, `Admission` itself must be asked, and its answer returned: it "
                 "would have said LATER here. Is a `return` missing?"
             ),
             _subclass(itself=False): (
@@ -541,7 +554,7 @@ register(
             "Add up the blocks of the longest texts of all running requests and of the one that "
             "asks, and compare with the pool."
         ),
-        engine=_serve(lambda answer: answer, swap_space=0, num_gpu_blocks_override=28),
+        engine=_serve(_admitting_scheduler, swap_space=0, num_gpu_blocks_override=28),
         seconds=5.0,
     )
 )
@@ -678,10 +691,9 @@ def _runs_ahead(answer: Any) -> Any:
         scheduler = self.scheduler
         running = []
         for group in scheduler.running:
-            forks = group.fork_rule is not None and any(
-                seq.num_output_placeholders for seq in group.unfinished
-            )
-            missing = scheduler.block_manager.num_missing_blocks(group)
+            under_way = any(seq.num_new_tokens == 0 for seq in group.unfinished)
+            forks = group.fork_rule is not None and under_way
+            missing = scheduler.preemption.num_needed_blocks(group)
             running.append((missing, forks, all(seq.is_full for seq in group.unfinished)))
         return answer(running, scheduler.block_manager.get_num_free_gpu_blocks())
 
@@ -790,7 +802,11 @@ def _chooses(answer: Any) -> Any:
                 SequenceStatus.FINISHED_STOPPED if stops else SequenceStatus.FINISHED_LENGTH_CAPPED
             )
             self.keep([*beams[i].output_token_ids, token_id], logprob, status)
-        return go_on if go_on and self._may_improve(go_on[0][2], num_tokens) else []
+        if not go_on or len(self.hypotheses) < self.width:
+            return go_on
+        if self.width == 1:  # greedy: the first end is the end
+            return []
+        return go_on if self.score(go_on[0][2], num_tokens) > self.hypotheses[-1].score else []
 
     return choose
 

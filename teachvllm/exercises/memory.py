@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any
 
 from ..core.block_allocator import BlockAllocator, NoFreeBlocksError
-from ..core.block_manager import BlockSpaceManager, hash_block_tokens
+from ..core.block_manager import BlockSpaceManager, NewSlots, hash_block_tokens
 from ..core.request_queue import FCFSPolicy
 from teachvllm.exercises.check import (
     TINY,
@@ -178,11 +178,14 @@ def _says_nothing_for_none(*args: Any) -> list[int] | None:
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #7d4aa7d5
 def _grows_tables(answer: Any) -> Any:
-    def allocate_slots(self: BlockSpaceManager, seq: Sequence, num_tokens: int) -> list[int]:
+    "`allocate_slots` whose tables grow by the answer; ours copies blocks that others hold."
+    ours = BlockSpaceManager.allocate_slots
+
+    def allocate_slots(self: BlockSpaceManager, seq: Sequence, num_tokens: int) -> NewSlots:
         table = self.block_tables[seq.seq_id]
-        return answer(
-            table, seq.num_computed_tokens, num_tokens, self.block_size, self.gpu_allocator.allocate
-        )
+        allocate = self.gpu_allocator.allocate
+        new = answer(table, seq.num_computed_tokens, num_tokens, self.block_size, allocate)
+        return NewSlots(new, ours(self, seq, num_tokens).copies)
 
     return allocate_slots
 
@@ -316,12 +319,20 @@ def _copies_all(
 
 
 def _copies_on_write(answer: Any) -> Any:
-    def copy_on_write(self: BlockSpaceManager, seq: Sequence) -> tuple[int, int, int] | None:
-        table = self.block_tables[seq.seq_id]
-        pair = answer(table, seq.num_computed_tokens, self.block_size, self.gpu_allocator)
-        return pair and (seq.num_computed_tokens // self.block_size, *pair)
+    "`allocate_slots` that asks the answer first; ours finds nothing left to copy there."
+    ours = BlockSpaceManager.allocate_slots
 
-    return copy_on_write
+    def allocate_slots(self: BlockSpaceManager, seq: Sequence, num_tokens: int) -> NewSlots:
+        table = self.block_tables[seq.seq_id]
+        index = seq.num_computed_tokens // self.block_size
+        pair = answer(table, seq.num_computed_tokens, self.block_size, self.gpu_allocator)
+        slots = ours(self, seq, num_tokens)
+        if pair is None:
+            return slots
+        source, target = pair
+        return NewSlots(slots.block_ids, [(index, source, target), *slots.copies])
+
+    return allocate_slots
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #69e028c5
 register(
@@ -380,7 +391,7 @@ register(
             "there, and who else has it?"
         ),
         engine=_serve(
-            _copies_on_write, "teachvllm.core.block_manager:BlockSpaceManager.copy_on_write"
+            _copies_on_write, "teachvllm.core.block_manager:BlockSpaceManager.allocate_slots"
         ),
     )
 )
