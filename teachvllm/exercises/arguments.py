@@ -54,8 +54,9 @@ def _own_answer(kind: str = "") -> Any:
 
 
 def _record_start(answer: Any) -> str:
-    """The calls of a real start, recorded by a profile hook, are given to the answer; what it
-    returns must add up to the whole.
+    """The answer gets the calls of a real start; what it returns must add up to the whole.
+
+    A profile hook records the calls.
     """
     from teachvllm.core.scheduler import Scheduler
     from teachvllm.engine.core import EngineCore

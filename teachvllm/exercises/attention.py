@@ -24,8 +24,9 @@ _Forward = Callable[[Any, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 def _serve(forward: _Forward, calls: list[int], **methods: Any) -> str:
-    """Serve six requests with a backend of this `forward`, and with the oracle; `calls` is [number
-    of the answer's calls].
+    """Serve six requests with a backend of this `forward`, and with the oracle.
+
+    `calls` is [number of the answer's calls].
     """
     backend = type("Yours", (ReferenceBackend,), {"name": "yours", "forward": forward, **methods})
     both = backend, "reference"
@@ -57,9 +58,7 @@ def _counted(answer: Any) -> tuple[Any, list[int]]:
 
 
 def _sequences(meta: Any) -> Iterator[tuple[slice, int, torch.Tensor]]:
-    """Of each sequence of a batch: which tokens are its new ones, its length, its row of the block
-    table.
-    """
+    "Of each sequence of a batch: its new tokens, its length, its row of the block table."
     for i, seq_len in enumerate(meta.seq_lens.tolist()):
         yield slice(*meta.query_start_loc[i : i + 2].tolist()), seq_len, meta.block_table[i]
 
@@ -76,8 +75,9 @@ def _faults(answer: Callable[..., Any], sentences: dict[str, str]) -> dict[Any, 
 
 
 def _by_sequence(run: Callable[..., torch.Tensor]) -> _Forward:
-    """A backend's `forward` that computes sequence after sequence: run(backend, its new q,
-    kv_cache, its table, seq_len).
+    """A backend's `forward` that computes sequence after sequence.
+
+    Each by `run(backend, its new q, kv_cache, its table, seq_len)`.
     """
 
     def forward(self, q, kv_cache, meta):
@@ -94,8 +94,9 @@ def _by_sequence(run: Callable[..., torch.Tensor]) -> _Forward:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Attention [tokens, heads, size] of scaled queries; `hidden` [tokens, keys] says which keys a
-    token must not see.
+    """Attention [tokens, heads, size] of scaled queries.
+
+    `hidden` [tokens, keys] says which keys a token must not see.
     """
     scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(hidden, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
@@ -124,8 +125,9 @@ def _attend_pages(q, kv_cache, block_table, seq_len, scale, fault: str = "") -> 
 def _paged_sequence(
     seq_len: int, m: int, heads: tuple[int, int], size: int, block_size: int = 4, seed: int = 0
 ):
-    """Queries, a poisoned cache, a block table with two absurd entries at its end, the length, a
-    scale.
+    """Queries, a poisoned cache, a block table, the length, a scale.
+
+    The table has two absurd entries at its end.
     """
     g = torch.Generator().manual_seed(seed)
     need = -(-seq_len // block_size)
@@ -795,8 +797,9 @@ def _runs_case(table: list[int], block_size: int, first: int, last: int) -> _che
 
 
 def _compiled(answer: Any) -> tuple[Any, str]:
-    """The answer as Numba compiles it, and a word about that; as it is where Numba is missing or
-    cannot.
+    """The answer as Numba compiles it, and a word about that.
+
+    Where Numba is missing or cannot, the answer is as it was.
     """
     try:
         import numba

@@ -36,8 +36,9 @@ class _CountedBlocks:
 
 
 def _blocks_case(num_blocks: int, *operations: str) -> Case:
-    """Operations are like 'allocate' and 'free 0'; what came back, the counts and the sorted free
-    ids after the last.
+    """Operations are like 'allocate' and 'free 0'.
+
+    The case gives what came back, the counts and the sorted free ids after the last.
     """
 
     def run(answer: Any) -> list[Any]:

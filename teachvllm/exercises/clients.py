@@ -103,8 +103,9 @@ def _stale_changes(outputs: Any, aborted: Any, num_seen: int) -> Any:
 
 # %% ../../nbs/93ga_exercises_clients.ipynb #6d479d08
 def _abort_and_ask_again(answer: Any) -> str:
-    """A real core in its own process: a request is aborted while its news are on their way, and its
-    id is used again.
+    """A real core in its own process: a request is aborted, and its id used again.
+
+    The outputs of the first are still on their way then.
     """
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     texts = list[list[int]]()
@@ -444,8 +445,9 @@ def _buckets(registry: Any, name: str) -> _Buckets:
 
 
 def _read_own_metrics(answer: Any) -> str:
-    """Requests that a real engine serves while its metrics are kept: each quantile must lie in the
-    bucket of the exact one.
+    """A real engine serves requests and keeps metrics: quantiles must lie in the right bucket.
+
+    That is the one that holds the exact value.
     """
     with _tiny_args(max_num_seqs=2) as args:
         engine: Any = LLMEngine.from_engine_args(args)

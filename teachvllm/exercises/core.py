@@ -82,8 +82,9 @@ def _names(groups: Any) -> list[str]:
 
 
 def _named(scheduled: Any) -> Any:
-    """The dictionary; a request that is a key itself is shown by its id, since two objects are
-    never equal.
+    """The dictionary; a request that is a key itself is shown by its id.
+
+    Two objects are never equal.
     """
     if not isinstance(scheduled, dict):
         return scheduled
@@ -99,9 +100,7 @@ def _keyed_by_request(toy: Any) -> dict[Any, int]:
 
 
 def _admits_once_more(toy: Any) -> dict[str, int]:
-    """A mistake: all that wait are added to the running ones in a `for` loop, and none is taken out
-    of its queue.
-    """
+    "A mistake: requests are added to the running ones, and none is taken out of its queue."
     for group in list(toy.waiting)[: toy.max_num_seqs - len(toy.running)]:
         toy.running.add(group)
     return _schedule_plain(
@@ -306,8 +305,9 @@ def _make_room(
 def _make_room_if(
     running: list[tuple[str, int, int]], num_free: int, looks: bool = False
 ) -> tuple[list[str], list[str]]:
-    """A mistake: an `if` where a `while` should be. With `looks`, a request computes only if its
-    blocks are free then.
+    """A mistake: an `if` where a `while` should be.
+
+    With `looks`, a request computes only if its blocks are free then.
     """
     left = list(running)
     computed = []

@@ -38,8 +38,9 @@ from ..sampling_params import SamplingParams
 
 # %% ../../nbs/93i_exercises_engine.ipynb #bf2e69f0
 class _Core:
-    """A core in place of `InprocClient`: a step gives each of the first two requests the next token
-    of its answer.
+    """A core in place of `InprocClient`.
+
+    A step gives each of the first two requests the next token of its answer.
     """
 
     def __init__(self, answers: dict[str, list[int]]):

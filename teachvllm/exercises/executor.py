@@ -224,9 +224,10 @@ _check.register(
 
 # %% ../../nbs/93g_exercises_executor.ipynb #aa0eb66f
 def _play(pipe: _Any, rank: int, script: list[_Any], heard: list[int], is_taken: _Any) -> None:
-    """A worker of the cases. In `script`: a worker's rank (wait until its answer was taken, but at
-    most 2 s), 'die', 'late' (an old answer), an exception, or 'answer'. In `heard` it notes that it
-    got the order.
+    """A worker of the cases: it gets an order, notes that in `heard`, and follows `script`.
+
+    In a script: a worker's rank (wait until its answer was taken, but at most 2 s), 'die', 'late'
+    (an old answer), an exception, or 'answer'.
     """
     with _suppress(EOFError, OSError):  # the case is over
         number, order = pipe.recv()

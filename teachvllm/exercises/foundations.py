@@ -58,9 +58,7 @@ def _tiny_model(**changes: Any) -> Iterator[str]:
 
 
 def _serve_both(target: str, stand: Any, **options: Any) -> str:
-    """Serve the requests with ours and with `stand` in the place of `target`; the tokens must be
-    the same.
-    """
+    "Serve the requests with ours and with `stand` in the place of `target`: the same tokens."
     rounds = []
     for _ in range(2):
         ours, seconds = serve_prompts(**options)
@@ -313,9 +311,7 @@ def _distribution(variant: str = "") -> Any:
 
 # %% ../../nbs/93a_exercises_foundations.ipynb #9afa006e
 def _draw_with(answer: Any) -> str:
-    """Requests with four settings of the knobs: with the engine's own, and with the answer's
-    distribution in their place.
-    """
+    "Requests with four settings of the knobs, drawn by the engine and by the answer."
     settings: list[dict[str, Any]] = [
         {"temperature": 0.7},
         {"top_k": 5},

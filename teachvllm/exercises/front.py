@@ -254,8 +254,9 @@ def _to_submit(schedulers: list, in_flight: _Any, wrong: str = "") -> list:
 
 # %% ../../nbs/93fa_exercises_front.ipynb #97222463
 class _Stages(_DummyExecutor):
-    """Two stages and a virtual clock: a step of n sequences takes n ms in each, and a batch is in
-    one stage at a time.
+    """Two stages and a virtual clock.
+
+    A step of n sequences takes n ms in each, and a batch is in one stage at a time.
     """
 
     last = ""
@@ -476,8 +477,9 @@ _check.register(
 
 # %% ../../nbs/93fa_exercises_front.ipynb #94c9ab50
 class _CountingEngine:
-    """The engine of the cases. A request's prompt is the number of steps that it needs; step
-    `fails` raises `error`.
+    """The engine of the cases.
+
+    A request's prompt is the number of steps that it needs; step `fails` raises `error`.
     """
 
     def __init__(self, fails: int, error: type[BaseException]):

@@ -47,9 +47,7 @@ def _heads_of_rank(
 def _other_kv_heads(
     first: _Any, count: _Any = lambda rank, size, heads, kv_heads: max(1, kv_heads // size)
 ) -> _Any:
-    """An answer whose query heads are right and whose KV heads begin and count as these functions
-    say.
-    """
+    "An answer with right query heads, whose KV heads begin and count as these functions say."
     return lambda *args: (_heads_of_rank(*args)[0], _stretch(first(*args), count(*args)))
 
 
@@ -64,8 +62,9 @@ def _in_turns(
 
 
 def _where_fewer(fewer: _Any) -> _Any:
-    """An answer that is right unless there are fewer KV heads than ranks; then its first KV head is
-    `fewer(rank, size, kv_heads)`.
+    """An answer that is right unless there are fewer KV heads than ranks.
+
+    Then its first KV head is `fewer(rank, size, kv_heads)`.
     """
     return _other_kv_heads(
         lambda rank, size, n, m: fewer(rank, size, m) if m < size else rank * m // size
@@ -73,10 +72,9 @@ def _where_fewer(fewer: _Any) -> _Any:
 
 # %% ../../nbs/93d_exercises_layers.ipynb #f281b56e
 def _logits_of_ranks(size: int, connect: bool = False) -> tuple[_torch.Tensor, float]:
-    """Logits of a tiny Llama on `size` threads as ranks, perhaps with shared memory, and the
-    seconds they took.
+    """Logits of a tiny Llama on `size` threads as ranks, and the seconds they took.
 
-    They must be transformers' on each of them.
+    Perhaps with shared memory. They must be transformers' on each of them.
     """
     tiny: _Any = _check.TINY
     config = _LlamaConfig(**tiny)
@@ -132,9 +130,7 @@ def _serve_heads(answer: _Any) -> str:
 def _compare_ranks(
     size: int, target: str, answer: _Any, connect: bool = False
 ) -> tuple[int, float]:
-    """How often `size` ranks called the answer in the place of `target`, and how many times as long
-    as with ours it took.
-    """
+    "How often `size` ranks called the answer in the place of `target`, and its time by ours."
     _, ours = min((_logits_of_ranks(size, connect) for _ in range(2)), key=lambda pair: pair[1])
     with _check.stand_in(target, answer) as calls:
         _, yours = _logits_of_ranks(size, connect)
@@ -211,8 +207,9 @@ def _stop(threads: list[_threading.Thread]) -> None:
 
 
 def _round(answer: _Any, rows: list[_torch.Tensor], seconds: float = 8.0) -> dict[str, _Any]:
-    """What each rank returns, and how many numbers it sent; `rows` are what they begin with. A
-    rank's error is raised.
+    """What each rank returns, and how many numbers it sent.
+
+    `rows` are what they begin with. A rank's error is raised.
     """
     size = len(rows)
     ended = _time.monotonic() + seconds
@@ -276,8 +273,9 @@ def _ring(
     first: bool = True,
     second: int = 1,
 ) -> _torch.Tensor:
-    """An all-reduce over a ring, perhaps wrongly: other numbers of steps, another first piece in
-    each round, adding twice.
+    """An all-reduce over a ring, perhaps wrongly.
+
+    Wrong are other numbers of steps, another first piece in a round, or adding twice.
     """
     pieces = list(x.clone().chunk(size))
     begin = rank if first else 0
@@ -392,8 +390,9 @@ class _Counters(list):
 
 
 def _take_turns(answer: _Any, rows: list[list[float]], order: str) -> dict[str, _Any]:
-    """Each rank adds up its numbers in `rows`, call after call; `order` says which rank runs next,
-    again and again.
+    """Each rank adds up its numbers in `rows`, call after call.
+
+    `order` says which rank runs next, again and again.
     """
     slots = [_torch.zeros(len(rows), 1) for _ in range(2)]
     sums: list[list[float]] = [[] for _ in rows]

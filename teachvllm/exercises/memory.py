@@ -32,9 +32,7 @@ from ..sequence import Sequence, SequenceGroup
 
 # %% ../../nbs/93ab_exercises_memory.ipynb #3bfc5ec4
 def _counted(answer: Any, calls: list[int]) -> Any:
-    """The answer, or the class with each of its methods, adding one to `calls[0]` whenever it is
-    called.
-    """
+    "The answer, or the class with each of its methods, counting its calls in `calls[0]`."
 
     def count(function: Any) -> Any:
         def counting(*args: Any) -> Any:
@@ -59,8 +57,10 @@ def _serve(
     serve: Callable[..., Any] = serve_prompts,
     **options: Any,
 ) -> Any:
-    """An exercise's `engine`: serves with `adapt(answer)` in the place of `target`, or as an
-    argument of `LLM`.
+    """An exercise's `engine`: serves with `adapt(answer)` in the place of `target`.
+
+    Without a `target` it is an argument of `LLM`, `scheduler_cls` or the one named by
+    `as_argument`.
     """
     argument = options.pop("as_argument", "scheduler_cls")
 
@@ -433,8 +433,9 @@ def _prefix_case(
     size: int = 4,
     first: int = 0,
 ) -> Case:
-    """`known` are a text's tokens; its block i has id `first` + i, and the blocks with an id in
-    `without` were evicted.
+    """A text whose tokens are `known` is cached, and another one is looked up.
+
+    The text's block i has id `first` + i; the blocks with an id in `without` were evicted.
     """
     ids = [first + i for i in range(-(-len(known) // size))]
 

@@ -33,8 +33,9 @@ _SIZES = {
 
 @cache
 def _theirs(model_type: str, **fields: Any) -> Any:
-    """transformers' small random model of that type, with these fields besides the usual sizes;
-    made once.
+    """transformers' small random model of that type, made once.
+
+    It has these fields besides the usual sizes.
     """
     from transformers import AutoConfig
     from transformers.utils import logging
@@ -49,8 +50,9 @@ def _theirs(model_type: str, **fields: Any) -> Any:
 
 @torch.inference_mode()
 def _difference(model_class: Any, hf_model: Any, lengths: tuple[int, ...], chunk: int) -> float:
-    """The largest difference of a logit from transformers', sequences of these lengths fed `chunk`
-    tokens at a time.
+    """The largest difference of a logit from transformers'.
+
+    Sequences of these lengths are fed `chunk` tokens at a time.
     """
     sequences = random_sequences(99, lengths)
     logits = paged_logits(Paged(model_class, hf_model), sequences, chunk)
@@ -89,8 +91,9 @@ def _part_case(
 
 
 def _serve_with(fields: dict[str, Any], target: str, adapter: Any, **options: Any) -> str:
-    """Serve the usual requests with a model of this configuration and `adapter` in the place of
-    `target`. `AssertionError` if it went wrong.
+    """Serve the usual requests with this configuration and `adapter` in the place of `target`.
+
+    `AssertionError` if it went wrong.
     """
     sizes = {
         **_SIZES,
@@ -109,9 +112,7 @@ def _serve_with(fields: dict[str, Any], target: str, adapter: Any, **options: An
 def _cut_into_steps(
     lengths: list[int], chunk: int, slip: str = ""
 ) -> list[list[tuple[int, int, int]]]:
-    """The steps that feed `chunk` tokens of each sequence at a time; with `slip` one of the usual
-    mistakes is made.
-    """
+    "The steps that feed `chunk` tokens of each sequence at a time; `slip`: a usual mistake."
     steps = []
     last = min(lengths) if slip == "shortest" else max(lengths)
     for done in range(0, last, chunk):
@@ -564,9 +565,7 @@ def _served_by(answer: Any) -> str:
 
 @torch.inference_mode()
 def _register_granite(answer: Any) -> str:
-    """Register the answer and let the engine continue some prompts; transformers must write the
-    same.
-    """
+    "Register the answer, and let the engine continue some prompts as transformers does."
     from teachvllm.llm import LLM
     from teachvllm.sampling_params import SamplingParams
 
@@ -743,9 +742,7 @@ _check.register(
 def _attention_weights(
     q: Any, k: Any, scale: float, soft_cap: float | None, window: int | None, slip: str = ""
 ) -> torch.Tensor:
-    """What each query takes of each key, for one head; with `slip` one of the usual mistakes is
-    made.
-    """
+    "What each query takes of each key, for one head; `slip`: a usual mistake."
     scores = q @ k.T * (1.0 if slip == "scale last" else scale)
     query = torch.arange(len(q))[:, None] + (0 if slip == "offset" else len(k) - len(q))
     distance = query - torch.arange(len(k))

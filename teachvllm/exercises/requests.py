@@ -87,9 +87,7 @@ def _text_of_whole_ones(decode: Any, shown: list[int], new: list[int]) -> str:
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #41ce0738
 def _stream(folder: str) -> list[list[str]]:
-    """What four requests say after each step, with a tiny model that writes tokens of the book's
-    tokenizer.
-    """
+    "What four requests write in each step: a tiny model with the book's tokenizer."
     tokenizer = str(find_model(DEFAULT_MODEL))
     options = {
         **_OPTIONS,
@@ -230,8 +228,9 @@ def _wrong_waste(kind: str) -> Any:
 
 
 def _judge_recording(answer: Any) -> str:
-    """Each step of a real run with forks, preemptions and shared blocks is judged by the answer and
-    by `Trace.kv_waste`.
+    """The answer and `Trace.kv_waste` judge each step of a real run.
+
+    The run has forks, preemptions and shared blocks.
     """
     params = [
         SamplingParams(n=n, seed=n, temperature=1.0, max_tokens=16, ignore_eos=True)
@@ -301,10 +300,10 @@ register(
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #262fbd73
 def _message_case(tried: str, *steps: list[tuple]) -> Case:
-    """Each step's message is a list of (request_id, index, new_token_ids, finish_reason,
-    request_finished).
+    """Each step's message is a list of tuples, one for each output.
 
-    The last two may be left out.
+    (request_id, index, new_token_ids, finish_reason, request_finished): the last two may be left
+    out.
     """
 
     def run(answer: Any) -> dict[str, Any]:
@@ -442,9 +441,7 @@ register(
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #c30b9862
 class _Point:
-    """Stands for an entry point: `does` is what its function does when it is called, an exception
-    is raised.
-    """
+    "Stands for an entry point whose function does `does`; an exception is raised."
 
     def __init__(self, name: str, does: Any, ran: list[str]):
         self.name = name
@@ -511,8 +508,9 @@ def _plugin_answer(kind: str = "") -> Any:
 
 # %% ../../nbs/93aa_exercises_requests.ipynb #d802266e
 def _load_plugins_with(answer: Any) -> str:
-    """A package with a plugin is put on the path; the engine, with the answer as its loader of
-    plugins, must know its model.
+    """The engine loads its plugins by the answer, and must know a plugin's model.
+
+    A package with that plugin is put on the path.
     """
     with tempfile.TemporaryDirectory() as site:
         name = "Exercise" + Path(site).name.title().replace("_", "") + "ForCausalLM"
@@ -647,8 +645,9 @@ def _tree_answer(kind: str = "") -> Any:
 
 
 def _draw_tree_with(answer: Any) -> str:
-    """`plot_prefix_tree` draws a recorded run with forks from the answer's tree, and must write the
-    same into its boxes.
+    """`plot_prefix_tree` draws a recorded run with forks from the answer's tree.
+
+    It must write the same into its boxes.
     """
     from teachvllm.viz import plot_prefix_tree
 

@@ -37,8 +37,9 @@ def _serving(
     patches: _Any = (),
     **params: _Any,
 ) -> _Callable[[_Any], str]:
-    """How the answer to exercise `name` is put to work: with these changes of the tiny model, of
-    `LLM`'s options and of the requests.
+    """How the answer to exercise `name` is put to work.
+
+    The rest are changes of the tiny model, of `LLM`'s options and of the requests.
     """
 
     def serve(answer: _Any) -> str:
@@ -524,8 +525,9 @@ _check.register(
 def _find_block(
     largest: _torch.Tensor, total: _torch.Tensor, uniform: float, wrong: str = ""
 ) -> tuple[int, float]:
-    """The block in which `uniform` lands, and the weight that is left to go inside it, perhaps
-    wrongly.
+    """The block in which `uniform` lands, and the weight that is left to go inside it.
+
+    Switches make a mistake of it.
     """
     best = largest.max()
     shrunk = {"own": total, "grow": total * (best - largest).exp()}.get(

@@ -27,8 +27,9 @@ def _tiny_server(**options: Any) -> Iterator[str]:
 
 
 def _finish(coroutine: Any) -> Any:
-    """What a coroutine returns that never has to wait. An answer without `async` has returned
-    already.
+    """What a coroutine returns that never has to wait.
+
+    An answer without `async` has returned already.
     """
     if not inspect.iscoroutine(coroutine):
         return coroutine
@@ -378,8 +379,9 @@ async def _body_keeps(receive: Any, limit: int, keep: bool = True) -> Any:
 
 # %% ../../nbs/93h_exercises_serving.ipynb #ad655a8d
 def _send_bodies(answer: Any) -> str:
-    """Bodies of all lengths to a real server: a short one is served, a long one refused, and its
-    client reads why.
+    """Bodies of all lengths to a real server.
+
+    A short one is served, a long one refused, and its client reads why.
     """
     import httpx
 

@@ -154,9 +154,7 @@ _check.register(
 
 # %% ../../nbs/93ea_exercises_weights.ipynb #dfa896e8
 def _group_by_expert(experts: torch.Tensor, num_experts: int, slip: str = "") -> Any:
-    """Where each choice goes, and where each expert's end; with `slip` one of the usual mistakes is
-    made.
-    """
+    "Where each choice goes, and where each expert's end; `slip`: a usual mistake."
     flat = experts.T.flatten() if slip == "columns" else experts.flatten()
     chosen, order = flat.sort(stable=True, descending=slip == "falling")
     counts = torch.bincount(flat, minlength=num_experts)

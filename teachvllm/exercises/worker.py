@@ -35,8 +35,9 @@ def _serve_with(target: str, adapter: Any, **options: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays, also inside dictionaries, as lists: what kind they are is not the
-    question.
+    """Tensors and arrays, also inside dictionaries, as lists.
+
+    What kind they are is not the question.
     """
     if isinstance(value, dict):
         return {name: _plain(x) for name, x in value.items()}
@@ -54,8 +55,9 @@ class _CountOperations(TorchDispatchMode):
 
 
 def _pool(num_blocks: int, first: int) -> list[torch.Tensor]:
-    """Two layers of blocks with one number for keys and one for values: block b of layer l has
-    first + b + 100 l, values 1000 more.
+    """Two layers of blocks with one number for keys and one for values.
+
+    Block b of layer l has first + b + 100 l, its values 1000 more.
     """
     block = torch.arange(num_blocks).view(1, -1, 1, 1, 1) + first
     return [
@@ -178,9 +180,7 @@ _check.register(
 def _lay_out(
     tables: list, num_computed: list, num_scheduled: list, block_size: int, slip: str = ""
 ) -> dict[str, list]:
-    """Where each new token stands, and where its key and value go; with `slip` one of the usual
-    mistakes is made.
-    """
+    "Where each new token stands, and where its key and value go; `slip`: a usual mistake."
     out: dict[str, list] = {
         "query_start_loc": [0],
         "seq_lens": [],
@@ -429,9 +429,7 @@ _pad_inputs = partial(pad_inputs)  # ours, also while an answer stands in for it
 def _pad_to_bucket(
     inputs: dict[str, Any], sizes: list[int], width: int, slip: str = ""
 ) -> dict[str, Any]:
-    """A batch of decodes as one of the smallest of `sizes` that fits; with `slip` one of the usual
-    mistakes is made.
-    """
+    "A batch of decodes as one of the smallest of `sizes` that fits; `slip`: a usual mistake."
     num_seqs = len(inputs["token_ids"])
     fits = [size for size in sizes if size >= num_seqs + (slip == "next")]
     padded = _pad_inputs(inputs, fits[0] if slip == "first" else min(fits), width)
@@ -482,8 +480,9 @@ def _pad_case(num_seqs: int, sizes: list[int], width: int) -> "_check.Case":
 
 # %% ../../nbs/93f_exercises_worker.ipynb #42157246
 class _WritableOracle(ReferenceBackend):
-    """The plain attention, in which cache slots of -1 are written nowhere: what a graph's padding
-    needs.
+    """The plain attention, in which cache slots of -1 are written nowhere.
+
+    That is what a graph's padding needs.
     """
 
     supports_graphs = True
@@ -636,8 +635,9 @@ def _random_events(num_events: int = 60) -> list[tuple]:
 
 # %% ../../nbs/93f_exercises_worker.ipynb #54d99ec5
 class _Lender(TorchDispatchMode):
-    """What torch's operations make lies in the pieces that an answer lends: two tensors in one
-    place would spoil each other.
+    """What torch's operations make lies in the pieces that an answer lends.
+
+    Two tensors in one place would spoil each other.
     """
 
     def __init__(self, answer: Any):
