@@ -387,13 +387,8 @@ def _serve_in_turn(exercise: Exercise, answer: Any) -> tuple[bool, str]:
         with stand_in(exercise.target, answer) as calls:
             tokens, yours = serve_prompts(**options)
         if tokens != ours:
-            return (
-                False,
-                (
-                    f"other tokens than ours, {difference(tokens, ours)} (it was called {calls[0]} "
-                    "times)"
-                ),
-            )
+            what = difference(tokens, ours)
+            return False, f"other tokens than ours, {what} (it was called {calls[0]} times)"
         rounds.append((seconds, yours))
     seconds, yours = (min(times) for times in zip(*rounds))
     text = (

@@ -689,7 +689,8 @@ def _lend_with(answer: Any) -> str:
 
     ours = vars(ModelRunner)["forward"]
     served = _serve_with("teachvllm.worker.model_runner:ModelRunner.forward", forward)
-    return f"the {counts[-1][0]} tensors that the last step made shared {counts[-1][1]} pieces; {served}"
+    num_tensors, num_pieces = counts[-1]
+    return f"the {num_tensors} tensors that the last step made shared {num_pieces} pieces; {served}"
 
 # %% ../../nbs/93f_exercises_worker.ipynb #56a63c97
 _check.register(
