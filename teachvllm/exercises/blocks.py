@@ -266,7 +266,7 @@ def _returns_the_item(
 def _allocator_that_takes(answer: Any) -> type:
     "A `BlockAllocator` in plain lists and dictionaries; the answer says which block is next."
 
-    class Allocator(BlockAllocator):
+    class ListsAllocator(BlockAllocator):
         def __init__(self, num_blocks: int):
             super().__init__(num_blocks)
             self.ref_counts = [0] * num_blocks
@@ -320,7 +320,7 @@ def _allocator_that_takes(answer: Any) -> type:
             self.hash_of.clear()
             self.block_of.clear()
 
-    return Allocator
+    return ListsAllocator
 
 # %% ../../nbs/93ad_exercises_blocks.ipynb #c6df6245
 register(
