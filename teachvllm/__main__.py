@@ -95,26 +95,22 @@ def run_generate(parsed: argparse.Namespace) -> None:
 
 # %% ../nbs/98_command_line.ipynb #a6759ce9
 def conversation_ids(llm: Any, messages: list[dict[str, str]], max_tokens: int) -> list[int]:
-    """The prompt of a conversation; its oldest question and answer are deleted from `messages`
-    until it fits.
+    """The prompt of a conversation; its oldest messages are deleted until it fits.
 
-    It fits if it leaves room for an answer: for `max_tokens`, or for a quarter of what the model
-    takes if that is less.
+    Always a question and its answer together, from `messages`. It fits if it leaves room for an
+    answer: for `max_tokens`, or for a quarter of what the model takes if that is less.
     """
     from teachvllm.inputs import apply_chat_template
 
     most = llm.llm_engine.config.model_config.max_model_len
     room = min(max_tokens, most // 4)
     ids = apply_chat_template(llm.get_tokenizer(), messages)
+    note = (
+        f"(no room for {room} tokens within max_model_len={most}: the oldest question is left out)"
+    )
     while len(ids) > most - room and len(messages) > 1:
         del messages[:2]
-        print(
-            (
-                f"(no room for {room} tokens within max_model_len={most}: the oldest question "
-                "is left out)"
-            ),
-            file=sys.stderr,
-        )
+        print(note, file=sys.stderr)
         ids = apply_chat_template(llm.get_tokenizer(), messages)
     return ids
 
@@ -149,8 +145,7 @@ def converse(first: str, answer: Callable[[list[dict[str, str]]], Iterator[str]]
 
 # %% ../nbs/98_command_line.ipynb #3945808f
 def run_chat(parsed: argparse.Namespace) -> None:
-    """`teachvllm chat`: a conversation, with a model that is loaded here or, with `--url`, with a
-    server's.
+    """`teachvllm chat`: a conversation with a model here or, with `--url`, with a server's.
 
     A conversation that has grown too long for the model loses its oldest messages; a server refuses
     it.
@@ -160,12 +155,12 @@ def run_chat(parsed: argparse.Namespace) -> None:
         return converse(first, partial(ask_server, parsed, "chat/completions", "messages"))
     params = sampling_params(parsed, output_kind=RequestOutputKind.DELTA)
     with make_llm(parsed) as llm:
-        converse(
-            first,
-            lambda messages: stream(
-                llm.llm_engine, conversation_ids(llm, messages, parsed.max_tokens), params
-            ),
-        )
+
+        def answer(messages: list[dict[str, str]]) -> Iterator[str]:
+            ids = conversation_ids(llm, messages, parsed.max_tokens)
+            return stream(llm.llm_engine, ids, params)
+
+        converse(first, answer)
 
 
 def stream(engine: Any, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
@@ -193,28 +188,30 @@ def ask() -> str:
 
 # %% ../nbs/98_command_line.ipynb #17db2742
 def request_json(parsed: argparse.Namespace, path: str, body: dict[str, Any] | None = None) -> Any:
-    """An open answer of the server at `--url`; `ValueError` says what the server did not like, or
-    that there is none.
+    """An open answer of the server at `--url`.
+
+    `ValueError` says what the server did not like, or that there is none.
     """
     from urllib.error import HTTPError, URLError
     from urllib.parse import urlsplit
     from urllib.request import ProxyHandler, Request, build_opener
 
+    headers = {"Content-Type": "application/json"}
     key = parsed.api_key or os.environ.get("OPENAI_API_KEY")
-    headers = {"Content-Type": "application/json"} | (
-        {"Authorization": f"Bearer {key}"} if key else {}
-    )
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
     url = f"{parsed.url.rstrip('/')}/{path}"
     data = json.dumps(body).encode() if body else None
     try:
         # a proxy's own localhost is another machine
-        here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-        return build_opener(*[ProxyHandler({})] * here).open(Request(url, data, headers))
+        is_here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+        opener = build_opener(ProxyHandler({})) if is_here else build_opener()
+        return opener.open(Request(url, data, headers))
     except HTTPError as error:
-        said = error.read().decode(errors="replace")
+        message = error.read().decode(errors="replace")
         with suppress(ValueError, KeyError, TypeError):
-            said = json.loads(said)["error"]["message"]
-        raise ValueError(f"{url} answered {error.code}: {said:.500}") from error
+            message = json.loads(message)["error"]["message"]
+        raise ValueError(f"{url} answered {error.code}: {message:.500}") from error
     except (URLError, ValueError, OSError) as error:
         raise ValueError(
             f"url={parsed.url!r} cannot be reached: {getattr(error, 'reason', error)}"
@@ -232,32 +229,31 @@ def lines_of(answer: Any) -> Iterator[str]:
 
 # %% ../nbs/98_command_line.ipynb #f2dde68a
 def ask_server(parsed: argparse.Namespace, path: str, field: str, value: Any) -> Iterator[str]:
-    """The pieces of an answer of the server at `--url`: of a conversation (`messages`) or of a text
-    (`prompt`).
+    """The pieces of an answer of the server at `--url`.
+
+    It answers a conversation (`messages`) or continues a text (`prompt`).
     """
     model = parsed.model_name
     if not model:
         with request_json(parsed, "models") as answer:
             model = parsed.model_name = json.load(answer)["data"][0]["id"]
-    params = {
-        name: getattr(parsed, name) for name in ("temperature", "top_p", "max_tokens", "stop")
-    }
-    asked = {name: getattr(parsed, name) for name in ("top_k", "min_p")}
-    params |= {"seed": parsed.sampling_seed} | {
-        name: what for name, what in asked.items() if what != SAMPLING[name][1]
-    }
-    body = {name: what for name, what in params.items() if what is not None} | {
-        "model": model,
-        "stream": True,
-        field: value,
-    }
+    body = {"model": model, "stream": True, field: value}
+    for name in ("temperature", "top_p", "max_tokens", "stop"):
+        if getattr(parsed, name) is not None:
+            body[name] = getattr(parsed, name)
+    if parsed.sampling_seed is not None:
+        body["seed"] = parsed.sampling_seed
+    for name in ("top_k", "min_p"):  # OpenAI's API has not got them
+        if getattr(parsed, name) not in (None, SAMPLING[name][1]):
+            body[name] = getattr(parsed, name)
     with request_json(parsed, path, body) as answer:
         yield from pieces_of(lines_of(answer), field)
 
 
 def pieces_of(lines: Iterable[str], field: str) -> Iterator[str]:
-    """The pieces of text in the lines of a stream, as they come: of a conversation (`messages`) or
-    of a text (`prompt`).
+    """The pieces of text in the lines of a stream, as they come.
+
+    The stream is of a conversation (`messages`) or of a text (`prompt`).
     """
     for line in lines:
         text = line.removeprefix("data:").strip()
@@ -265,15 +261,14 @@ def pieces_of(lines: Iterable[str], field: str) -> Iterator[str]:
             event = json.loads(text)
             require("error" not in event, f"the server ended the answer: {event.get('error')}")
             for choice in event.get("choices") or ():  # a last event may have only the usage
-                yield (
-                    choice["delta"].get("content") or "" if field == "messages" else choice["text"]
-                )
+                if field == "messages":
+                    yield choice["delta"].get("content") or ""
+                else:
+                    yield choice["text"]
 
 # %% ../nbs/98_command_line.ipynb #fdd313f6
 def run_complete(parsed: argparse.Namespace) -> None:
-    """`teachvllm complete`: each text, and then each line that is typed, with a server's
-    continuation.
-    """
+    "`teachvllm complete`: texts, or typed lines, each with a server's continuation."
     for text in parsed.text or iter(ask, ""):
         try:
             print(text, end="", flush=True)
@@ -287,8 +282,9 @@ def run_complete(parsed: argparse.Namespace) -> None:
 
 # %% ../nbs/98_command_line.ipynb #dcd9134e
 def extras() -> tuple[Any, Any, Any, Any]:
-    """The modules of the server: server, metrics, live page, load generator; `ValueError` says how
-    to install what is missing.
+    """The server's modules: server, metrics, live page, load generator.
+
+    `ValueError` says how to install what is missing.
     """
     try:
         names = ("entrypoints.api_server", "engine.metrics", "entrypoints.watch", "bench_serve")
@@ -312,15 +308,14 @@ def run_serve(parsed: argparse.Namespace) -> int:
         logger = metrics.PrometheusStatLogger(engine.config, names[0] if names else None)
         # the pool, before any request
         logger.record(EngineCoreOutputs(stats=engine.engine_core.call_utility("get_stats")), [])
-        engine.stat_loggers += (
-            [logger] if parsed.disable_log_stats else [logger, metrics.LoggingStatLogger(logger)]
-        )
-        return {
-            "registry": logger.registry,
-            "routers": [watch.make_watch_router(engine)] if parsed.watch else [],
-        }
+        engine.stat_loggers.append(logger)
+        if not parsed.disable_log_stats:
+            engine.stat_loggers.append(metrics.LoggingStatLogger(logger))
+        routers = [watch.make_watch_router(engine)] if parsed.watch else []
+        return {"registry": logger.registry, "routers": routers}
 
-    return server.run_server(parsed, extend)
+    status: int = server.run_server(parsed, extend)
+    return status
 
 # %% ../nbs/98_command_line.ipynb #ffd4819c
 def run_demo(parsed: argparse.Namespace) -> None:
@@ -346,8 +341,9 @@ def run_demo(parsed: argparse.Namespace) -> None:
 
 # %% ../nbs/98_command_line.ipynb #fdabda98
 def tied_copy_bytes(model: Any, device: str) -> int:
-    """Bytes of the heads that lie in memory twice: on a CPU a head that is tied to the embedding is
-    packed for its product.
+    """Bytes of the heads that lie in memory twice.
+
+    On a CPU a head that is tied to the embedding is packed for its product.
     """
     import torch
 
@@ -357,10 +353,11 @@ def tied_copy_bytes(model: Any, device: str) -> int:
 
 # %% ../nbs/98_command_line.ipynb #0880931c
 def memory_facts(config: VllmConfig) -> dict[str, Any]:
-    """The model's attention, weights and KV cache in numbers, and whether they fit: from its
-    shapes, without its weights.
+    """The model's attention, weights and KV cache in numbers, and whether they fit.
+
+    They come from the model's shapes, without its weights.
     """
-    from teachvllm.model_executor.layers import attention_layers, import_compiled
+    from teachvllm.model_executor.layers import attention_layers
     from teachvllm.model_executor.loader import default_tensors, make_context
     from teachvllm.model_executor.models.registry import get_model_class
     from teachvllm.worker.memory_profiling import GiB, MemoryProfiler
@@ -377,47 +374,51 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
     profiler = MemoryProfiler("cpu" if device == "cpu" else "cuda:0", config.cache_config)
     copied = tied_copy_bytes(shapes, device)
     profiler.weights = sum(parameter.nbytes for parameter in shapes.parameters()) + copied
-    twice = (
-        f", {copied / GiB:.2f} of it for the head, packed apart from the embedding it is tied to"
-        if copied
-        else ""
-    )
+    weights = f"{profiler.weights / GiB:.2f} GiB"
+    if copied:
+        weights += (
+            f", {copied / GiB:.2f} of it for the head, packed apart from the embedding it is tied "
+            "to"
+        )
     try:
         num_blocks = profiler.num_gpu_blocks(block_bytes, model.max_model_len)
         at_once = num_blocks / -(-model.max_model_len // size)
         room = f"up to {num_blocks:,} blocks: {at_once:.1f} requests of max_model_len at once"
     except ValueError as error:
         room = f"does not fit: {error}"
-    against_graphs = {
-        "needs a GPU": device == "cpu",
-        "enforce_eager": model.enforce_eager,
-        "this attention decides on the host": not context.attn_backend.supports_graphs,
-    }
-    own = import_compiled("model_executor.numba_linear") if device == "cpu" else None
-    lacking = (
-        "the processor lacks its instructions, or has better ones"
-        if own
-        else "without teachvllm[numba], which is faster"
-    )
-    by_us = own is not None and context.dtype in own.dtypes_served()
+    graphs = "yes"
+    if device == "cpu":
+        graphs = "no (needs a GPU)"
+    elif model.enforce_eager:
+        graphs = "no (enforce_eager)"
+    elif not context.attn_backend.supports_graphs:
+        graphs = "no (this attention decides on the host)"
     heads = (
         f"{model.num_attention_heads} query heads, {model.num_kv_heads} KV heads, head size "
         f"{model.head_size}"
     )
     return {
         "attention": f"{context.attn_backend.name} ({heads})",
-        "weights": f"{profiler.weights / GiB:.2f} GiB{twice}",
+        "weights": weights,
         "KV block": f"{block_bytes:,} bytes for {size} tokens",
         "KV cache": room,
-        "matrix products": "our own (chapter 21c)"
-        if by_us
-        else f"oneDNN's ({lacking})"
-        if device == "cpu"
-        else "cuBLAS's",
-        "CUDA graphs": next(
-            (f"no ({why})" for why, is_so in against_graphs.items() if is_so), "yes"
-        ),
+        "matrix products": _whose_products(device, context.dtype),
+        "CUDA graphs": graphs,
     }
+
+
+def _whose_products(device: str, dtype: Any) -> str:
+    "Who multiplies matrices here, and on a CPU why it is not this package."
+    from teachvllm.model_executor.layers import import_compiled
+
+    if device != "cpu":
+        return "cuBLAS's"
+    own = import_compiled("model_executor.numba_linear")
+    if own is None:
+        return "oneDNN's (without teachvllm[numba], which is faster)"
+    if dtype in own.dtypes_served():
+        return "our own (chapter 21c)"
+    return "oneDNN's (the processor lacks its instructions, or has better ones)"
 
 # %% ../nbs/98_command_line.ipynb #fcce270d
 def engine_facts(args: EngineArgs) -> dict[str, Any]:
@@ -442,17 +443,18 @@ def engine_facts(args: EngineArgs) -> dict[str, Any]:
             f"{torch.cuda.get_device_capability()}"
         )
     facts |= {"dtype": model.dtype, "max_model_len": model.max_model_len} | memory_facts(config)
-    not_asked = " (default on a CPU)" if args.async_scheduling is None and device == "cpu" else ""
-    facts["async_scheduling"] = (
-        "on" if config.scheduler_config.async_scheduling else "off"
-    ) + not_asked
+    is_default = args.async_scheduling is None and device == "cpu"
+    on_or_off = "on" if config.scheduler_config.async_scheduling else "off"
+    facts["async_scheduling"] = on_or_off + (" (default on a CPU)" if is_default else "")
+    dtype = getattr(torch, model.dtype)
+    stored = getattr(torch, config.cache_config.torch_dtype(model.dtype))
+    block_size = config.cache_config.block_size
     for name in BACKENDS:
-        what = device, getattr(torch, model.dtype), model.head_size, config.cache_config.block_size
-        stored = getattr(torch, config.cache_config.torch_dtype(model.dtype))
-        reason = find_backend(name, *what, kv_cache_dtype=stored)[1]
-        facts[f"attention_backend={name}"] = (
-            "can be used" if reason is None else f"not here: {reason}"
+        _, reason = find_backend(
+            name, device, dtype, model.head_size, block_size, kv_cache_dtype=stored
         )
+        usable = "can be used" if reason is None else f"not here: {reason}"
+        facts[f"attention_backend={name}"] = usable
     return facts
 
 
@@ -466,7 +468,8 @@ def run_inspect(parsed: argparse.Namespace) -> None:
 def add_options(command: argparse.ArgumentParser, name: str) -> None:
     "The options of one command."
     if name == "bench-serve":
-        return extras()[3].add_bench_serve_args(command)
+        extras()[3].add_bench_serve_args(command)
+        return
     if name != "complete":
         EngineArgs.add_cli_args(command.add_argument_group("engine"))
     if name == "serve":
@@ -517,54 +520,48 @@ def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"teachvllm {import_module('teachvllm').__version__}"
     )
-    listed = "generate | chat | complete | serve | demo | inspect | bench | bench serve"
-    commands = parser.add_subparsers(dest="command", required=True, metavar=listed)
-    for name, run, help in (
-        ("generate", run_generate, "continue one or more texts"),
-        (
-            "chat",
+    commands = {  # name: (what runs it, what follows its name, what it does)
+        "generate": (run_generate, "TEXT ...", "continue one or more texts"),
+        "chat": (
             run_chat,
+            "[TEXT ...]",
             "talk with the model, or with a server's (--url); an empty line or Ctrl-D ends it",
         ),
-        ("complete", run_complete, "continue texts with a server's model"),
-        ("serve", run_serve, "answer OpenAI's clients over HTTP"),
-        (
-            "demo",
+        "complete": (run_complete, "[TEXT ...]", "continue texts with a server's model"),
+        "serve": (run_serve, "[MODEL]", "answer OpenAI's clients over HTTP"),
+        "demo": (
             run_demo,
+            "",
             "continue the book's four prompts, answer a question, and draw what the engine did",
         ),
-        (
-            "inspect",
+        "inspect": (
             run_inspect,
-            (
-                "say whether a model is supported and fits, and what an engine would do; loads "
-                "no weights"
-            ),
+            "",
+            "say whether a model is supported and fits, and what an engine would do; loads no "
+            "weights",
         ),
-        (
-            "bench",
+        "bench": (
             run_bench,
-            (
-                "measure tokens a second, alone or against transformers or vLLM, and where a "
-                "step's time goes"
-            ),
+            "",
+            "measure tokens a second, alone or against transformers or vLLM, and where a step's "
+            "time goes",
         ),
-        (
-            "bench-serve",
+        "bench-serve": (
             lambda parsed: extras()[3].run_bench_serve(parsed),
+            "",
             "send a server requests at a rate, and time them",
         ),
-    ):
-        words = {
-            "generate": "TEXT ... ",
-            "chat": "[TEXT ...] ",
-            "complete": "[TEXT ...] ",
-            "serve": "[MODEL] ",
-        }.get(name, "")
-        about = f"{help[0].upper()}{help[1:]}."
-        usage = f"teachvllm {name.replace('-', ' ')} {words}[options]"
-        command = commands.add_parser(
-            name, help=help, description=about, usage=usage, allow_abbrev=False
+    }
+    listed = " | ".join(name.replace("-", " ") for name in commands)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar=listed)
+    for name, (run, follows, help) in commands.items():
+        words = ["teachvllm", name.replace("-", " "), follows, "[options]"]
+        command = subparsers.add_parser(
+            name,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}.",
+            usage=" ".join(word for word in words if word),
+            allow_abbrev=False,
         )
         command.set_defaults(run=run)
         if name == asked or (asked is None and name not in ("serve", "bench-serve")):
@@ -581,10 +578,13 @@ def options_of(parser: argparse.ArgumentParser, command: str) -> list[str]:
 def refuse(parser: argparse.ArgumentParser, unknown: list[str], known: list[str]) -> None:
     "End with a message for options that nothing takes: what vLLM calls so, or the nearest name."
     flag = unknown[0].partition("=")[0]
-    if why := NOT_YET.get(flag.removeprefix("--").replace("-", "_"), ("", ""))[1]:
+    name = flag.removeprefix("--").replace("-", "_")
+    if name in NOT_YET:
+        _, why = NOT_YET[name]
         parser.error(f"vLLM's {flag} is not in teachvllm yet: {why}")
     near = difflib.get_close_matches(flag, known, n=1)
-    parser.error(f"unknown: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else ""))
+    hint = f"; did you mean {near[0]}?" if near else ""
+    parser.error(f"unknown: {' '.join(unknown)}{hint}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -44,11 +44,12 @@ from .transformers_utils import DEFAULT_MODEL, find_model, load_hf_config
 # %% ../nbs/01b_arg_utils.ipynb #9390dbbf
 logger = logging.getLogger("teachvllm")
 Parser = typing.TypeVar("Parser", bound=argparse._ActionsContainer)
+Config = typing.TypeVar("Config")
 
 # %% ../nbs/01b_arg_utils.ipynb #be5098c7
 def json_object(text: str) -> dict[str, Any]:
     "What a JSON object says, for an option of the command line; `argparse` refuses another text."
-    value = json.loads(text)
+    value: dict[str, Any] = json.loads(text)
     require(isinstance(value, dict), "not a JSON object")
     return value
 
@@ -58,8 +59,9 @@ def arg(default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 # %% ../nbs/01b_arg_utils.ipynb #16071ab6
+# reason -> name of an argument -> the values that ask for nothing
 _BY_REASON = json.loads(files("teachvllm").joinpath("not_yet.json").read_text(encoding="utf-8"))
-NOT_YET = {
+NOT_YET = {  # name -> (values that ask for nothing, reason)
     name: (tuple(values), why)
     for why, names in _BY_REASON.items()
     for name, values in names.items()
@@ -183,8 +185,9 @@ class EngineArgs(ShowAsTable):
 
     @classmethod
     def add_cli_args(cls, parser: Parser) -> Parser:
-        """Add an option for each field to `parser`, which is returned: its name in kebab case, its
-        help sentence and default.
+        """Add an option for each field to `parser`, which is returned.
+
+        An option has the field's name in kebab case, its help sentence and its default.
         """
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
@@ -210,37 +213,48 @@ class EngineArgs(ShowAsTable):
         return cls(**{name: getattr(parsed, name) for name in names if hasattr(parsed, name)})
 
     def create_engine_config(self) -> VllmConfig:
-        """The checked, nested configuration that these arguments describe; `ValueError` says what
-        is wrong with them.
+        """The checked, nested configuration that these arguments describe.
+
+        `ValueError` says what is wrong with them.
         """
-        device, cache, load = (pick(self, cls) for cls in (DeviceConfig, CacheConfig, LoadConfig))
+        device = pick(self, DeviceConfig)
+        cache = pick(self, CacheConfig)
+        load = pick(self, LoadConfig)
         worker_cls = ParallelConfig.worker_cls if self.worker_cls == "auto" else self.worker_cls
         parallel = pick(self, ParallelConfig, worker_cls=worker_cls)
         model = create_model_config(self, device.device)
-        tokens = self.max_num_batched_tokens
-        if tokens is None:  # without chunks, a step must hold the longest prompt
-            tokens = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
-        alone = device.device == "cuda" and self.pipeline_parallel_size == 1
-        ahead = alone if self.async_scheduling is None else self.async_scheduling
-        limits = {
-            "max_model_len": model.max_model_len,
-            "max_num_batched_tokens": tokens,
-            "policy": self.scheduling_policy,
-        }
-        # what is kept of a sequence's hidden states is not swapped, nor cached
-        if pooler := model.pooler_config:
+        scheduler = pick(self, SchedulerConfig, **self._settled_limits(model, device.device))
+        pooler = model.pooler_config
+        if pooler is not None:
+            # what is kept of a sequence's hidden states is not swapped, nor cached
             require(
                 self.preemption_mode != "swap",
                 f'preemption_mode="swap" cannot go with task="{pooler.task}"',
             )
-            limits["preemption_mode"] = "recompute"
+            scheduler = dataclasses.replace(scheduler, preemption_mode="recompute")
             cached = cache.enable_prefix_caching and pooler.pooling_type == "LAST"
             cache = dataclasses.replace(cache, enable_prefix_caching=cached)
-        scheduler = pick(self, SchedulerConfig, **limits, async_scheduling=ahead)
         if device.device == "cpu":
             limit_threads()
             hint_if_busy()
         return VllmConfig(model, cache, scheduler, parallel, device, load)
+
+    def _settled_limits(self, model: ModelConfig, device: str) -> dict[str, Any]:
+        "Those fields of the `SchedulerConfig` that follow from model and device if not given."
+        num_tokens = self.max_num_batched_tokens
+        if num_tokens is None and self.enable_chunked_prefill:
+            num_tokens = 2048
+        elif num_tokens is None:  # without chunks, a step must hold the longest prompt
+            num_tokens = max(2048, model.max_model_len)
+        ahead = self.async_scheduling
+        if ahead is None:
+            ahead = device == "cuda" and self.pipeline_parallel_size == 1
+        return {
+            "max_model_len": model.max_model_len,
+            "max_num_batched_tokens": num_tokens,
+            "policy": self.scheduling_policy,
+            "async_scheduling": ahead,
+        }
 
 # %% ../nbs/01b_arg_utils.ipynb #e774dedb
 def gpu_capability() -> tuple[int, int] | None:
@@ -278,9 +292,10 @@ DTYPES = {
 
 
 def resolve_dtype(asked: str, device: str, checkpoint: str = "float32") -> str:
-    """The dtype to compute in. `auto` on a CPU is bfloat16 where the hardware multiplies it, else
-    float32; on a GPU it is the checkpoint's (float32 becomes float16), with float16 where there is
-    no bfloat16.
+    """The dtype to compute in.
+
+    `auto` on a CPU is bfloat16 where the hardware multiplies it, else float32; on a GPU it is the
+    checkpoint's (float32 becomes float16), with float16 where there is no bfloat16.
     """
     import torch
 
@@ -293,44 +308,49 @@ def resolve_dtype(asked: str, device: str, checkpoint: str = "float32") -> str:
     if device == "cpu":
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return "bfloat16" if fast else "float32"
-    return (
-        "bfloat16"
-        if checkpoint == "bfloat16" and (gpu_capability() or (8, 0)) >= (8, 0)
-        else "float16"
-    )
+    if checkpoint != "bfloat16":
+        return "float16"
+    capability = gpu_capability() or (8, 0)
+    return "bfloat16" if capability >= (8, 0) else "float16"
 
 # %% ../nbs/01b_arg_utils.ipynb #10fa98ae
 def control_groups(controller: str, root: Path, groups: Path) -> Iterator[tuple[int, Path]]:
-    """The version and the folder of this process's control group for `controller` ('cpu',
-    'memory'), and of all above it.
+    """(version, folder) of this process's control group for `controller`, and of all above it.
+
+    `controller` is 'cpu' or 'memory'. `root` is where control groups are mounted, `groups` the list
+    of those this process is in.
     """
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
+    if not groups.is_file():
+        return
+    for line in groups.read_text().splitlines():
         _, controllers, name = line.split(":", 2)
-        version = 2 if not controllers else 1
-        if version == 2 or controller in controllers.split(","):
-            own = (root if version == 2 else root / controller) / name.lstrip("/")
-            above = len(Path(name.lstrip("/")).parts)
-            yield from ((version, folder) for folder in (own, *own.parents[:above]))
+        if controllers and controller not in controllers.split(","):
+            continue
+        version = 1 if controllers else 2
+        top = root / controller if controllers else root
+        group = Path(name.lstrip("/"))
+        yield version, top / group
+        for parent in group.parents:
+            yield version, top / parent
 
 
 def container_cpus(
     root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
 ) -> float | None:
-    """The processors that this process's control group, and those above it, may use at a time; None
-    if there is no limit.
+    """The processors that this process's control groups let it use at a time; None: no limit.
 
     Reads cgroup versions 2 and 1. `root` is where they are mounted, `groups` the list of groups
     this process is in.
     """
-    found = []
+    limits = []
     for version, folder in control_groups("cpu", root, groups):
         files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         with suppress(OSError, ValueError):  # no such file, or "max"
-            quota, period = (
-                int(number) for file in files for number in (folder / file).read_text().split()
-            )
-            found += [quota / period] if quota > 0 else []
-    return min(found, default=None)
+            text = " ".join((folder / file).read_text() for file in files)
+            quota, period = map(int, text.split())
+            if quota > 0:
+                limits.append(quota / period)
+    return min(limits, default=None)
 
 
 def limit_threads() -> None:
@@ -340,12 +360,11 @@ def limit_threads() -> None:
     import torch
 
     cpus = container_cpus()
+    if cpus is None or "OMP_NUM_THREADS" in os.environ:
+        return
     threads = torch.get_num_threads()
-    if (
-        cpus is not None
-        and "OMP_NUM_THREADS" not in os.environ
-        and threads > (most := max(1, math.ceil(cpus)))
-    ):
+    most = max(1, math.ceil(cpus))
+    if threads > most:
         torch.set_num_threads(most)
         logger.info(
             "%d threads, not %d: this container may use %.1f processors at a time",
@@ -368,9 +387,8 @@ def hint_if_busy() -> None:
     threads = torch.get_num_threads()
     if threads > 1 and load > cores:
         logger.warning(
-            "the machine is busy (load %.1f on %d cores): torch's %d threads may wait for "
-            "each other most of the time; "
-            "try OMP_NUM_THREADS=1 in the environment",
+            "the machine is busy (load %.1f on %d cores): torch's %d threads may wait for each "
+            "other most of the time; try OMP_NUM_THREADS=1 in the environment",
             load,
             cores,
             threads,
@@ -378,59 +396,48 @@ def hint_if_busy() -> None:
 
 # %% ../nbs/01b_arg_utils.ipynb #0c883f1c
 def read_stored_pooling(folder: Path) -> dict[str, Any]:
-    """What the folder of a model made with sentence-transformers says of pooling; empty if it says
-    nothing.
-    """
+    "What the folder of a sentence-transformers model says of pooling; empty: nothing."
     config = folder / "1_Pooling" / "config.json"
     modules = folder / "modules.json"
     if not config.is_file():
         return {}
-    said = json.loads(config.read_text())
-    names = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}
-    found = [kind for name, kind in names.items() if said.get(f"pooling_mode_{name}")]
+    stored = json.loads(config.read_text())
+    kinds = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}
+    found = [kind for name, kind in kinds.items() if stored.get(f"pooling_mode_{name}")]
     listed = json.loads(modules.read_text()) if modules.is_file() else []
     return {
         "pooling_type": found[0] if found else None,
-        "normalize": any(m["type"].endswith("Normalize") for m in listed),
+        "normalize": any(module["type"].endswith("Normalize") for module in listed),
     }
 
 
 def resolve_task(args: "EngineArgs", hf_config: Any, stored: dict[str, Any]) -> str:
-    """What the engine is for: as `task` says, or `runner` and `convert`, or else as the model was
-    made.
-    """
+    "What the engine is for: by `task`, or `runner` and `convert`, or as the model was made."
     known = {
-        "task": "auto generate embed classify score reward",
-        "runner": "auto generate pooling",
-        "convert": "auto none embed classify reward",
+        "task": ["auto", "generate", "embed", "classify", "score", "reward"],
+        "runner": ["auto", "generate", "pooling"],
+        "convert": ["auto", "none", "embed", "classify", "reward"],
     }
     for name, values in known.items():
-        require(
-            getattr(args, name) in values.split(),
-            f"{name}={getattr(args, name)!r}: choose {', '.join(values.split())}",
-        )
+        value = getattr(args, name)
+        require(value in values, f"{name}={value!r}: choose {', '.join(values)}")
     asked = {args.task, args.convert, args.runner} - {"auto", "none", "pooling"}
-    name = (hf_config.architectures or [""])[0]
-    is_body = (
-        name.endswith("Model")
-        and not name.endswith("LMHeadModel")
-        and name == base_architecture(hf_config.model_type)
-    )
-    made_for = (
-        "embed"
-        if stored or is_body
-        else "classify"
-        if name.endswith("ForSequenceClassification")
-        else "generate"
-    )
-    if args.runner == "pooling" and made_for == "generate":
-        made_for = "embed"
-    said = f"task={args.task!r}, runner={args.runner!r} and convert={args.convert!r}"
+    contradict = len(asked) > 1 or (args.runner == "pooling" and "generate" in asked)
     require(
-        len(asked) <= 1 and not (args.runner == "pooling" and "generate" in asked),
-        f"{said} contradict each other",
+        not contradict,
+        f"task={args.task!r}, runner={args.runner!r} and convert={args.convert!r} contradict each "
+        "other",
     )
-    return asked.pop() if asked else made_for
+    if asked:
+        return asked.pop()
+    architecture = (hf_config.architectures or [""])[0]
+    # GPT-2's class with a head ends in Model, too
+    is_body = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    if stored or (is_body and architecture == base_architecture(hf_config.model_type)):
+        return "embed"
+    if architecture.endswith("ForSequenceClassification"):
+        return "classify"
+    return "embed" if args.runner == "pooling" else "generate"
 
 
 def base_architecture(model_type: str) -> Any:
@@ -442,58 +449,67 @@ def base_architecture(model_type: str) -> Any:
 
 def resolve_pooler_config(args: "EngineArgs", hf_config: Any, folder: Path) -> PoolerConfig | None:
     "How an engine makes vectors, with nothing left open; None for one that generates text."
-    names = [
-        n for n in ("override_pooler_config", "pooler_config") if getattr(args, n) is not None
-    ] or ["pooler_config"]
-    require(len(names) == 1, f"{' and '.join(names)} are two names of one argument: give one")
-    asked = getattr(args, names[0])
-    stored = read_stored_pooling(folder)
-    asked = PoolerConfig(**asked) if isinstance(asked, dict) else asked or PoolerConfig()
+    both = args.override_pooler_config is not None and args.pooler_config is not None
+    require(
+        not both,
+        "override_pooler_config and pooler_config are two names of one argument: give one",
+    )
+    name = "pooler_config" if args.override_pooler_config is None else "override_pooler_config"
+    asked = getattr(args, name) or PoolerConfig()
+    if isinstance(asked, dict):
+        asked = PoolerConfig(**asked)
     require(
         isinstance(asked, PoolerConfig),
-        f"{names[0]}={asked!r:.80} must be a PoolerConfig or a dict",
+        f"{name}={asked!r:.80} must be a PoolerConfig or a dict",
     )
+    stored = read_stored_pooling(folder)
     task = resolve_task(args, hf_config, stored)
     if task == "generate":
         require(
             asked == PoolerConfig(),
-            f'{names[0]} has no effect on an engine that generates: set task="embed"',
+            f'{name} has no effect on an engine that generates: set task="embed"',
         )
         return None
-    name = (hf_config.architectures or ["the model"])[0]
-    labels = name.endswith("ForSequenceClassification") and task != "embed"
+    architecture = (hf_config.architectures or ["the model"])[0]
+    has_labels = architecture.endswith("ForSequenceClassification") and task != "embed"
     require(
-        labels or task in ("embed", "score"),
-        f"task={task!r} needs a model with a head for labels, {name} has none",
+        has_labels or task in ("embed", "score"),
+        f"task={task!r} needs a model with a head for labels, {architecture} has none",
     )
-    usual: dict[str, Any] = {
+    settled: dict[str, Any] = {
         "pooling_type": "LAST",
-        "normalize": not labels,
-        "softmax": labels and task != "reward",
+        "normalize": not has_labels,
+        "softmax": has_labels and task != "reward",
     }
-    usual |= {} if labels else {k: v for k, v in stored.items() if v is not None}
-    usual |= {name: getattr(asked, name) for name in usual if getattr(asked, name) is not None}
-    return PoolerConfig(**usual, task=task, has_labels=labels)
+    if not has_labels:
+        settled |= {name: value for name, value in stored.items() if value is not None}
+    for name in list(settled):
+        value = getattr(asked, name)
+        if value is not None:
+            settled[name] = value
+    return PoolerConfig(**settled, task=task, has_labels=has_labels)
 
 # %% ../nbs/01b_arg_utils.ipynb #3e26821a
-def pick(args: EngineArgs, cls: type, **more: Any) -> Any:
+def pick(args: EngineArgs, cls: type[Config], **more: Any) -> Config:
     "A `cls` of those of its fields that `args` has, and `more`."
-    names = {f.name for f in dataclasses.fields(cls)} & {f.name for f in dataclasses.fields(args)}
+    wanted = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    names = wanted & {f.name for f in dataclasses.fields(args)}
     return cls(**{name: getattr(args, name) for name in names} | more)
 
 # %% ../nbs/01b_arg_utils.ipynb #1f021b6b
 def merge_rope(stored: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings with some changed. transformers 5 keeps all in one field: a new
-    `rope_scaling` would lose the rest.
+    """Rotary settings with some changed.
+
+    transformers 5 keeps all in one field: a new `rope_scaling` would lose the rest.
     """
-    kind = {"rope_type": changes["type"]} if "type" in changes else {}  # its older name
-    return stored | changes | kind
+    merged = stored | changes
+    if "type" in changes:  # its older name
+        merged["rope_type"] = changes["type"]
+    return merged
 
 
 def apply_overrides(hf_config: Any, overrides: dict[str, Any] | Callable[[Any], Any] | None) -> Any:
-    """The configuration with the user's changes: new values of its fields, or what a function makes
-    of it.
-    """
+    "The configuration with the user's changes: new values of fields, or a function's result."
     if callable(overrides):
         return overrides(hf_config)
     require(
@@ -502,16 +518,18 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any] | Callable[[Any], 
     )
     known = hf_config.to_dict()
     for name, value in (overrides or {}).items():
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        ok = name != "eos_token_id" or all(isinstance(i, int) for i in ids)
-        require(
-            ok,
-            f"hf_overrides: eos_token_id={value!r:.80} must be a token id, a list of them, or None",
-        )
+        if name == "eos_token_id" and value is not None:
+            ids = value if isinstance(value, list) else [value]
+            require(
+                all(isinstance(i, int) for i in ids),
+                f"hf_overrides: eos_token_id={value!r:.80} must be a token id, a list of them, or "
+                "None",
+            )
         rope = getattr(hf_config, "rope_parameters", None)
         if isinstance(rope, dict) and name in ("rope_theta", "rope_scaling", "rope_parameters"):
+            changes = value if isinstance(value, dict) else {"rope_theta": value}
             name = "rope_parameters"
-            value = merge_rope(rope, value if isinstance(value, dict) else {"rope_theta": value})
+            value = merge_rope(rope, changes)
         require(
             name in known or hasattr(hf_config, name),
             f"hf_overrides: the model's configuration has no {name!r}",
@@ -521,31 +539,29 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any] | Callable[[Any], 
 
 # %% ../nbs/01b_arg_utils.ipynb #997ac103
 def longest_text(hf_config: Any, asked: int | None = None) -> int | None:
-    """How many positions a model has, noted in `hf_config`, too: a squeezed rotary embedding has
-    more than it was trained for.
+    """How many positions a model has, noted in `hf_config`, too.
 
-    `NotSupportedYet` if more are `asked` for than a "dynamic" one can have. vLLM:
-    `_get_and_verify_max_len` in `config.py`.
+    A squeezed rotary embedding has more than it was trained for. `NotSupportedYet` if more are
+    `asked` for than a "dynamic" one can have. vLLM: `_get_and_verify_max_len` in `config.py`.
     """
-    longest: Any = getattr(hf_config, "max_position_embeddings", None)
-    rope = (
-        getattr(hf_config, "rope_parameters", None)
-        or getattr(hf_config, "rope_scaling", None)
-        or {}
-    )
+    longest: int | None = getattr(hf_config, "max_position_embeddings", None)
+    if longest is None:
+        return None
+    rope = getattr(hf_config, "rope_parameters", None)
+    rope = rope or getattr(hf_config, "rope_scaling", None) or {}
     kind = rope.get("rope_type") or rope.get("type")
     if kind == "dynamic" and asked and asked > longest:
         raise NotSupportedYet(
             f'max_model_len={asked} with rope_type="dynamic" is not in teachvllm yet: '
-            f"beyond {longest} positions all frequencies "
-            "would change with a text's length, and the keys that are cached already would be wrong"
+            f"beyond {longest} positions all frequencies would change with a text's length, and "
+            "the keys that are cached already would be wrong"
         )
-    # Gemma 3 counts them all already
+    # Gemma 3 counts the squeezed positions already
     if kind in ("linear", "yarn") and "gemma3" not in hf_config.model_type:
         trained_for = rope.setdefault("original_max_position_embeddings", longest)
-        hf_config.max_position_embeddings = longest = max(
-            longest, int(trained_for * (rope.get("factor") or 1))
-        )
+        squeezed = int(trained_for * (rope.get("factor") or 1))
+        longest = max(longest, squeezed)
+        hf_config.max_position_embeddings = longest
     return longest
 
 # %% ../nbs/01b_arg_utils.ipynb #f2995662
@@ -555,8 +571,8 @@ def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
     hf_config = apply_overrides(load_hf_config(path, args.trust_remote_code), args.hf_overrides)
     if getattr(hf_config, "is_encoder_decoder", False):
         raise NotSupportedYet(
-            f"model={args.model!r} is an encoder with a decoder ({hf_config.model_type}): "
-            "not in teachvllm yet"
+            f"model={args.model!r} is an encoder with a decoder ({hf_config.model_type}): not in "
+            "teachvllm yet"
         )
     longest = longest_text(hf_config, args.max_model_len)
     require(
@@ -564,17 +580,18 @@ def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
         f"model={args.model!r} ({hf_config.model_type}) does not say how many positions it has",
     )
     stored = hf_config.to_dict()
-    # the second is its name before transformers 5
-    checkpoint = stored.get("dtype") or stored.get("torch_dtype")
-    own = args.tokenizer or args.tokenizer_revision
-    settled: dict[str, Any] = {
-        "tokenizer": find_model(
-            args.tokenizer or args.model, args.tokenizer_revision, weights=False
-        )
-        if own
-        else path,
-        "dtype": resolve_dtype(args.dtype, device, str(checkpoint).removeprefix("torch.")),
-        "max_model_len": longest if args.max_model_len is None else args.max_model_len,
-    }
-    settled["pooler_config"] = resolve_pooler_config(args, hf_config, path)
-    return pick(args, ModelConfig, path=path, hf_config=hf_config, **settled)
+    checkpoint = stored.get("dtype") or stored.get("torch_dtype")  # its name before transformers 5
+    tokenizer = path
+    if args.tokenizer or args.tokenizer_revision:
+        name = args.tokenizer or args.model
+        tokenizer = find_model(name, args.tokenizer_revision, weights=False)
+    return pick(
+        args,
+        ModelConfig,
+        path=path,
+        hf_config=hf_config,
+        tokenizer=tokenizer,
+        dtype=resolve_dtype(args.dtype, device, str(checkpoint).removeprefix("torch.")),
+        max_model_len=longest if args.max_model_len is None else args.max_model_len,
+        pooler_config=resolve_pooler_config(args, hf_config, path),
+    )

@@ -18,10 +18,10 @@ from .trace import StepTrace, Trace, request_of, sequence_names
 from .viz import NO_STEPS, PALETTE, id_ranges
 
 # %% ../nbs/07_block_player.ipynb #3fea7b0e
-KINDS = {  # what it means
+KINDS = {  # kind of an event -> what it means
     "allocate": "a sequence takes free blocks",
     "share": "a sequence holds blocks that others hold, too, or that were cached",
-    "free": "a sequence gives blocks back: it has ended, is preempted, or they have left its window",
+    "free": "a sequence gives blocks back: it ended, was preempted, or they have left its window",
     "cache": "full blocks whose content can be found from now on",
     "evict": "a free block is needed, and what was cached in it is lost",
     "copy": "a sequence writes into a block that others hold too, so it gets a copy of its own",
@@ -32,8 +32,9 @@ KINDS = {  # what it means
 # %% ../nbs/07_block_player.ipynb #1c276b7b
 @dataclass(frozen=True)
 class BlockEvent:
-    """What one sequence did with some blocks of the GPU's pool in one go: `kind` is a key of
-    `KINDS`.
+    """What one sequence did with some blocks of the GPU's pool in one go.
+
+    `kind` is a key of `KINDS`.
     """
 
     step: int
@@ -53,8 +54,9 @@ def block_list(blocks: list[int]) -> str:
 # %% ../nbs/07_block_player.ipynb #462c52e1
 @dataclass
 class EventGroup:
-    """Neighbouring `block_events` of one kind and name, with what else holds their blocks right
-    after each.
+    """Neighbouring `block_events` of one kind and sequence, with the other holders of their blocks.
+
+    The holders are those right after each event.
     """
 
     kind: str
@@ -65,11 +67,12 @@ class EventGroup:
 
 # %% ../nbs/07_block_player.ipynb #28e70471
 def parts_of_moves(trace: Trace, step: StepTrace) -> set[tuple[str, int, str]]:
-    """The events that are parts of copies and swaps, which take blocks and give others back: they
-    are not told.
+    """The events that are parts of copies and swaps, which need no words of their own.
+
+    A copy or swap takes blocks and gives others back.
     """
     copies = {new: old for old, new in step.copied_blocks}
-    parts = set[tuple[str, int, str]]()
+    parts: set[tuple[str, int, str]] = set()
     for kind, block, name in step.block_events:
         if kind in ("copy", "swap_in"):
             parts.add(("allocate", block, ""))
@@ -96,25 +99,35 @@ def grouped_events(trace: Trace, step: StepTrace, tables: dict[str, list[int]]) 
     parts = parts_of_moves(trace, step)
     copies = {new: old for old, new in step.copied_blocks}
     for kind, block, name in step.block_events:
-        now = holders.setdefault(block, [])
+        held_by = holders.setdefault(block, [])
         if kind == "allocate":
-            now[:] = [name]
+            held_by[:] = [name]
         elif kind == "share":
-            now.append(name)
-        elif kind == "free" and name in now:
-            now.remove(name)
+            held_by.append(name)
+        elif kind == "free" and name in held_by:
+            held_by.remove(name)
         if (kind, block, "" if kind == "allocate" else name) in parts:
             continue
-        name = request_of(trace, name) if kind.startswith("swap") else name
-        others = [other for other in now if other != name]
-        alike = groups and (groups[-1].kind, groups[-1].name) == (kind, name) and kind != "copy"
-        if not alike or kind == "share" and groups[-1].others != others:
-            groups.append(EventGroup(kind, name, [copies[block]] if kind == "copy" else [], [], []))
+        if kind.startswith("swap"):
+            name = request_of(trace, name)
+        others = [other for other in held_by if other != name]
+        if not groups or not _continues(groups[-1], kind, name, others):
+            groups.append(EventGroup(kind, name, blocks=[], others=[], held=[]))
+            if kind == "copy":
+                groups[-1].blocks.append(copies[block])
         group = groups[-1]
         group.blocks.append(block)
-        group.held += [block] if others else []
+        if others:
+            group.held.append(block)
         group.others += [other for other in others if other not in group.others]
     return groups
+
+
+def _continues(group: EventGroup, kind: str, name: str, others: list[str]) -> bool:
+    "Whether one more event belongs to the group."
+    if kind == "copy" or (group.kind, group.name) != (kind, name):
+        return False
+    return kind != "share" or group.others == others
 
 # %% ../nbs/07_block_player.ipynb #2a652260
 def event_text(step: StepTrace, group: EventGroup, finished: set[str]) -> str:
@@ -125,24 +138,19 @@ def event_text(step: StepTrace, group: EventGroup, finished: set[str]) -> str:
     listed = block_list(group.blocks)
     if kind == "allocate":
         return f"{name} takes {listed}"
+    if kind == "share" and group.others:
+        return f"{name} shares {listed} with {' and '.join(group.others)}"
     if kind == "share":
-        others = " and ".join(group.others)
-        return (
-            f"{name} shares {listed} with {others}"
-            if others
-            else f"{name} finds {listed}, cached before"
-        )
+        return f"{name} finds {listed}, cached before"
     if kind == "cache":
-        return (
-            f"{name} has filled {listed}: from now on other prompts can find "
-            f"{'it' if len(blocks) == 1 else 'them'}"
-        )
+        them = "it" if len(blocks) == 1 else "them"
+        return f"{name} has filled {listed}: from now on other prompts can find {them}"
     if kind == "evict":
         return f"what was cached in {listed} is lost"
     if kind == "copy":
         return (
-            f"{name} writes into block {blocks[0]}, which others hold too: it gets a copy, "
-            f"block {blocks[1]}"
+            f"{name} writes into block {blocks[0]}, which others hold too: it gets a copy, block "
+            f"{blocks[1]}"
         )
     if kind == "swap_out":
         there = dict(step.swapped_out_blocks)
@@ -153,39 +161,31 @@ def event_text(step: StepTrace, group: EventGroup, finished: set[str]) -> str:
     if kind == "swap_in":
         back = {block: cpu for cpu, block in step.swapped_in_blocks}
         return (
-            f"{name} is swapped in: the CPU's "
-            f"{id_ranges([back[block] for block in blocks], 60)} come to {listed}"
+            f"{name} is swapped in: the CPU's {id_ranges([back[block] for block in blocks], 60)} "
+            f"come to {listed}"
         )
     rest = f"; {block_list(group.held)} others still hold" if group.held else ""
     if name not in finished and name not in step.preempted and name in step.block_tables:
         return f"{name} gives back {listed}, behind its window{rest}"
-    why = (
-        "has finished"
-        if name in finished
-        else "is preempted"
-        if name in step.preempted
-        else "has ended"
-    )
+    if name in finished:
+        why = "has finished"
+    elif name in step.preempted:
+        why = "is preempted"
+    else:
+        why = "has ended"
     return f"{name} {why} and gives back {listed}{rest}"
 
 # %% ../nbs/07_block_player.ipynb #f96f2ecd
 def block_events(trace: Trace) -> list[BlockEvent]:
     "Everything that happened to the GPU's blocks in a recording, in order, in words."
     events = []
-    finished = set[str]()
+    finished: set[str] = set()
     tables: dict[str, list[int]] = {}
     for step in trace.steps:
         finished |= set(step.finished)
         for group in grouped_events(trace, step, tables):
-            events.append(
-                BlockEvent(
-                    step.step,
-                    group.kind,
-                    group.name,
-                    group.blocks,
-                    event_text(step, group, finished),
-                )
-            )
+            text = event_text(step, group, finished)
+            events.append(BlockEvent(step.step, group.kind, group.name, group.blocks, text))
         tables = step.block_tables
     return events
 
@@ -284,12 +284,12 @@ class Looks:
     def __init__(self, trace: Trace):
         self.block_size = trace.block_size
         self.names = sequence_names(trace)
-        self.ids: dict[tuple, str] = {}
+        # (kind, holders, filled slots) -> the id of its symbol
+        self.ids: dict[tuple[str, tuple[str, ...], int], str] = {}
         self.symbols = [
             f"<pattern id='p{i}' width='6' height='6' patternUnits='userSpaceOnUse' "
-            f"patternTransform='rotate({45 * (i // 7)})'>"
-            f"<rect width='6' height='6' fill='{PALETTE[i % 7]}'/><rect width='2' "
-            "height='6' fill='#fff'/></pattern>"
+            f"patternTransform='rotate({45 * (i // 7)})'><rect width='6' height='6' "
+            f"fill='{PALETTE[i % 7]}'/><rect width='2' height='6' fill='#fff'/></pattern>"
             for i in range(7, len(self.names))
         ]
 
@@ -300,20 +300,19 @@ class Looks:
 
     def swatches(self) -> str:
         "The same for the small squares in the tables, as CSS."
-        rules = []
+        rules = ""
         for i in range(len(self.names)):
-            stripes = (
-                f"repeating-linear-gradient({45 * (i // 7)}deg, {PALETTE[i % 7]} 0 4px, #fff "
-                "4px 6px)"
-            )
-            rules.append(
-                f".s{i} {{ background: {stripes if i >= 7 else PALETTE[i]}; opacity: .6; }}"
-            )
-        return "".join(rules)
+            background = PALETTE[i % 7]
+            if i >= 7:
+                stripes = f"{background} 0 4px, #fff 4px 6px"
+                background = f"repeating-linear-gradient({45 * (i // 7)}deg, {stripes})"
+            rules += f".s{i} {{ background: {background}; opacity: .6; }}"
+        return rules
 
     def look(self, kind: str, holders: tuple[str, ...] = (), filled: int = 0) -> str:
-        """The id of the symbol for a block that is `empty`, `cached`, or `held` by some, `filled`
-        slots of it with tokens.
+        """The id of the symbol for a block.
+
+        A block is `empty`, `cached`, or `held` by some, `filled` slots of it with tokens.
         """
         key = (kind, holders, filled)
         if key not in self.ids:
@@ -338,16 +337,13 @@ class Looks:
                 )
         parts.append(f"<rect x='1' y='15' width='52' height='{BODY}' rx='2' class='{kind}'/>")
         if self.block_size <= 16 and kind == "held":
-            ticks = (
-                round(1 + 52 * slot / self.block_size, 1) for slot in range(1, self.block_size)
-            )
-            parts.append(
-                f"<path d='{''.join(f'M{x} {BODY + 12}v3' for x in ticks)}' class='held'/>"
-            )
+            ticks = ""
+            for slot in range(1, self.block_size):
+                ticks += f"M{round(1 + 52 * slot / self.block_size, 1)} {BODY + 12}v3"
+            parts.append(f"<path d='{ticks}' class='held'/>")
         if len(holders) > 1:
-            parts.append(
-                f"<text x='53' y='11' text-anchor='end' class='count'>×{len(holders)}</text>"
-            )
+            count = f"×{len(holders)}"
+            parts.append(f"<text x='53' y='11' text-anchor='end' class='count'>{count}</text>")
         return "".join(parts)
 
 # %% ../nbs/07_block_player.ipynb #a87affdc
@@ -365,28 +361,30 @@ class Grid:
         gpu = list(range(trace.num_blocks)) if trace.num_blocks <= most else sorted(used)[:most]
         cpu = sorted({there for step in trace.steps for _, there in step.swapped_out_blocks})[:most]
         self.num_hidden = trace.num_blocks - len(gpu)
-        columns = min(columns, max(8, -(-len(gpu) // 2)))
-        self.places: dict[tuple[str, int], tuple[int, int]] = {}
-        top = 0
-        parts = []
-        for pool, blocks, title in (
-            ("gpu", gpu, "KV cache"),
-            ("cpu", cpu, "Swapped out, in the host's memory"),
-        ):
-            if not blocks:
-                continue
-            parts.append(f"<text x='0' y='{top + 10}' class='label'>{title}</text>")
-            top += 18
-            for i, block in enumerate(blocks):
-                x, y = self.places[pool, block] = (
-                    i % columns * CELL_WIDTH,
-                    top + i // columns * CELL_HEIGHT,
-                )
-                parts.append(f"<text x='{x + 2}' y='{y + 11}' class='id'>{block}</text>")
-            top += -(-len(blocks) // columns) * CELL_HEIGHT + 4
-        self.width = columns * CELL_WIDTH + 2
-        self.height = top + 4
-        self.symbol = f"<symbol id='grid' overflow='visible'>{''.join(parts)}</symbol>"
+        self.columns = min(columns, max(8, -(-len(gpu) // 2)))
+        self.places: dict[tuple[str, int], tuple[int, int]] = {}  # (pool, block) -> (x, y)
+        self.width = self.columns * CELL_WIDTH + 2
+        self.height = 4
+        labels = self._place("gpu", gpu, "KV cache")
+        labels += self._place("cpu", cpu, "Swapped out, in the host's memory")
+        self.symbol = f"<symbol id='grid' overflow='visible'>{labels}</symbol>"
+
+    def _place(self, pool: str, blocks: list[int], title: str) -> str:
+        "Place a pool's blocks below what is there already; their labels."
+        if not blocks:
+            return ""
+        top = self.height - 4
+        labels = f"<text x='0' y='{top + 10}' class='label'>{title}</text>"
+        top += 18
+        for i, block in enumerate(blocks):
+            row, column = divmod(i, self.columns)
+            x = column * CELL_WIDTH
+            y = top + row * CELL_HEIGHT
+            self.places[pool, block] = (x, y)
+            labels += f"<text x='{x + 2}' y='{y + 11}' class='id'>{block}</text>"
+        num_rows = -(-len(blocks) // self.columns)
+        self.height = top + num_rows * CELL_HEIGHT + 8
+        return labels
 
     def use(self, symbol: str, pool: str, block: int) -> str:
         "A symbol at a block's place; nothing if the block is not drawn."
@@ -396,41 +394,44 @@ class Grid:
         return f"<use href='#{symbol}' x='{x}' y='{y}'/>"
 
     def arrow(self, kind: str, begin: tuple[str, int], end: tuple[str, int]) -> str:
-        """An arrow from block to block: below them where they stand in one row, else from edge to
-        edge.
-        """
+        "An arrow from block to block: below them if they stand in one row, else edge to edge."
         if begin not in self.places or end not in self.places:
             return ""
-        (x0, y0), (x1, y1) = self.places[begin], self.places[end]
-        x0 = x0 + 27
-        x1 = x1 + 27
-        low = BODY + 16
-        high = 14
+        x0, y0 = self.places[begin]
+        x1, y1 = self.places[end]
+        x0 += 27  # the middle of a block
+        x1 += 27
+        upper_edge = 14
+        lower_edge = BODY + 16
         if y0 == y1:
-            curve = f"{x0} {y0 + low}Q{(x0 + x1) // 2} {y0 + low + 18} {x1} {y1 + low}"
+            bend = f"Q{(x0 + x1) // 2} {y0 + lower_edge + 18}"
+            curve = f"{x0} {y0 + lower_edge}{bend} {x1} {y1 + lower_edge}"
+        elif y0 < y1:
+            curve = f"{x0} {y0 + lower_edge}L{x1} {y1 + upper_edge}"
         else:
-            down = y0 < y1
-            curve = f"{x0} {y0 + (low if down else high)}L{x1} {y1 + (high if down else low)}"
+            curve = f"{x0} {y0 + upper_edge}L{x1} {y1 + lower_edge}"
         return f"<path class='arrow {kind}' d='M{curve}'/>"
 
 # %% ../nbs/07_block_player.ipynb #81720d39
 def swapped_tables(trace: Trace) -> list[dict[str, list[int]]]:
-    """After each step, the CPU blocks of the sequences that are swapped out: their block tables as
-    they were, block by block.
+    """After each step, the CPU blocks of the sequences that are swapped out.
+
+    They are in the order of the block tables that the sequences had.
     """
     cpu: dict[str, list[int]] = {}
     known: dict[str, list[int]] = {}  # the tables after the step before
     after = []
     for step in trace.steps:
-        there = dict(step.swapped_out_blocks)
-        # a sequence that was forked and swapped out in the same step
+        cpu_block = dict(step.swapped_out_blocks)
+        # the tables of sequences that were forked and swapped out in the same step
         forks: dict[str, list[int]] = {}
         for kind, block, name in step.block_events:
             if kind == "share":
                 forks.setdefault(name, []).append(block)
         for name in step.swapped:
             if name not in cpu:
-                cpu[name] = [there.get(block, -1) for block in known.get(name, forks.get(name, []))]
+                table = known.get(name, forks.get(name, []))
+                cpu[name] = [cpu_block.get(block, -1) for block in table]
         cpu = {name: cpu[name] for name in step.swapped}
         known = step.block_tables
         after.append(cpu)
@@ -454,22 +455,20 @@ class Frames:
         ]
         # sequence -> its tokens in the cache, in whichever pool
         self.num_tokens: dict[str, int] = {}
-        self.sections = [
-            self._section(*row)
-            for row in zip(trace.steps, self.events, swapped_tables(trace), strict=True)
-        ]
+        rows = zip(trace.steps, self.events, swapped_tables(trace), strict=True)
+        self.sections = [self._section(step, events, cpu) for step, events, cpu in rows]
 
     def _section(self, step: StepTrace, events: list[BlockEvent], cpu: dict[str, list[int]]) -> str:
         self.num_tokens |= step.num_computed_tokens
-        told = "".join(
-            f"<li><b>{event.kind.replace('_', ' ')}</b> {html.escape(event.text)}</li>"
-            for event in events
-        )
+        event_items = ""
+        for event in events:
+            kind = event.kind.replace("_", " ")
+            event_items += f"<li><b>{kind}</b> {html.escape(event.text)}</li>"
         holders = self._holders(step.block_tables)
         shared = sum(len(names) > 1 for names in holders.values())
         counts = (
-            f"{len(holders)} blocks held, {shared} of them shared, {len(step.cached_blocks)} "
-            "free and cached"
+            f"{len(holders)} blocks held, {shared} of them shared, {len(step.cached_blocks)} free "
+            "and cached"
         )
         empty = step.num_free_blocks - len(step.cached_blocks)
         return FRAME_HTML.substitute(
@@ -479,7 +478,7 @@ class Frames:
             alt=f"After step {step.step}: {counts}, {empty} free and empty; the table says which",
             picture=self._picture(step, events, holders, self._holders(cpu)),
             rows="".join(self._row(name, step, cpu) for name in self.looks.names),
-            events=told or "<li>No block changed hands.</li>",
+            events=event_items or "<li>No block changed hands.</li>",
         )
 
     def _holders(self, tables: dict[str, list[int]]) -> Holders:
@@ -498,45 +497,41 @@ class Frames:
         cached = set(step.cached_blocks)
         for pool, block in self.grid.places:
             names = (gpu if pool == "gpu" else cpu).get(block, [])
-            filled = max(
-                (min(size, self.num_tokens[name] - logical * size) for name, logical in names),
-                default=0,
-            )
-            kind = "held" if names else "cached" if pool == "gpu" and block in cached else "empty"
-            parts.append(
-                self.grid.use(
-                    self.looks.look(kind, tuple(name for name, _ in names), filled), pool, block
-                )
-            )
+            filled = 0
+            for name, logical in names:
+                filled = max(filled, min(size, self.num_tokens[name] - logical * size))
+            kind = "empty"
+            if names:
+                kind = "held"
+            elif pool == "gpu" and block in cached:
+                kind = "cached"
+            symbol = self.looks.look(kind, tuple(name for name, _ in names), filled)
+            parts.append(self.grid.use(symbol, pool, block))
         changed = {block for event in events for block in event.blocks}
-        parts += [self.grid.use("changed", "gpu", block) for block in sorted(changed)]
-        parts += [
-            self.grid.arrow("", ("gpu", old), ("gpu", new)) for old, new in step.copied_blocks
-        ]
-        parts += [
-            self.grid.arrow("moved", ("gpu", old), ("cpu", new))
-            for old, new in step.swapped_out_blocks
-        ]
-        parts += [
-            self.grid.arrow("moved", ("cpu", old), ("gpu", new))
-            for old, new in step.swapped_in_blocks
-        ]
+        for block in sorted(changed):
+            parts.append(self.grid.use("changed", "gpu", block))
+        for old, new in step.copied_blocks:
+            parts.append(self.grid.arrow("", ("gpu", old), ("gpu", new)))
+        for old, new in step.swapped_out_blocks:
+            parts.append(self.grid.arrow("moved", ("gpu", old), ("cpu", new)))
+        for old, new in step.swapped_in_blocks:
+            parts.append(self.grid.arrow("moved", ("cpu", old), ("gpu", new)))
         return "".join(parts)
 
     def _row(self, name: str, step: StepTrace, cpu: dict[str, list[int]]) -> str:
         swatch = f"<tr><th><i class='s{self.looks.names.index(name)}'></i>{html.escape(name)}</th>"
-        pool, table = (
-            ("", step.block_tables[name]) if name in step.block_tables else ("CPU ", cpu.get(name))
-        )
-        if table is not None:
+        if name in step.block_tables or name in cpu:
+            pool = "" if name in step.block_tables else "CPU "
+            table = step.block_tables[name] if name in step.block_tables else cpu[name]
             ids = "".join(f"<b>{'–' if block < 0 else block}</b>" for block in table)
             return f"{swatch}<td>{pool}{ids}</td><td>{self.num_tokens[name]} tokens</td></tr>"
         return f"{swatch}<td>waits</td><td></td></tr>" if name in step.waiting else ""
 
 # %% ../nbs/07_block_player.ipynb #a6fa1fde
 class BlockPlayer(str):
-    """The page, as a string; Jupyter shows it in a frame of its own, so that no style leaks in or
-    out.
+    """The page, as a string.
+
+    Jupyter shows it in a frame of its own, so that no style leaks in or out.
     """
 
     height = 640  # of the frame, in pixels
@@ -554,8 +549,8 @@ class BlockPlayer(str):
 
     def __repr__(self) -> str:
         return (
-            f"BlockPlayer: a page of {len(self.encode()) / 1024:.0f} KiB; save(path) writes "
-            f"it. {self.UNTRUSTED}"
+            f"BlockPlayer: a page of {len(self.encode()) / 1024:.0f} KiB; save(path) writes it. "
+            f"{self.UNTRUSTED}"
         )
 
     def save(self, path: str | Path) -> Path:
@@ -580,11 +575,11 @@ def page_parts(frames: Frames) -> dict[str, str]:
     sample = (
         "<span><svg width='56' height='52' aria-hidden='true'><use href='#{}'/></svg>{}</span> "
     )
-    marks = " What a step changed is framed." + " Arrows are copies." * any(
-        step.copied_blocks for step in trace.steps
-    )
-    swaps = any(step.swapped_out_blocks or step.swapped_in_blocks for step in trace.steps)
-    marks += " Dashed arrows go to the host's memory and back." * swaps
+    marks = " What a step changed is framed."
+    if any(step.copied_blocks for step in trace.steps):
+        marks += " Arrows are copies."
+    if any(step.swapped_out_blocks or step.swapped_in_blocks for step in trace.steps):
+        marks += " Dashed arrows go to the host's memory and back."
     num_events = sum(map(len, frames.events))
     about = (
         f"{len(trace.steps)} steps, {trace.num_blocks} blocks of {size} tokens, {num_events} "
@@ -603,40 +598,41 @@ def page_parts(frames: Frames) -> dict[str, str]:
     }
 
 # %% ../nbs/07_block_player.ipynb #94812ac8
+def _choose_frames(frames: Frames, max_kib: int, room: int) -> tuple[list[int], str]:
+    "The steps that fit into `room` bytes, and a note on those that are left out."
+    sizes = [len(section.encode()) for section in frames.sections]
+    if sum(sizes) <= room:
+        return list(range(len(sizes))), ""
+    chosen = [i for i in range(len(sizes)) if frames.events[i]]
+    note = f"The {len(sizes) - len(chosen)} steps in which no block changed hands are left out."
+    num_fitting = sum(total <= room for total in accumulate(sizes[i] for i in chosen))
+    num_fitting = max(1, num_fitting)
+    if num_fitting < len(chosen):
+        note += (
+            f" So are the last {len(chosen) - num_fitting} of the {len(chosen)} others, to keep "
+            f"the page under {max_kib} KiB."
+        )
+    return chosen[:num_fitting], note
+
+
 def block_player(
     trace: Trace, path: str | Path | None = None, max_kib: int = 150, autoplay: bool = False
 ) -> BlockPlayer:
-    """A page that plays a recording block by block, in one file, which also reads without scripts;
-    saved to `path`.
+    """A page that plays a recording block by block, in one file; saved to `path`.
 
-    All steps are in it; if that would be more than `max_kib`, those with events; if that is still
-    too much, the first of those, and the page says how many it left out. With `autoplay` it starts
-    by itself, unless the reader's system asks for no motion.
+    It also reads without scripts. All steps are in it; if that would be more than `max_kib`, those
+    with events; if that is still too much, the first of those, and the page says how many it left
+    out. With `autoplay` it starts by itself, unless the reader's system asks for no motion.
     """
     require(len(trace.steps) > 0, NO_STEPS)
     frames = Frames(trace)
     parts = page_parts(frames) | {"autoplay": " data-autoplay" if autoplay else ""}
-    chosen = list(range(len(trace.steps)))
-    note = ""
-    sizes = [len(section.encode()) for section in frames.sections]
-    # the note takes less
-    room = 1024 * max_kib - len(PAGE.substitute(**parts, left_out=" " * 200, frames="").encode())
-    if sum(sizes) > room:
-        chosen = [i for i in chosen if frames.events[i]]
-        note = f"The {len(sizes) - len(chosen)} steps in which no block changed hands are left out."
-        fit = max(1, sum(total <= room for total in accumulate(sizes[i] for i in chosen)))
-        if fit < len(chosen):
-            note += (
-                f" So are the last {len(chosen) - fit} of the {len(chosen)} others, to keep "
-                f"the page under {max_kib} KiB."
-            )
-        chosen = chosen[:fit]
-    page = BlockPlayer(
-        PAGE.substitute(**parts, left_out=note, frames="".join(frames.sections[i] for i in chosen))
-    )
-    page.height = min(
-        900, 250 + frames.grid.height + 30 * max(5, *(len(events) for events in frames.events))
-    )
+    empty_page = PAGE.substitute(**parts, left_out=" " * 200, frames="")  # a note takes less
+    chosen, note = _choose_frames(frames, max_kib, 1024 * max_kib - len(empty_page.encode()))
+    sections = "".join(frames.sections[i] for i in chosen)
+    page = BlockPlayer(PAGE.substitute(**parts, left_out=note, frames=sections))
+    most_events = max(len(events) for events in frames.events)
+    page.height = min(900, 250 + frames.grid.height + 30 * max(5, most_events))
     if path is not None:
         page.save(path)
     return page

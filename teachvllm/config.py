@@ -34,24 +34,26 @@ class UnknownArgument(TypeError, ValueError):
 
 # %% ../nbs/01_config.ipynb #b42d5399
 def require(ok: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless `ok`: for what a user can cause (`assert` is for our own
-    invariants).
+    """Raise `ValueError(message)` unless `ok`: for what a user can cause.
+
+    `assert` is for our own invariants.
     """
     if not ok:
         raise ValueError(message)
 
 # %% ../nbs/01_config.ipynb #1d37319d
-def kinds_of(annotation: Any) -> tuple:
+def kinds_of(annotation: Any) -> tuple[Any, ...]:
     "The types that an annotation allows: `int | None` allows two."
-    return annotation.__args__ if isinstance(annotation, types.UnionType) else (annotation,)
+    if isinstance(annotation, types.UnionType):
+        return annotation.__args__
+    return (annotation,)
 
 
 def check_number(name: str, kind: Any, value: Any) -> Any:
-    """`value`, as one of Python's own numbers if the annotation `kind` promises one; `ValueError`
-    if it is none.
+    """`value`, as one of Python's own numbers if the annotation `kind` promises one.
 
     A numpy number becomes Python's, a whole number will do for a `float`, and a `bool` field takes
-    True or False only.
+    True or False only. `ValueError` if it is no such number.
     """
     kinds = kinds_of(kind)
     if value is None and type(None) in kinds:
@@ -67,23 +69,21 @@ def check_number(name: str, kind: Any, value: Any) -> Any:
     return value
 
 # %% ../nbs/01_config.ipynb #97dc6264
-def check_not_yet(cls: type, name: str, value: Any) -> None:
-    """Raise `NotSupportedYet` if `cls.NOT_YET` has the argument `name` and `value` asks for
-    something by it.
-    """
+def check_not_yet(cls: Any, name: str, value: Any) -> None:
+    "Raise `NotSupportedYet` if `value` asks for what `cls.NOT_YET` lists under `name`."
     table = getattr(cls, "NOT_YET", {})
     if name not in table or value is None or value in ("", [], (), {}):
         return
     neutral, why = table[name]
-    if value != neutral and not (isinstance(neutral, tuple) and value in neutral):
+    asks_for_nothing = value == neutral or (isinstance(neutral, tuple) and value in neutral)
+    if not asks_for_nothing:
         raise NotSupportedYet(
             f"{cls.__name__}: vLLM's `{name}={value!r}` is not in teachvllm yet: {why}"
         )
 
 # %% ../nbs/01_config.ipynb #6ed1ed52
 def check_names(cls: Any) -> Any:
-    """Class decorator for dataclasses: `cls(...)` refuses unknown names and, where a number
-    belongs, other types.
+    """Class decorator for dataclasses: `cls(...)` refuses unknown names and wrong types of numbers.
 
     `cls.NOT_YET` lists what vLLM has and teachvllm has not, fields or not: a name with the value
     (or a tuple of values) that asks for nothing, and why others are refused (`NotSupportedYet`).
@@ -92,9 +92,10 @@ def check_names(cls: Any) -> Any:
     """
     init = cls.__init__
     fields = dataclasses.fields(cls)
-    later = getattr(cls, "NOT_YET", {})
+    not_yet = getattr(cls, "NOT_YET", {})
     known = {f.name: f.type for f in fields}
-    optional = {
+    # here None stands for the default
+    defaulted = {
         f.name
         for f in fields
         if f.default is not dataclasses.MISSING and type(None) not in kinds_of(f.type)
@@ -105,39 +106,35 @@ def check_names(cls: Any) -> Any:
         return check_number(name, known[name], value)
 
     @functools.wraps(init)
-    def checked_init(self, *args, **kwargs):
+    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in list(kwargs):
-            if name not in known and name in later:
+            if name not in known and name in not_yet:
                 check_not_yet(cls, name, kwargs.pop(name))
             elif name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean `{near[0]}`?" if near else f"known are: {', '.join(known)}"
                 raise UnknownArgument(f"{cls.__name__} has no argument `{name}`; {hint}")
-            elif kwargs[name] is None and name in optional:
+            elif kwargs[name] is None and name in defaulted:
                 del kwargs[name]
-        args = (*(checked(name, value) for name, value in zip(known, args)), *args[len(known) :])
-        init(self, *args, **{name: checked(name, value) for name, value in kwargs.items()})
+        positional = [checked(name, value) for name, value in zip(known, args)]
+        too_many = args[len(known) :]  # which `init` refuses
+        named = {name: checked(name, value) for name, value in kwargs.items()}
+        init(self, *positional, *too_many, **named)
 
     cls.__init__ = checked_init
     return cls
 
 # %% ../nbs/01_config.ipynb #2e335ce4
 def html_table(title: str, rows: list[tuple[str, Any]]) -> str:
-    """A small two-column HTML table for Jupyter: names on the left, values on the right, everything
-    escaped.
-    """
+    "A small HTML table for Jupyter: names on the left, values on the right, all escaped."
     left = "style='text-align:left'"
-    cells = "".join(
-        (
-            f"<tr><td {left}><code>{html.escape(name)}</code></td><td "
-            f"{left}>{html.escape(str(value))}</td></tr>"
-        )
-        for name, value in rows
-    )
-    return (
-        "<table><caption "
-        f"{left}><b>{html.escape(title)}</b></caption><tbody>{cells}</tbody></table>"
-    )
+    body = ""
+    for name, value in rows:
+        left_cell = f"<td {left}><code>{html.escape(name)}</code></td>"
+        right_cell = f"<td {left}>{html.escape(str(value))}</td>"
+        body += f"<tr>{left_cell}{right_cell}</tr>"
+    caption = f"<caption {left}><b>{html.escape(title)}</b></caption>"
+    return f"<table>{caption}<tbody>{body}</tbody></table>"
 
 # %% ../nbs/01_config.ipynb #2d931aa7
 class ShowAsTable:
@@ -163,18 +160,18 @@ def defined_fields(hf_config: Any) -> frozenset[str]:
 
 
 class PlainConfig:
-    """A transformers configuration for a process that need not import transformers: its fields; all
-    else makes the original.
+    """A transformers configuration, for a process that need not import transformers.
+
+    It has the fields as they are; whatever else is asked for makes the original.
     """
 
     def __init__(self, hf_config: Any):
-        plain = {
-            name: getattr(hf_config, name)
-            for name in {*vars(hf_config), *type(hf_config).attribute_map}
-        }
-        # as a text_config
-        parts = {name: PlainConfig(x) for name, x in plain.items() if hasattr(x, "to_diff_dict")}
-        vars(self).update(plain | parts, defined_fields=defined_fields(hf_config))
+        for name in {*vars(hf_config), *type(hf_config).attribute_map}:
+            value = getattr(hf_config, name)
+            if hasattr(value, "to_diff_dict"):  # a configuration inside this one: `text_config`
+                value = PlainConfig(value)
+            vars(self)[name] = value
+        self.defined_fields = defined_fields(hf_config)
         self._others = frozenset(dir(hf_config)) - frozenset(vars(self))
         self._pickled = pickle.dumps(hf_config)
 
@@ -187,7 +184,7 @@ class PlainConfig:
         return getattr(self._original, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name != "_original"}
+        return {name: value for name, value in vars(self).items() if name != "_original"}
 
 # %% ../nbs/01_config.ipynb #6d9783fc
 @check_names
@@ -204,15 +201,16 @@ class PoolerConfig(ShowAsTable):
     task: str = ""  # filled in: what the engine is for
     has_labels: bool = False  # filled in: the model has a head for labels
 
-    NOT_YET: typing.ClassVar = dict.fromkeys(
-        ("step_tag_id", "returned_token_ids"), (None, "there are no step rewards")
-    )
+    NOT_YET: typing.ClassVar[dict[str, Any]] = {
+        "step_tag_id": (None, "there are no step rewards"),
+        "returned_token_ids": (None, "there are no step rewards"),
+    }
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.pooling_type in ("ALL", "STEP"):
             raise NotSupportedYet(
-                f"pooling_type={self.pooling_type!r} is not in teachvllm yet: a prompt "
-                "gets one vector"
+                f"pooling_type={self.pooling_type!r} is not in teachvllm yet: a prompt gets one "
+                "vector"
             )
         known = self.pooling_type in (None, "LAST", "MEAN", "CLS")
         require(known, f"pooling_type={self.pooling_type!r}: choose LAST, MEAN or CLS")
@@ -243,7 +241,7 @@ class ModelConfig(ShowAsTable):
     # how the engine makes vectors, nothing left open; None: it writes text
     pooler_config: PoolerConfig | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             self.max_seq_len_to_capture > 0,
             f"max_seq_len_to_capture={self.max_seq_len_to_capture} must be positive",
@@ -256,9 +254,8 @@ class ModelConfig(ShowAsTable):
         )
         require(
             asked <= longest,
-            f"max_model_len={asked} is greater than the derived max_model_len={longest}: "
-            "the positions that this model "
-            "was trained for",
+            f"max_model_len={asked} is greater than the derived max_model_len={longest}: the "
+            "positions that this model was trained for",
         )
         source = self.generation_config
         known = source in ("auto", "vllm") or (Path(source) / "generation_config.json").is_file()
@@ -279,27 +276,38 @@ class ModelConfig(ShowAsTable):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        "What crosses to another process."
-        plain = isinstance(self.hf_config, PlainConfig) or not hasattr(
-            self.hf_config, "to_diff_dict"
-        )
-        return {**vars(self), "hf_config": self.hf_config if plain else PlainConfig(self.hf_config)}
+        "What crosses to another process: its `hf_config` is plain."
+        state = dict(vars(self))
+        is_plain = isinstance(self.hf_config, PlainConfig)
+        if not is_plain and hasattr(self.hf_config, "to_diff_dict"):
+            state["hf_config"] = PlainConfig(self.hf_config)
+        return state
 
-    num_layers = property(lambda self: self.hf_config.num_hidden_layers)
-    vocab_size = property(lambda self: self.hf_config.vocab_size)
-    hidden_size = property(lambda self: self.hf_config.hidden_size)
-    num_attention_heads = property(lambda self: self.hf_config.num_attention_heads)
-    num_kv_heads = property(
-        lambda self: (
-            getattr(self.hf_config, "num_key_value_heads", None) or self.num_attention_heads
-        )
-    )
-    head_size = property(
-        lambda self: (
-            getattr(self.hf_config, "head_dim", None)
-            or self.hidden_size // self.num_attention_heads
-        )
-    )
+    @property
+    def num_layers(self) -> int:
+        return int(self.hf_config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.hf_config.hidden_size)
+
+    @property
+    def num_attention_heads(self) -> int:
+        return int(self.hf_config.num_attention_heads)
+
+    @property
+    def num_kv_heads(self) -> int:
+        "As many as attention heads where the configuration does not say."
+        return getattr(self.hf_config, "num_key_value_heads", None) or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        stated = getattr(self.hf_config, "head_dim", None)
+        return stated or self.hidden_size // self.num_attention_heads
 
     @property
     def sliding_window(self) -> int | None:
@@ -308,7 +316,7 @@ class ModelConfig(ShowAsTable):
         return getattr(self.hf_config, "sliding_window", None) if used else None
 
 # %% ../nbs/01_config.ipynb #c5445e51
-# torch's names
+# kv_cache_dtype -> torch's name of it
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 # %% ../nbs/01_config.ipynb #ccf8bdc4
@@ -326,7 +334,7 @@ class CacheConfig(ShowAsTable):
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"  # "auto" = the model's; fp8 takes a byte for each number
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         known = ("auto", *KV_CACHE_DTYPES)
         require(
             self.kv_cache_dtype in known,
@@ -339,8 +347,8 @@ class CacheConfig(ShowAsTable):
         require(
             0 < self.gpu_memory_utilization <= 1,
             (
-                f"gpu_memory_utilization={self.gpu_memory_utilization} is a fraction: above 0, "
-                "at most 1"
+                f"gpu_memory_utilization={self.gpu_memory_utilization} is a fraction: above 0, at "
+                "most 1"
             ),
         )
         for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
@@ -377,7 +385,7 @@ class SchedulerConfig(ShowAsTable):
     # longer prompts are long, and get no more in a step; 0: no limit, and 4 % of max_model_len
     long_prefill_token_threshold: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         policy = self.policy
         mode = self.preemption_mode
         ok = not isinstance(policy, str) or policy in ("fcfs", "priority") or "." in policy
@@ -410,8 +418,8 @@ class SchedulerConfig(ShowAsTable):
         require(
             self.enable_chunked_prefill or tokens >= self.max_model_len,
             f"max_num_batched_tokens={tokens} cannot hold a prompt of "
-            f"max_model_len={self.max_model_len} tokens in one "
-            "step: raise it, lower max_model_len, or leave enable_chunked_prefill on",
+            f"max_model_len={self.max_model_len} tokens in one step: raise it, lower "
+            "max_model_len, or leave enable_chunked_prefill on",
         )
 
 # %% ../nbs/01_config.ipynb #ff3fecfc
@@ -435,12 +443,11 @@ class ParallelConfig(ShowAsTable):
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    # None: "uni" for one worker, "mp" for several
-    distributed_executor_backend: str | type | None = None
+    distributed_executor_backend: str | type | None = None  # None: "uni", or "mp" for several
     worker_cls: str | type = "teachvllm.worker.worker.Worker"
     worker_extension_cls: str | type = ""  # a class whose methods each worker gets beside its own
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         backend = self.distributed_executor_backend
@@ -451,7 +458,10 @@ class ParallelConfig(ShowAsTable):
             f"distributed_executor_backend={backend!r}: choose {', '.join(known)}, or give a class",
         )
 
-    world_size = property(lambda self: self.tensor_parallel_size * self.pipeline_parallel_size)
+    @property
+    def world_size(self) -> int:
+        "Workers in all."
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 # %% ../nbs/01_config.ipynb #d93a9991
 @check_names
@@ -465,7 +475,7 @@ class DeviceConfig(ShowAsTable):
 
     device: str = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         import torch
 
         require(
@@ -489,7 +499,7 @@ class LoadConfig(ShowAsTable):
 
     load_format: str = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
             self.load_format in LOAD_FORMATS,
             f"load_format={self.load_format!r}: choose {', '.join(LOAD_FORMATS)}",
@@ -511,31 +521,35 @@ class VllmConfig:
     device_config: DeviceConfig
     load_config: LoadConfig
 
-    def __post_init__(self):
-        pipeline = self.parallel_config.pipeline_parallel_size
-        ahead = self.scheduler_config.async_scheduling
+    def __post_init__(self) -> None:
+        num_stages = self.parallel_config.pipeline_parallel_size
         require(
-            not ahead or pipeline == 1,
-            f"async_scheduling=True cannot go with pipeline_parallel_size={pipeline}",
+            num_stages == 1 or not self.scheduler_config.async_scheduling,
+            f"async_scheduling=True cannot go with pipeline_parallel_size={num_stages}",
         )
-        if pipeline > 1:
-            layers = self.model_config.num_layers
+        if num_stages > 1:
+            num_layers = self.model_config.num_layers
             require(
-                pipeline <= layers,
-                f"pipeline_parallel_size={pipeline}: the model has only {layers} layers",
+                num_stages <= num_layers,
+                f"pipeline_parallel_size={num_stages}: the model has only {num_layers} layers",
             )
-        size = self.parallel_config.tensor_parallel_size
-        if size > 1:
-            heads = self.model_config.num_attention_heads
-            kv = self.model_config.num_kv_heads
-            fits = [
-                n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)
-            ]
-            what = (
-                f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv} "
-                "KV heads"
-            )
-            require(size in fits, f"{what}: choose one of {fits}")
+        if self.parallel_config.tensor_parallel_size > 1:
+            self._check_heads(self.parallel_config.tensor_parallel_size)
+
+    def _check_heads(self, size: int) -> None:
+        "Workers have equally many attention heads; and of KV heads, too, or one that several have."
+        heads = self.model_config.num_attention_heads
+        kv_heads = self.model_config.num_kv_heads
+        fits = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        ]
+        require(
+            size in fits,
+            f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv_heads} "
+            f"KV heads: choose one of {fits}",
+        )
 
     def _repr_html_(self) -> str:
         return "".join(getattr(self, f.name)._repr_html_() for f in dataclasses.fields(self))

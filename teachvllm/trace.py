@@ -18,8 +18,9 @@ from .config import ShowAsTable, html_table
 # %% ../nbs/05_trace.ipynb #cd6a6232
 @dataclass
 class StepTrace(ShowAsTable):
-    """One step of the engine, as it stood when the model had run: requests that finish in it still
-    hold their blocks.
+    """One step of the engine, as it stood when the model had run.
+
+    Requests that finish in the step still hold their blocks.
 
     Times are in seconds, and `..._start` counts from the beginning of the recording. The host
     schedules, executes (sends the step off and waits for it) and processes; where the engine runs
@@ -36,7 +37,8 @@ class StepTrace(ShowAsTable):
     schedule_seconds: float
     execute_seconds: float
     process_seconds: float
-    num_scheduled_tokens: dict[str, int]  # sequence -> tokens computed in this step
+    # sequence -> tokens computed in this step
+    num_scheduled_tokens: dict[str, int]
     # sequence -> tokens in the cache after it, for all that hold blocks
     num_computed_tokens: dict[str, int]
     # sequence -> block ids, in the order of its tokens; -1 has left the window
@@ -51,7 +53,8 @@ class StepTrace(ShowAsTable):
     copied_blocks: list[tuple[int, int]] = field(default_factory=list)
     # (GPU block, CPU block)
     swapped_out_blocks: list[tuple[int, int]] = field(default_factory=list)
-    swapped_in_blocks: list[tuple[int, int]] = field(default_factory=list)  # (CPU block, GPU block)
+    # (CPU block, GPU block)
+    swapped_in_blocks: list[tuple[int, int]] = field(default_factory=list)
     # free blocks that lost what was cached in them
     evicted_blocks: list[int] = field(default_factory=list)
     # free blocks whose content can still be found
@@ -89,9 +92,7 @@ def request_of(trace: Any, name: str) -> str:
 # %% ../nbs/05_trace.ipynb #51e6a8af
 @dataclass(repr=False)
 class Trace:
-    """A recording: the pool it ran on, its requests, and one `StepTrace` a step. `LLM.record` makes
-    it.
-    """
+    "A recording: its pool, its requests, and one `StepTrace` a step. `LLM.record` makes it."
 
     num_blocks: int
     block_size: int  # tokens a block
@@ -109,22 +110,22 @@ class Trace:
         return [self.num_blocks - step.num_free_blocks for step in self.steps]
 
     def kv_waste(self) -> list[float]:
-        """After each step, the fraction of the slots in use that hold no token: the unfilled ends
-        of last blocks.
+        """After each step, the fraction of the slots in use that hold no token.
+
+        These are the unfilled ends of last blocks.
         """
-        waste = []
-        for step in self.steps:
-            # block -> slots that hold a token; a shared block counts once
-            filled: dict[int, int] = {}
-            for name, table in step.block_tables.items():
-                for logical, block in enumerate(table):
-                    tokens = step.num_computed_tokens[name] - logical * self.block_size
-                    filled[block] = max(filled.get(block, 0), min(tokens, self.block_size))
-            filled.pop(-1, None)  # a block that has left the sliding window
-            waste.append(
-                1 - sum(filled.values()) / (self.block_size * len(filled)) if filled else 0.0
-            )
-        return waste
+        return [self._waste_after(step) for step in self.steps]
+
+    def _waste_after(self, step: StepTrace) -> float:
+        filled: dict[int, int] = {}  # block -> slots that hold a token; a shared block counts once
+        for name, table in step.block_tables.items():
+            for logical, block in enumerate(table):
+                num_tokens = step.num_computed_tokens[name] - logical * self.block_size
+                filled[block] = max(filled.get(block, 0), min(num_tokens, self.block_size))
+        filled.pop(-1, None)  # a block that has left the sliding window
+        if not filled:
+            return 0.0
+        return 1 - sum(filled.values()) / (self.block_size * len(filled))
 
     def summary(self) -> dict[str, Any]:
         "What to know of a recording at first sight: Jupyter and the terminal show this."
@@ -161,20 +162,18 @@ class Trace:
 
 # %% ../nbs/05_trace.ipynb #2f39c93a
 def sequence_names(trace: Trace) -> list[str]:
-    """Every sequence: the requests in order of arrival, each followed by those that were forked
-    from it.
-    """
-    order = {name: i for i, name in enumerate(trace.num_prompt_tokens)}
-    return sorted(order, key=lambda name: (order[request_of(trace, name)], order[name]))
+    "Every sequence: requests in order of arrival, each followed by its forks."
+    arrival = {name: i for i, name in enumerate(trace.num_prompt_tokens)}
+    return sorted(arrival, key=lambda name: (arrival[request_of(trace, name)], arrival[name]))
 
 # %% ../nbs/05_trace.ipynb #e8ca2652
 def request_phases(trace: Trace) -> list[dict[str, str]]:
-    """For each step, what each sequence was in: `waiting`, `prefill`, `decode`, `preempted` or
-    `swapped`.
+    """For each step, what each sequence was in.
 
-    A prefill computes tokens that were there before: the prompt's or, after a preemption, the
-    output's too. A decode computes the newest token. A sequence without a token in a step waits, is
-    still preempted, or is swapped out to the CPU.
+    That is `waiting`, `prefill`, `decode`, `preempted` or `swapped`. A prefill computes tokens that
+    were there before: the prompt's or, after a preemption, the output's too. A decode computes the
+    newest token. A sequence without a token in a step waits, is still preempted, or is swapped out
+    to the CPU.
     """
     known: dict[str, int] = {}  # tokens of each sequence that its next decode comes after
     preempted: set[str] = set()
@@ -196,20 +195,26 @@ def request_phases(trace: Trace) -> list[dict[str, str]]:
 
 # %% ../nbs/05_trace.ipynb #7bd70ca8
 def startup_record() -> dict[str, Any]:
-    """The start of `LLM()` that chapter 00a recorded: `arguments`, `device`, `ms` in all; by name
-    the `stages` with `ms` and the `mib` by which the process grew; `bytes` by kind; and the
-    `blocks`.
+    """The start of `LLM()` that chapter 00a recorded.
+
+    `arguments`, `device`, `ms` in all; by name the `stages` with `ms` and the `mib` by which the
+    process grew; `bytes` by kind; and the `blocks`.
     """
-    return json.loads(files("teachvllm").joinpath("startup.json").read_text(encoding="utf-8"))
+    text = files("teachvllm").joinpath("startup.json").read_text(encoding="utf-8")
+    record: dict[str, Any] = json.loads(text)
+    return record
 
 # %% ../nbs/05_trace.ipynb #2f17e446
 def host_phases(step: StepTrace) -> list[tuple[str, float, float]]:
-    """What the host did for a step: (phase, start, seconds). Between sending it off and waiting for
-    it there may be others.
+    """What the host did for a step: (phase, start, seconds).
+
+    Between sending a step off and waiting for it there may be others.
     """
     scheduled = step.start + step.schedule_seconds
     sending = step.execute_seconds - step.wait_seconds
-    process = scheduled + step.execute_seconds if step.process_start is None else step.process_start
+    process = step.process_start
+    if process is None:
+        process = scheduled + step.execute_seconds
     return [
         ("schedule", step.start, step.schedule_seconds),
         ("execute", scheduled, sending),
@@ -218,20 +223,20 @@ def host_phases(step: StepTrace) -> list[tuple[str, float, float]]:
     ]
 
 
-def chrome_trace(trace: Trace) -> dict:
-    """The trace in Chrome's format, for Perfetto: the engine's phases, one row a request, used and
-    free blocks.
+def chrome_trace(trace: Trace) -> dict[str, Any]:
+    """The trace in Chrome's format, for Perfetto.
+
+    It shows the engine's phases, one row a request, and used and free blocks.
     """
     rows = {name: row for row, name in enumerate(sequence_names(trace), start=1)}
-    names = {-1: "device", 0: "engine"} | {
-        row: f"request {request_id}" for request_id, row in rows.items()
-    }
-    events: list[dict] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
-        for row, name in names.items()
+    titles = {-1: "device", 0: "engine"}
+    titles |= {row: f"request {name}" for name, row in rows.items()}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": title}}
+        for row, title in titles.items()
     ]
 
-    def span(name: str, row: int, start: float, seconds: float, **args: int) -> dict:
+    def span(name: str, row: int, start: float, seconds: float, **args: int) -> dict[str, Any]:
         return {
             "ph": "X",
             "name": name,
@@ -242,16 +247,14 @@ def chrome_trace(trace: Trace) -> dict:
             "args": args,
         }
 
-    for step, now in zip(trace.steps, request_phases(trace), strict=True):
+    for step, phase_of in zip(trace.steps, request_phases(trace), strict=True):
         if step.device_seconds:
             events.append(span("run", -1, step.device_start, step.device_seconds, step=step.step))
         for phase, start, seconds in host_phases(step):
             events.append(span(phase, 0, start, seconds, step=step.step))
-        for request_id, phase in now.items():
-            num_tokens = step.num_scheduled_tokens.get(request_id, 0)
-            events.append(
-                span(phase, rows[request_id], step.start, step.seconds, tokens=num_tokens)
-            )
+        for name, phase in phase_of.items():
+            num_tokens = step.num_scheduled_tokens.get(name, 0)
+            events.append(span(phase, rows[name], step.start, step.seconds, tokens=num_tokens))
         blocks = {"used": trace.num_blocks - step.num_free_blocks, "free": step.num_free_blocks}
         events.append(
             {"ph": "C", "name": "blocks", "pid": 0, "ts": step.start * 1e6, "args": blocks}

@@ -28,7 +28,8 @@ VERSION = "0.8.5"  # the vLLM whose names these are
 
 HERE = "teachvllm.vllm_alias"
 
-NAMES: dict[str, dict[str, str]] = {  # vLLM's module -> its name -> where that is here
+# vLLM's module -> its name -> where that is here
+NAMES: dict[str, dict[str, str]] = {
     "vllm.entrypoints.llm": {"LLM": "teachvllm.llm"},
     "vllm.engine.arg_utils": {
         "EngineArgs": "teachvllm.arg_utils",
@@ -82,8 +83,19 @@ NAMES: dict[str, dict[str, str]] = {  # vLLM's module -> its name -> where that 
         "teachvllm.worker.memory_profiling:release_memory",
     ),
 }
-NAMES["vllm"] = {name: home for module in list(NAMES)[:7] for name, home in NAMES[module].items()}
-NAMES["vllm"] |= NAMES["vllm.pooling_params"]
+NAMES["vllm"] = {}  # what vLLM's package has itself
+for _module in (
+    "vllm.entrypoints.llm",
+    "vllm.engine.arg_utils",
+    "vllm.engine.llm_engine",
+    "vllm.engine.async_llm_engine",
+    "vllm.sampling_params",
+    "vllm.outputs",
+    "vllm.inputs",
+    "vllm.pooling_params",
+):
+    NAMES["vllm"] |= NAMES[_module]
+# with the packages that they are in
 MODULES = {
     ".".join(name.split(".")[:depth]) for name in NAMES for depth in range(1, name.count(".") + 2)
 }
@@ -104,8 +116,9 @@ def get_tokenizer(
     revision: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A new `transformers` tokenizer of a folder or Hugging Face id; `kwargs` go to it. vLLM:
-    `transformers_utils/tokenizer.py`.
+    """A new `transformers` tokenizer of a folder or Hugging Face id; `kwargs` go to it.
+
+    vLLM: `transformers_utils/tokenizer.py`.
     """
     from transformers import AutoTokenizer
 
@@ -117,8 +130,8 @@ def get_tokenizer(
     require(
         path.is_dir(),
         (
-            f"tokenizer={tokenizer_name!r} is a GGUF file: make an LLM of it first, which "
-            "converts it to a folder"
+            f"tokenizer={tokenizer_name!r} is a GGUF file: make an LLM of it first, which converts "
+            "it to a folder"
         ),
     )
     fast = tokenizer_mode == "auto"
@@ -130,41 +143,41 @@ def get_tokenizer(
 def resolve_hf_chat_template(
     tokenizer: Any,
     chat_template: str | None = None,
-    tools: list[dict] | None = None,
+    tools: list[dict[str, Any]] | None = None,
     **options: Any,
 ) -> str | None:
-    """The chat template that is given, else the tokenizer's own for these tools; None if it has
-    none. vLLM: `chat_utils.py`.
+    """The chat template that is given, else the tokenizer's own for these tools; None: none.
+
+    vLLM: `chat_utils.py`.
     """
     try:
-        return tokenizer.get_chat_template(chat_template, tools=tools)
+        template: str = tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:
         return None
+    return template
 
 # %% ../nbs/97_as_vllm.ipynb #765295ba
 class FlexibleArgumentParser(argparse.ArgumentParser):
     "An `ArgumentParser` in whose options `_` may stand for `-`. vLLM: `utils.py`."
 
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         "As in `ArgumentParser`, which calls it from `parse_args`."
         dashed = []
         for arg in sys.argv[1:] if args is None else args:
             name, equals, value = arg.partition("=")
-            dashed.append(
-                (name.replace("_", "-") if name.startswith("--") else name) + equals + value
-            )
+            if name.startswith("--"):
+                name = name.replace("_", "-")
+            dashed.append(name + equals + value)
         return super().parse_known_args(dashed, namespace)
 
 # %% ../nbs/97_as_vllm.ipynb #0367134b
 def missing(name: str) -> str:
     "What is said of a name of vLLM's that is not in the table."
     module = name.rpartition(".")[0]
-    has = ", ".join(sorted(NAMES.get(module, {}))) or ", ".join(
-        sorted(m for m in MODULES if m.startswith(f"{module}."))
-    )
+    inside = NAMES.get(module) or {m for m in MODULES if m.startswith(f"{module}.")}
     return (
-        f"`{name}` is not in teachvllm, which stands in for vLLM {VERSION} here; `{module}` "
-        f"has: {has}"
+        f"`{name}` is not in teachvllm, which stands in for vLLM {VERSION} here; `{module}` has: "
+        f"{', '.join(sorted(inside))}"
     )
 
 
@@ -192,14 +205,14 @@ class AliasDistribution(Distribution):
 
     def locate_file(self, path: Any) -> Path:
         "Where a file of the package is: beside ours."
-        return Path(__file__).parent / path
+        return Path(__file__).parent.joinpath(path)
 
 # %% ../nbs/97_as_vllm.ipynb #1e49551d
 class VllmAlias:
-    """Finds and fills the modules of `NAMES` (see `sys.meta_path`), and the package `vllm` for
-    `importlib.metadata`.
+    """Finds and fills the modules of `NAMES`, and the package `vllm` for `importlib.metadata`.
 
-    As a context manager it gives the module `vllm`, and is removed at the end.
+    It is one of `sys.meta_path`. As a context manager it gives the module `vllm`, and is removed at
+    the end.
     """
 
     def __init__(self) -> None:
@@ -238,7 +251,8 @@ class VllmAlias:
             return None
         if fullname not in MODULES:
             raise ModuleNotFoundError(missing(fullname))
-        return ModuleSpec(fullname, self, origin="teachvllm", is_package=True)  # type: ignore[arg-type]
+        loader: Any = self
+        return ModuleSpec(fullname, loader, origin="teachvllm", is_package=True)
 
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
@@ -266,31 +280,30 @@ class VllmAlias:
 
 # %% ../nbs/97_as_vllm.ipynb #52c80930
 def as_vllm(force: bool = False) -> VllmAlias:
-    """From now on `import vllm` finds teachvllm: call it before the program's own imports, or use
-    it in a `with` statement.
+    """From now on `import vllm` finds teachvllm.
 
-    A second call changes nothing. Raises `ValueError` where the real vLLM is imported or installed,
-    unless `force`.
+    Call it before the program's own imports, or use it in a `with` statement. A second call changes
+    nothing. Raises `ValueError` where the real vLLM is imported or installed, unless `force`.
     """
-    alias = next((finder for finder in sys.meta_path if isinstance(finder, VllmAlias)), None)
-    if alias is None:
-        imported = "vllm" in sys.modules
-        spec = None if imported else importlib.util.find_spec("vllm")
-        # no origin: a folder of that name
-        real = "imported" if imported else "installed" if spec and spec.origin else None
+    for finder in sys.meta_path:
+        if isinstance(finder, VllmAlias):
+            return finder
+    if not force:
+        is_imported = "vllm" in sys.modules
+        spec = None if is_imported else importlib.util.find_spec("vllm")
+        is_installed = spec is not None and spec.origin is not None  # None: a folder of that name
         require(
-            force or real is None,
-            f"vllm is {real} here: as_vllm(force=True) hides it behind teachvllm, until remove()",
+            not (is_imported or is_installed),
+            f"vllm is {'imported' if is_imported else 'installed'} here: as_vllm(force=True) hides "
+            "it behind teachvllm, until remove()",
         )
-        alias = VllmAlias()
-        alias.install()
+    alias = VllmAlias()
+    alias.install()
     return alias
 
 # %% ../nbs/97_as_vllm.ipynb #782e9ce1
 def main(argv: Sequence[str] | None = None) -> None:
-    """`python -m teachvllm.vllm_alias [-m] PROGRAM ARG …`: as `python [-m] PROGRAM ARG …`, with
-    teachvllm as `vllm`.
-    """
+    "`python -m teachvllm.vllm_alias [-m] PROGRAM ARG …`: run it with teachvllm as `vllm`."
     args = list(sys.argv[1:] if argv is None else argv)
     is_module = args[:1] == ["-m"]
     args = args[is_module:]

@@ -107,7 +107,7 @@ def test_usual_mistakes_are_named(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(checks, "PATIENCE", 1.0)  # on a busy machine, too
     exercise = EXERCISES[name]
     assert len(exercise.mistakes) >= 4
-    for sentence, mistake in exercise.mistakes.items():
+    for mistake, sentence in exercise.mistakes.items():
         mistake.__name__ = name  # by which `check` finds the exercise
         report = check(mistake, engine=False)
         assert not report.passed and sentence in report.text, f"{name}: {sentence}\n{report.text}"
@@ -188,15 +188,15 @@ def test_a_partly_written_class_is_told_how_far_it_came() -> None:
 
 def test_requests_that_wait_behind_are_not_counted_by_the_one_that_asks() -> None:
     from teachvllm.core.block_manager import AllocStatus, num_blocks_for
-    from teachvllm.core.scheduler import Scheduler
+    from teachvllm.core.scheduler import Admission
 
-    class ReservesAll(Scheduler):
-        def _can_admit(self, group: Any, *freed: Any) -> AllocStatus:
+    class ReservesAll(Admission):
+        def can_admit(self, group: Any, *freed: Any) -> AllocStatus:
             groups = [*self.running, *self.waiting]
             manager = self.block_manager
             size = sum(num_blocks_for(g.first_seq.max_len or 0, manager.block_size) for g in groups)
             full = self.running and size > manager.num_gpu_blocks
-            return AllocStatus.LATER if full else super()._can_admit(group, *freed)
+            return AllocStatus.LATER if full else super().can_admit(group, *freed)
 
     assert "only `group` asks" in check(ReservesAll, engine=False).text
 

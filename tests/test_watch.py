@@ -499,7 +499,7 @@ def test_a_page_sees_what_the_trace_has(server: Server) -> None:
         )
         for shown, real in zip(page.decoder.trace.steps, server.steps, strict=True):
             same(shown, real)
-        assert any("takes block" in line for said in page.decoder.said for line in said)
+        assert any("takes block" in line for texts in page.decoder.event_texts for line in texts)
         page.close()
     print(f"{first.num_bytes / len(server.steps):.0f} bytes a step")
 
@@ -837,7 +837,7 @@ def slow_steps(server: Server) -> Iterator[None]:
 def paused_at(browser: Browser) -> str:
     "What a paused page says, as soon as the pause is drawn."
     drawn = "document.getElementById('state').textContent === 'Paused'"
-    return str(browser.until(f"{drawn} && document.getElementById('said').textContent"))
+    return str(browser.until(f"{drawn} && document.getElementById('headline').textContent"))
 
 
 def end_page(browser: Browser) -> None:
@@ -862,7 +862,7 @@ def test_the_page_plays(server: Server, browser: Browser) -> None:
         if drawn := "Live" in browser.js("states") and browser.js("most") > 0:
             break
     assert drawn, "it was drawn while requests ran"
-    assert "24 blocks free" in browser.js("document.getElementById('said').textContent")
+    assert "24 blocks free" in browser.js("document.getElementById('headline').textContent")
     trace = Trace(24, 4, 0, num_prompt_tokens={}, steps=server.steps)
     for step in server.steps:
         trace.num_prompt_tokens |= step.num_prompt_tokens
@@ -892,8 +892,8 @@ def test_the_page_plays(server: Server, browser: Browser) -> None:
     browser.until("document.getElementById('state').textContent === 'Paused'")
     busy = max(range(len(server.steps)), key=lambda i: len(server.steps[i].running))
     browser.js(f"show(frames.findIndex(frame => frame.step === {busy} && !frame.idle))")
-    said = "document.getElementById('said').textContent"
-    browser.until(f"{said}.startsWith('Step {busy}:')")
+    headline = "document.getElementById('headline').textContent"
+    browser.until(f"{headline}.startsWith('Step {busy}:')")
     for button, step in (
         ("#back", busy - 1),
         ("#back", busy - 2),
@@ -901,7 +901,7 @@ def test_the_page_plays(server: Server, browser: Browser) -> None:
         ("#next", busy),
     ):
         browser.click(button)
-        browser.until(f"{said} === {words(server.steps[step], phases[step])!r}")
+        browser.until(f"{headline} === {words(server.steps[step], phases[step])!r}")
 
     name = server.steps[busy].running[1]
     number = browser.js(
@@ -928,9 +928,9 @@ def test_the_page_plays(server: Server, browser: Browser) -> None:
     browser.until("document.getElementById('one').hidden")
     browser.js("document.activeElement.blur()")
     browser.key("Home")
-    browser.until(f"{said}.startsWith('Step 0:') && document.getElementById('back').disabled")
+    browser.until(f"{headline}.startsWith('Step 0:') && document.getElementById('back').disabled")
     browser.key("ArrowRight")
-    browser.until(f"{said}.startsWith('Step 1:')")
+    browser.until(f"{headline}.startsWith('Step 1:')")
     browser.key(" ")
     browser.until("document.getElementById('state').textContent === 'Idle'")
     end_page(browser)
@@ -944,10 +944,10 @@ def test_a_pause_holds_while_the_engine_goes_on(server: Server, browser: Browser
     held = paused_at(browser)
     server.generate(random_prompts(6, 20, seed=3), max_tokens=20, name="q")
     browser.until(f"frames.at(-1).step >= {len(server.steps) - 1}")
-    assert browser.js("document.getElementById('said').textContent") == held
+    assert browser.js("document.getElementById('headline').textContent") == held
     browser.click("#pause")
     browser.until(
-        "document.getElementById('said').textContent.includes('after step "
+        "document.getElementById('headline').textContent.includes('after step "
         f"{len(server.steps) - 1}')"
     )
     end_page(browser)
@@ -974,7 +974,7 @@ def test_a_page_that_comes_back_keeps_what_it_shows(server: Server, browser: Bro
     )
     steps = browser.js("frames.filter(frame => !frame.idle).map(frame => frame.step)")
     assert steps == sorted(set(steps)), "no step is there twice"
-    assert browser.js("document.getElementById('said').textContent") == said and browser.js(
+    assert browser.js("document.getElementById('headline').textContent") == said and browser.js(
         "paused && frames.length"
     )
     other.close()
@@ -1092,7 +1092,7 @@ def test_a_dead_engine_is_said_to_be_dead(folder: str, request: pytest.FixtureRe
             one.close()
         if browser:
             browser.until("document.getElementById('state').textContent === 'Ended'")
-            assert "SIGKILL" in browser.js("document.getElementById('said').textContent")
+            assert "SIGKILL" in browser.js("document.getElementById('headline').textContent")
             browser.click("#back")
             browser.until("!document.getElementById('next').disabled")
             end_page(browser)
