@@ -2,6 +2,7 @@
 where EOS comes from.
 """
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 from helpers import make_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from teachvllm import LLM, EngineArgs, SamplingParams
 from teachvllm.config import NotSupportedYet
 from teachvllm.inputs import (
+    IncrementalDetokenizer,
     InputProcessor,
     apply_chat_template,
     get_default_sampling_params,
@@ -227,6 +231,113 @@ def test_eos_of_a_gguf_file_is_its_headers(tmp_path: Path) -> None:
     assert config.eos_token_id is None
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] is None
+
+
+# Text that grows
+
+
+class Bytes:
+    "A tokenizer whose tokens are bytes; 256 is a special token. It counts the ids that it decodes."
+
+    num_decoded = 0
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True, **_: Any) -> str:
+        self.num_decoded += len(token_ids)
+        special = "" if skip_special_tokens else "<end>"
+        pieces = []
+        for is_special, run in itertools.groupby(token_ids, key=lambda i: i == 256):
+            count = list(run)
+            pieces.append(special * len(count) if is_special else count)
+        if skip_special_tokens:  # they do not divide what stands to their left and right
+            return self.text_of([i for i in token_ids if i != 256])
+        return "".join(p if isinstance(p, str) else self.text_of(p) for p in pieces)
+
+    def text_of(self, data: list[int]) -> str:
+        return bytes(data).decode("utf-8", "replace")
+
+
+class ByteFallback(Bytes):
+    "As Llama's: of a run of bytes that is no text, every byte is U+FFFD."
+
+    def text_of(self, data: list[int]) -> str:
+        try:
+            return bytes(data).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(data)
+
+
+def streamed(
+    tokenizer: Any, prompt: list[int], pieces: list[list[int]], **options: bool
+) -> tuple[str, str]:
+    "The text that pieces of an output bring one by one, and the one that they have at last."
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, **options)
+    shown = ""
+    for piece in pieces:
+        detokenizer.append(piece)
+        shown += detokenizer.update()
+    return shown + detokenizer.update(last=True), detokenizer.text
+
+
+ANY_BYTES = st.lists(
+    st.sampled_from([0x61, 0x20, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x8E, 0x89, 0xFF, 256]),
+    max_size=40,
+)
+
+
+@given(
+    st.text("a é€🎉\ufffd", max_size=4),
+    ANY_BYTES,
+    st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_bytes_stream_to_the_text_that_they_have_at_once(
+    prompt: str, output: list[int], sizes: list[int], skip: bool
+) -> None:
+    ids = [*prompt.encode()]
+    cuts = [0, *itertools.accumulate(sizes)]
+    pieces = [output[a:b] for a, b in itertools.pairwise(cuts)]
+    before = Bytes().decode(ids)
+    whole = Bytes().decode(ids + output, skip_special_tokens=skip)[len(before) :]
+    for parts in ([[i] for i in output], pieces, [output]):
+        assert streamed(Bytes(), ids, parts, skip_special_tokens=skip) == (whole, whole)
+
+
+@given(
+    st.text("a é€🎉\ufffd", max_size=8),
+    st.text("a é€🎉\ufffd", min_size=1, max_size=30),
+    st.integers(1, 5),
+)
+@settings(max_examples=150, deadline=None)
+def test_text_in_single_bytes_is_shown_as_it_is(prompt: str, text: str, size: int) -> None:
+    "Also U+FFFD itself, which a text may have, in rows."
+    output = [*text.encode()]
+    for tokenizer in (Bytes(), ByteFallback()):
+        for parts in ([[i] for i in output], [output[i : i + size] for i in range(0, 120, size)]):
+            assert streamed(tokenizer, [*prompt.encode()], parts) == (text, text)
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes, ByteFallback])
+@pytest.mark.parametrize("output", [[0xFF], [0x20, 256], [256], [0xEF, 0xBF, 0xBD], [0xC3, 256]])
+def test_work_grows_with_the_length_where_no_text_comes(tokenizer: Any, output: list[int]) -> None:
+    "Bytes that are no text, and special tokens, both of which show nothing for long."
+    work = {}
+    for length in (250, 2000):
+        counting = tokenizer()
+        ids = (output * length)[:length]
+        streamed(counting, [0x61], [[i] for i in ids])
+        work[length] = counting.num_decoded
+    assert work[2000] < 10 * work[250]
+    assert work[2000] < 2000 * 200
+
+
+def test_nonsense_is_shown_before_the_end() -> None:
+    detokenizer = IncrementalDetokenizer(Bytes(), [0x61])
+    shown = []
+    for _ in range(12):
+        detokenizer.append([0xFF])
+        shown.append(detokenizer.update())
+    assert "".join(shown[:6]) != "" and len("".join(shown)) >= 8
 
 
 # Chat
