@@ -110,7 +110,7 @@ class InputProcessor:
         text, ids = self._read(prompt, limit if params.truncate_prompt_tokens is None else None)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
-        require(len(ids) > 0, "the prompt cannot be empty: at least one token is needed")
+        require(len(ids) > 0, "The decoder prompt cannot be empty: a prompt has at least one token")
         room = 0 if self.model_config.pooler_config else 1  # tokens of output that must fit, too
         require(len(ids) + room <= limit, too_long(f"{len(ids)} tokens", limit, room))
         for token_id in (min(ids), max(ids), *params.stop_token_ids):
@@ -190,10 +190,8 @@ class InputProcessor:
         kind = type(ids).__name__
         require(isinstance(ids, list | tuple), f"{expected} {kind}")
         for token_id in ids:
-            require(
-                isinstance(token_id, numbers.Integral),
-                f"{expected} {kind} of {type(token_id).__name__}",
-            )
+            ok = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)
+            require(ok, f"{expected} {kind} of {type(token_id).__name__}")
         return [int(i) for i in ids]
 
 # %% ../nbs/04_inputs.ipynb #40e89da3

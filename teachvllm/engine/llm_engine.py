@@ -15,6 +15,8 @@ from dataclasses import replace
 from threading import RLock
 from typing import Any
 
+import msgspec
+
 from ..arg_utils import EngineArgs
 from ..config import VllmConfig, require
 from .core import InprocClient
@@ -63,6 +65,25 @@ def check_picklable(name: str, value: Any) -> None:
     except Exception as error:
         raise ValueError(f"{name} cannot be sent to the workers' processes: {error}") from error
 
+# %% ../../nbs/60_llm_engine.ipynb #95ffde48
+def check_request_id(request_id: Any) -> None:
+    "Raise `ValueError` for a request id that is no text, or cannot be written in UTF-8."
+    require(
+        isinstance(request_id, str), f"request_id={request_id!r:.80} must be a string: use str()"
+    )
+    is_text = not any("\ud800" <= character <= "\udfff" for character in request_id)
+    require(is_text, f"request_id={request_id!a:.80} is not valid Unicode")
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Raise `ValueError` if `value` is not plain data, which a message can hold: the same request
+    must do in one process and in two.
+    """
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{name} must be plain data: {error}") from error
+
 # %% ../../nbs/60_llm_engine.ipynb #66138f01
 class Processor:
     """Makes a checked `EngineCoreRequest` of a prompt and its parameters. It has the tokenizer and
@@ -97,7 +118,9 @@ class Processor:
         """The request, and the prompt's text if it has one; `ValueError` if anything about it is
         wrong.
         """
-        ok = isinstance(priority, int) and -(2**63) <= priority < 2**63
+        check_request_id(request_id)
+        ok = isinstance(priority, int) and not isinstance(priority, bool)
+        ok = ok and -(2**63) <= priority < 2**63
         require(ok, f"priority={priority!r} must be an int of 64 bits: the smaller, the sooner")
         fcfs = self.config.scheduler_config.policy == "fcfs"
         require(
@@ -106,6 +129,7 @@ class Processor:
         )
         self.check_task(params)
         if isinstance(params, PoolingParams):
+            check_plain("additional_data", params.additional_data)
             nothing = SamplingParams(
                 max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
             )
@@ -118,6 +142,7 @@ class Processor:
         params = (
             params.sampling_params() if isinstance(params, BeamSearchParams) else replace(params)
         )
+        check_plain("extra_args", params.extra_args)
         # vLLM's rule for functions that remember something: each request has its own
         if params.logits_processors:
             params.logits_processors = [

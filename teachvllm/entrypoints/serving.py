@@ -660,7 +660,7 @@ class OpenAIServing:
         limit = self.model_config.max_model_len
         left = limit - num_prompt_tokens
         if num_prompt_tokens == 0 or left <= 0:
-            empty = f"{field} is empty: at least one token is needed"
+            empty = f"{field}: The decoder prompt cannot be empty: a prompt has at least one token"
             raise RequestError(
                 too_long(f"{num_prompt_tokens} tokens", limit, 1) if num_prompt_tokens else empty,
                 field,
@@ -700,7 +700,7 @@ class OpenAIServing:
             inner_id = new_id(request_id)  # a client may give two requests the same name
             if self.log_requests:
                 logger.info(
-                    "request %s: prompt=%.200r params=%s",
+                    "request %r: prompt=%.200r params=%s",
                     inner_id,
                     prompt.get("prompt") or prompt,
                     params,
