@@ -23,7 +23,7 @@ from .core.block_manager import BlockSpaceManager
 from .core.scheduler import Scheduler
 from .executor.dummy_executor import make_requests, simulate
 from .llm import LLM
-from .model_executor.sampler import ModelRunnerOutput
+from .messages import ModelRunnerOutput
 from .sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from .sequence import SequenceGroup
 
@@ -58,7 +58,7 @@ def bench_scheduler(num_seqs: int = 256, num_steps: int = 100) -> dict[str, floa
             for seq_id in out.num_scheduled_tokens
             if scheduler.seqs[seq_id][1].num_new_tokens == 0
         ]
-        sampled = ModelRunnerOutput(complete, [0] * len(complete))
+        sampled = ModelRunnerOutput(complete, [[0]] * len(complete))
         sampled_at = time.perf_counter()
         scheduler.update_from_output(sampled)
         updated = time.perf_counter()

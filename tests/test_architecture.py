@@ -187,8 +187,8 @@ for name in {core + [f"teachvllm.{name}" for name in front]}:
     importlib.import_module(name)
     assert not {{"torch", "transformers", "triton"}} & set(sys.modules), name
 
-from types import SimpleNamespace
 from teachvllm import SamplingParams
+from teachvllm.messages import ModelRunnerOutput
 from teachvllm.config import SchedulerConfig
 from teachvllm.core.block_manager import BlockSpaceManager
 from teachvllm.core.scheduler import Scheduler
@@ -197,10 +197,9 @@ from teachvllm.sequence import SequenceGroup
 scheduler = Scheduler(SchedulerConfig(64), BlockSpaceManager(4, 8))
 seq = scheduler.make_seq([1, 2, 3], seed=0, max_len=10)
 scheduler.add_request(SequenceGroup("a", seq, SamplingParams()))
-nothing = {{name: {{}} for name in ("logprobs", "ranks", "errors", "prompt_logprobs")}}
 while scheduler.has_unfinished_requests():
     seq_ids = list(scheduler.schedule().num_scheduled_tokens)
-    news = scheduler.update_from_output(SimpleNamespace(seq_ids=seq_ids, sampled_token_ids=[7] * len(seq_ids), **nothing))
+    news = scheduler.update_from_output(ModelRunnerOutput(seq_ids, [[7]] * len(seq_ids)))
 assert (seq.token_ids, news[0].finish_reason) == ([1, 2, 3] + [7] * 7, "length")
 assert "torch" not in sys.modules
 """

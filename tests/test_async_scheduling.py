@@ -43,7 +43,7 @@ from teachvllm.core.block_manager import BlockSpaceManager
 from teachvllm.core.scheduler import SchedulerOutput
 from teachvllm.executor.dummy_executor import DummyExecutor
 from teachvllm.executor.executor_base import UniProcExecutor
-from teachvllm.model_executor.sampler import ModelRunnerOutput
+from teachvllm.messages import ModelRunnerOutput
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.sequence import Sequence, SequenceGroup
 from teachvllm.trace import Trace, host_phases

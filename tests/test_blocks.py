@@ -46,7 +46,7 @@ from teachvllm.core.block_allocator import BlockAllocator, NoFreeBlocksError
 from teachvllm.core.block_manager import NULL_BLOCK, AllocStatus, BlockSpaceManager, num_blocks_for
 from teachvllm.core.scheduler import SchedulerOutput
 from teachvllm.executor.executor_base import EngineDeadError, ExecutorBase
-from teachvllm.model_executor.sampler import ModelRunnerOutput
+from teachvllm.messages import ModelRunnerOutput
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_seed
 
@@ -172,7 +172,7 @@ class SimulatedWorker:
                 list(parent.token_ids), parent.computed, list(parent.table), fork.seed, parent.new
             )
             rows[fork.seq_id].num_samples = parent.num_samples
-        for seq_id, token_id in out.new_token_ids.items():
+        for seq_id, [token_id] in out.new_token_ids.items():
             rows[seq_id].token_ids[-1] = token_id
         for seq_id in out.finished_seq_ids:
             assert rows.pop(seq_id, None), (
@@ -185,8 +185,9 @@ class SimulatedWorker:
             )
         for seq_id, block_ids in out.new_block_ids.items():
             rows[seq_id].table += block_ids
-        for seq_id, (index, block_id) in out.copied_block_ids.items():
-            rows[seq_id].table[index] = block_id
+        for seq_id, copies in out.copied_block_ids.items():
+            for index, block_id in copies:
+                rows[seq_id].table[index] = block_id
 
     def compare_with_scheduler(self, out: SchedulerOutput) -> None:
         """The worker knows exactly what the scheduler knew before it decided the step, and what was
@@ -252,12 +253,12 @@ class SimulatedWorker:
             ]
             for token_id in tokens:
                 if num_top is not None:
-                    out.logprobs[len(out.seq_ids)] = (
-                        dict(likeliest(state, VOCAB))[token_id],
-                        likeliest(state, num_top),
-                    )
+                    everything = likeliest(state, VOCAB)
+                    rank = 1 + [one for one, _ in everything].index(token_id)
+                    scores = dict(everything)[token_id], rank, everything[:num_top]
+                    out.logprobs[len(out.seq_ids)] = [scores]
                 out.seq_ids.append(seq_id)
-                out.sampled_token_ids.append(token_id)
+                out.sampled_token_ids.append([token_id])
             row.token_ids.append(tokens[0])
             row.num_samples = 1
         return out

@@ -686,7 +686,7 @@ def test_a_decode_step_waits_for_nothing(folder: str, temperature: float, graphs
     for step in steps:
         sampled = step.to_model_runner_output()
         assert sampled.seq_ids == [0, 1, 2] and all(
-            0 <= token_id < VOCAB for token_id in sampled.sampled_token_ids
+            0 <= token_id < VOCAB for [token_id] in sampled.sampled_token_ids
         )
 
 

@@ -78,8 +78,8 @@ def new(
 def sampled(worker: Worker, **orders: Any) -> dict[int, int]:
     out = worker.execute_model(pickle.loads(pickle.dumps(SchedulerOutput(**orders))))
     assert pickle.loads(pickle.dumps(out)) == out and out.device_span is None
-    assert all(type(x) is int for x in out.seq_ids + out.sampled_token_ids)
-    return dict(zip(out.seq_ids, out.sampled_token_ids, strict=True))
+    assert all(type(x) is int for x in out.seq_ids + sum(out.sampled_token_ids, []))
+    return {i: token_id for i, [token_id] in zip(out.seq_ids, out.sampled_token_ids, strict=True)}
 
 
 def test_chunks_decodes_forks_copies_swaps_and_reset_equal_transformers(
@@ -119,9 +119,9 @@ def test_chunks_decodes_forks_copies_swaps_and_reset_equal_transformers(
         worker,
         blocks_to_copy=[(2, 40)],
         forked_seqs=[ForkedSequenceData(3, 1, 5)],
-        new_token_ids={3: child, 1: expected[2]},
+        new_token_ids={3: [child], 1: [expected[2]]},
         finished_seq_ids=[2],
-        copied_block_ids={3: (2, 40)},
+        copied_block_ids={3: [(2, 40)]},
         num_scheduled_tokens={1: 1, 3: 1},
     )
     assert got == {1: expected[3], 3: of_child[0]}
@@ -179,7 +179,7 @@ def test_tokens_stay_on_the_device(tiny: tuple[str, Any]) -> None:
     state = worker.model_runner.input_batch
     assert not state.token_ids[state.slot_of[1], 4:].any()  # the host never saw them
     assert [worker.collect().sampled_token_ids for _ in range(7)] == [
-        [t] for t in greedy(model, prompt, 7)
+        [[t]] for t in greedy(model, prompt, 7)
     ]
     assert not worker.in_flight
 
@@ -206,9 +206,9 @@ def test_a_sequence_keeps_its_slot(tiny: tuple[str, Any]) -> None:
             tokens, computed, blocks, _ = texts[seq_id]
             if computed == len(tokens) - 1:
                 out.forked_seqs.append(ForkedSequenceData(next_id, seq_id, rng.randrange(2**63)))
-                out.new_token_ids[next_id] = rng.randrange(VOCAB)
+                out.new_token_ids[next_id] = [rng.randrange(VOCAB)]
                 texts[next_id] = (
-                    [*tokens[:-1], out.new_token_ids[next_id]],
+                    [*tokens[:-1], *out.new_token_ids[next_id]],
                     computed,
                     list(blocks),
                     -1,
@@ -239,7 +239,7 @@ def test_a_sequence_keeps_its_slot(tiny: tuple[str, Any]) -> None:
             if rng.random() < 0.1:
                 index = rng.randrange(len(blocks))
                 blocks[index] = rng.randrange(99)
-                out.copied_block_ids[seq_id] = (index, blocks[index])
+                out.copied_block_ids[seq_id] = [(index, blocks[index])]
         out.num_scheduled_tokens = dict(
             sorted(out.num_scheduled_tokens.items(), key=lambda item: item[1] > 1)
         )
@@ -310,7 +310,7 @@ def test_the_first_samples_of_forks_have_mixed_seeds(tiny: tuple[str, Any]) -> N
         )
         out = worker.execute_model(order)
         assert out.seq_ids == [1] * num_samples
-        return out.sampled_token_ids
+        return [token_id for [token_id] in out.sampled_token_ids]
 
     worker = start(folder)
     for seed in (0, 11, 2**64 - 1, -3):
@@ -347,8 +347,8 @@ def test_nan_is_told_and_hurts_its_sequence_only(tiny: tuple[str, Any]) -> None:
             worker.submit(SchedulerOutput(num_scheduled_tokens={1: 1, 2: 1}))
         for token_id in expected:
             out = worker.collect()
-            assert out.seq_ids == [1, 2] and out.sampled_token_ids == [-1, token_id]
-            logprob, likeliest = out.logprobs[1]
+            assert out.seq_ids == [1, 2] and out.sampled_token_ids == [[-1], [token_id]]
+            [(logprob, _, likeliest)] = out.logprobs[1]
             assert likeliest[0] == (token_id, logprob) and logprob < 0
 
 
@@ -623,7 +623,7 @@ def test_results_come_in_order_and_errors_with_their_step(
     decode = SchedulerOutput(num_scheduled_tokens={1: 1})
     for out in (first, decode, decode):
         executor.submit(out)
-    assert [executor.collect().sampled_token_ids[0] for _ in range(3)] == expected[:3]
+    assert [executor.collect().sampled_token_ids[0][0] for _ in range(3)] == expected[:3]
     executor.driver_worker.worker.fails = [1]  # type: ignore[union-attr]
     executor.submit(decode)
     with pytest.raises(RuntimeError, match="1 tokens: the device is lost"):
@@ -634,10 +634,10 @@ def test_results_come_in_order_and_errors_with_their_step(
     executor.submit(decode)
     executor.reset()
     executor.driver_worker.worker.fails = ()  # type: ignore[union-attr]
-    assert executor.execute_model(first).sampled_token_ids == expected[:1]
+    assert executor.execute_model(first).sampled_token_ids == [expected[:1]]
     executor.submit(decode)
     executor.reset()  # a result that nobody collected is not the next one
-    assert executor.execute_model(first).sampled_token_ids == expected[:1]
+    assert executor.execute_model(first).sampled_token_ids == [expected[:1]]
     executor.shutdown()
     executor.shutdown()
     with pytest.raises(ValueError, match="closed"):

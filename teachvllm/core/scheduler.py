@@ -15,7 +15,13 @@ from typing import Any, Protocol
 from ..config import SchedulerConfig, require
 from .block_manager import AllocStatus, BlockSpaceManager
 from .request_queue import RequestQueue, make_policy
-from ..messages import EngineCoreOutput, SchedulerStats, TokenLogprobs
+from teachvllm.messages import (
+    EngineCoreOutput,
+    ModelRunnerOutput,
+    PromptEmbedding,
+    SchedulerStats,
+    TokenLogprobs,
+)
 from ..sampling_params import SamplingParams
 from ..sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -50,6 +56,8 @@ class NewSequenceData:
     num_logprobs: int | None = None  # see `SequenceGroup`
     # the first token of the prompt to give log-probabilities for; None: for none
     prompt_logprobs_from: int | None = None
+    adapter_id: int = 0  # 0: none
+    prompt_embeddings: list[PromptEmbedding] = field(default_factory=list)
 
 # %% ../../nbs/12_scheduler.ipynb #933702f8
 @dataclass
@@ -76,17 +84,23 @@ class SchedulerOutput:
     # (from, to), both on the GPU
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     forked_seqs: list[ForkedSequenceData] = field(default_factory=list)
-    # seq_id -> its last token, not the one that was sampled
-    new_token_ids: dict[int, int] = field(default_factory=dict)
+    # seq_id -> tokens behind those that the workers know, in the place of one they sampled: where it
+    # is another one, where only one of them has sampled, and where they cannot know how many
+    new_token_ids: dict[int, list[int]] = field(default_factory=dict)
     # finished, aborted or preempted: to be forgotten
     finished_seq_ids: list[int] = field(default_factory=list)
     new_seqs: list[NewSequenceData] = field(default_factory=list)
     # seq_id -> ids to append to its block table
     new_block_ids: dict[int, list[int]] = field(default_factory=dict)
-    # seq_id -> (index, the copy's id)
-    copied_block_ids: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # seq_id -> (index, the copy's id) of each block of its table that is another one now
+    copied_block_ids: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     # seq_id -> tokens to compute, in batch order
     num_scheduled_tokens: dict[int, int] = field(default_factory=dict)
+    # seq_id -> drafts, the last of its scheduled tokens: each is looked at, and none is believed
+    scheduled_spec_decode_tokens: dict[int, list[int]] = field(default_factory=dict)
+    # seq_id -> for each token that it samples, which ones are allowed: a bit for each of the
+    # vocabulary, the first in the lowest bit of the first byte
+    grammar_bitmask: dict[int, list[bytes]] = field(default_factory=dict)
     preempted_request_ids: list[str] = field(default_factory=list)
     # in a pipeline, the batch that this is: each has a scheduler, and a cache in every worker
     virtual_engine: int = 0
@@ -96,17 +110,6 @@ class SchedulerOutput:
     def total_num_scheduled_tokens(self) -> int:
         "Tokens in this step's batch."
         return sum(self.num_scheduled_tokens.values())
-
-# %% ../../nbs/12_scheduler.ipynb #a637ed7a
-class SampledTokens(Protocol):
-    "What the scheduler reads of a step's result: see `ModelRunnerOutput`."
-
-    seq_ids: list[int]
-    sampled_token_ids: list[int]
-    logprobs: dict[int, tuple[float, list[tuple[int, float]]]]
-    ranks: dict[int, int]
-    errors: dict[int, str]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
 
 # %% ../../nbs/12_scheduler.ipynb #5cd2bfce
 class ForkRule(Protocol):
@@ -299,7 +302,7 @@ class Scheduler:
             if len(group.unfinished) > 1 and (copied := self.block_manager.copy_on_write(seq)):
                 index, source, target = copied
                 out.blocks_to_copy.append((source, target))
-                out.copied_block_ids[seq.seq_id] = (index, target)
+                out.copied_block_ids[seq.seq_id] = [(index, target)]
                 self.num_cow_copies += 1
             self._schedule_tokens(seq, budget.take(1), out)
 
@@ -559,7 +562,7 @@ class Scheduler:
 
     # A step's tokens arrive
 
-    def update_from_output(self, sampled: SampledTokens) -> list[EngineCoreOutput]:
+    def update_from_output(self, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Give each sequence the token that a step sampled for it, and end what is complete;
         returns what the front must know.
         """
@@ -567,7 +570,7 @@ class Scheduler:
         for seq_id, entries in sampled.prompt_logprobs.items():
             if seq_id in self.seqs and (known := self.seqs[seq_id][0].prompt_logprobs) is not None:
                 known += entries
-        for i, (seq_id, token_id) in enumerate(
+        for i, (seq_id, (token_id,)) in enumerate(
             zip(sampled.seq_ids, sampled.sampled_token_ids, strict=True)
         ):
             if seq_id not in self.seqs:  # it was aborted, or ended, while the step was under way
@@ -580,8 +583,7 @@ class Scheduler:
                 )
                 self.finish_with_error(group, sampled.errors.get(i, nan))
                 continue
-            logprob, top = sampled.logprobs[i] if i in sampled.logprobs else (0.0, [])
-            rank = sampled.ranks.get(i, 0)
+            logprob, rank, top = sampled.logprobs[i][0] if i in sampled.logprobs else (0.0, 0, [])
             if group.fork_rule is None:
                 self.append_token(group, seq, token_id, (logprob, rank, top))
             else:
@@ -617,7 +619,7 @@ class Scheduler:
             self.block_manager.cache_full_blocks(seq)
         # of a pipeline only the last stage has sampled it
         if not sampled or self.num_virtual_engines > 1:
-            self._next.new_token_ids[seq.seq_id] = token_id
+            self._next.new_token_ids[seq.seq_id] = [token_id]
 
     def finish_pooled(self, pooled: dict[int, list[float]]) -> None:
         """Sequences (by seq_id) that sample nothing are complete: all that was asked of them is a

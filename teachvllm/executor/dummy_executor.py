@@ -21,7 +21,8 @@ from ..config import ShowAsTable, VllmConfig, require
 from ..core.block_manager import NULL_BLOCK
 from ..core.scheduler import Scheduler, SchedulerOutput
 from .executor_base import ExecutorBase
-from ..model_executor.sampler import ModelRunnerOutput, uniform_noise
+from ..messages import ModelRunnerOutput, TokenLogprobs
+from ..model_executor.sampler import uniform_noise
 from ..outputs import RequestOutput
 from ..sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from ..sequence import sequence_seed
@@ -155,7 +156,7 @@ MAX_TOP = 4096  # candidates of a row, at most
 
 def invented_logprobs(
     seeds: np.ndarray, positions: np.ndarray, chosen: np.ndarray, num_top: int, vocab_size: int
-) -> list[tuple[float, list[tuple[int, float]]]]:
+) -> list[TokenLogprobs]:
     """For each row the log-probability of its token `chosen`, and `num_top` tokens with theirs,
     falling, `chosen` first.
 
@@ -173,7 +174,8 @@ def invented_logprobs(
     ids = (chosen[:, None] + index[:num_top]) % vocab_size
     rows = zip(logprobs[:, 0].tolist(), ids.tolist(), logprobs[:, :num_top].tolist(), strict=True)
     return [
-        (own, list(zip(top_ids, top_logprobs, strict=True))) for own, top_ids, top_logprobs in rows
+        (own, 1, list(zip(top_ids, top_logprobs, strict=True)))
+        for own, top_ids, top_logprobs in rows
     ]
 
 # %% ../../nbs/51_simulator.ipynb #77e01572
@@ -287,14 +289,12 @@ class DummyWorker:
             invented = invented_logprobs(
                 seeds[rows], positions[rows], token_ids[rows], max(wanted.values()), self.vocab_size
             )
-            logprobs = dict(zip(wanted, invented, strict=True))
+            logprobs = {row: [scores] for row, scores in zip(wanted, invented, strict=True)}
         for _, seq, j in done:
             if j == 0:  # the others become the forks' own
                 seq.num_tokens = seq.num_tokens + 1
                 seq.num_samples = 1
-        return ModelRunnerOutput(
-            [i for i, _, _ in done], token_ids.tolist(), logprobs, ranks=dict.fromkeys(logprobs, 1)
-        )
+        return ModelRunnerOutput([i for i, _, _ in done], token_ids[:, None].tolist(), logprobs)
 
 # %% ../../nbs/51_simulator.ipynb #76db812e
 class DummyExecutor(ExecutorBase):

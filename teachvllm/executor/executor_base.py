@@ -19,7 +19,7 @@ from typing import Any
 
 from ..config import VllmConfig, require, resolve_class
 from ..core.scheduler import SchedulerOutput
-from ..model_executor.sampler import ModelRunnerOutput
+from ..messages import ModelRunnerOutput
 from ..worker.memory_profiling import release_memory
 from ..worker.worker import WorkerWrapperBase
 

@@ -17,7 +17,7 @@ import torch
 from ..config import require
 from ..core.scheduler import SchedulerOutput
 from .executor_base import EngineDeadError, UniProcExecutor
-from ..model_executor.sampler import ModelRunnerOutput
+from ..messages import ModelRunnerOutput
 
 # %% ../../nbs/50c_external_launcher.ipynb #dad057cf
 class ExecutorWithExternalLauncher(UniProcExecutor):

@@ -42,7 +42,7 @@ from teachvllm.executor.executor_base import (
     HoldInterrupts,
     let_interrupts_in,
 )
-from ..model_executor.sampler import ModelRunnerOutput
+from ..messages import ModelRunnerOutput
 from ..worker.worker import WorkerWrapperBase
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #ad8c59a2

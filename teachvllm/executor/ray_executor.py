@@ -28,7 +28,7 @@ from teachvllm.executor.executor_base import (
     ExecutorBase,
     HoldInterrupts,
 )
-from ..model_executor.sampler import ModelRunnerOutput
+from ..messages import ModelRunnerOutput
 from ..worker.worker import WorkerWrapperBase
 
 # %% ../../nbs/50b_ray_executor.ipynb #29b17200

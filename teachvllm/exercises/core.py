@@ -18,6 +18,7 @@ from ..core.request_queue import FCFSPolicy, RequestQueue
 from ..core.scheduler import Scheduler, SchedulerOutput, SchedulingBudget
 from .check import Case, Exercise, call, register
 from .memory import _serve, _serve_tiny, _with
+from ..messages import ModelRunnerOutput
 from ..sampling_params import BeamSearchParams, SamplingParams
 from ..sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -442,12 +443,7 @@ def _scheduler_case(
         while scheduler.has_unfinished_requests() and len(steps) < max_steps:
             steps.append(tokens := scheduler.schedule().num_scheduled_tokens)
             done = [i for i in tokens if scheduler.seqs[i][1].num_new_tokens == 0]
-            nothing: dict[str, dict] = {
-                name: {} for name in ("logprobs", "ranks", "errors", "prompt_logprobs")
-            }
-            scheduler.update_from_output(
-                SimpleNamespace(seq_ids=done, sampled_token_ids=[7] * len(done), **nothing)
-            )
+            scheduler.update_from_output(ModelRunnerOutput(done, [[7]] * len(done)))
         return [steps[:12], len(steps), scheduler.num_preemptions]
 
     kept = f" (a watermark of {watermark})" if watermark else ""

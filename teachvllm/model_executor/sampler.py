@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'MAX_CANDIDATES', 'MAX_LOGITS', 'uniform_noise', 'inverse_cdf', 'keep_mask', 'SamplingMetadata',
-           'sample_filtered', 'LogprobsTensors', 'gather_logprobs', 'Sampler', 'ModelRunnerOutput', 'SamplerOutput']
+           'sample_filtered', 'LogprobsTensors', 'gather_logprobs', 'Sampler', 'SamplerOutput']
 
 # %% ../../nbs/32_sampler.ipynb #c93b4fb0
 from collections.abc import Callable
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional as F
+
+from ..messages import ModelRunnerOutput, TokenLogprobs
 
 # %% ../../nbs/32_sampler.ipynb #d038ecae
 def uniform_noise(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -150,7 +152,7 @@ class LogprobsTensors:
     top_logprobs: torch.Tensor  # [s, num_top] float32
     ranks: torch.Tensor  # [s] int64: how many tokens are at least as likely as the chosen one
 
-    def tolists(self) -> list[tuple[float, int, list[tuple[int, float]]]]:
+    def tolists(self) -> list[TokenLogprobs]:
         "One `TokenLogprobs` (chapter 08) a row, on the host."
         each = (x.tolist() for x in (self.logprobs, self.ranks, self.top_ids, self.top_logprobs))
         return [
@@ -242,35 +244,6 @@ class Sampler:
         ids = logits.argmax(-1)
         return torch.where(logits.gather(1, ids[:, None])[:, 0].isnan(), -1, ids)
 
-# %% ../../nbs/32_sampler.ipynb #f7fb9066
-@dataclass
-class ModelRunnerOutput:
-    """A step's new tokens as plain data, for the engine. vLLM: `ModelRunnerOutput` in
-    `v1/outputs.py`.
-
-    Entry i belongs to the sequence `seq_ids[i]`; one about to be forked n ways has n entries, one
-    after the other.
-    """
-
-    seq_ids: list[int]
-    sampled_token_ids: list[int]  # -1: the model's logits were NaN
-    # entry -> (the token's log-probability, the likeliest tokens with theirs), where they were
-    # asked for
-    logprobs: dict[int, tuple[float, list[tuple[int, float]]]] = field(default_factory=dict)
-    # the step's begin and end on the device, `perf_counter` seconds
-    device_span: tuple[float, float] | None = None
-    # entry -> its token's rank, where `logprobs` has one
-    ranks: dict[int, int] = field(default_factory=dict, repr=False)
-    # entry -> what is wrong, should its id be -1
-    errors: dict[int, str] = field(default_factory=dict, repr=False)
-    # seq_id -> `TokenLogprobs` of the prompt's tokens that were scored in this step, in their order
-    prompt_logprobs: dict[int, list[tuple[float, int, list[tuple[int, float]]]]] = field(
-        default_factory=dict, repr=False
-    )
-    # seq_id -> the vector of a sequence that samples nothing (chapter 32c); empty if there are NaNs
-    # in it
-    pooled: dict[int, list[float]] = field(default_factory=dict, repr=False)
-
 # %% ../../nbs/32_sampler.ipynb #18614b73
 @dataclass
 class SamplerOutput:
@@ -312,13 +285,11 @@ class SamplerOutput:
             whole = [] if self.pooled.isnan().any() else self.pooled.tolist()
             vectors = whole or [[] if row.isnan().any() else row.tolist() for row in self.pooled]
             return ModelRunnerOutput([], [], pooled=dict(zip(self.seq_ids, vectors, strict=True)))
-        out = ModelRunnerOutput(self.seq_ids, self.token_ids.tolist(), errors=self.errors)
+        out = ModelRunnerOutput(self.seq_ids, self.token_ids[:, None].tolist(), errors=self.errors)
         if self.logprobs is not None:
-            for row, (logprob, rank, top) in zip(
-                self.logprobs.rows.tolist(), self.logprobs.tolists(), strict=True
-            ):
-                out.logprobs[row] = (logprob, top)
-                out.ranks[row] = rank
+            rows = self.logprobs.rows.tolist()
+            for row, scores in zip(rows, self.logprobs.tolists(), strict=True):
+                out.logprobs[row] = [scores]
         if self.prompt_logprobs is not None:
             for seq_id, scores in zip(
                 self.prompt_logprobs.rows.tolist(), self.prompt_logprobs.tolists(), strict=True

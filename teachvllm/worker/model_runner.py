@@ -95,7 +95,7 @@ class InputBatch:
         """
         for fork in out.forked_seqs:
             self.fork(fork)
-        told = [(self.slot_of[seq_id], token_id) for seq_id, token_id in out.new_token_ids.items()]
+        told = [(self.slot_of[seq_id], ids[0]) for seq_id, ids in out.new_token_ids.items()]
         for slot, token_id in told:
             self.token_ids[slot, self.num_tokens[slot] - 1] = token_id
             self.on_device[slot] = False
@@ -113,8 +113,9 @@ class InputBatch:
             self.add(new)
         for seq_id, block_ids in out.new_block_ids.items():
             self.append_blocks(self.slot_of[seq_id], block_ids)
-        for seq_id, (index, block_id) in out.copied_block_ids.items():
-            self.block_table[self.slot_of[seq_id], index] = block_id
+        for seq_id, copies in out.copied_block_ids.items():
+            for index, block_id in copies:
+                self.block_table[self.slot_of[seq_id], index] = block_id
 
     def take_slot(self, seq_id: int) -> int:
         "A free slot, which belongs to `seq_id` from now on."

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from teachvllm.distributed.parallel_state import (
 )
 from ..model_executor.layers import import_compiled
 from ..model_executor.loader import save_sharded_state
-from ..model_executor.sampler import ModelRunnerOutput, SamplerOutput
+from ..messages import ModelRunnerOutput
+from ..model_executor.sampler import SamplerOutput
 from ..plugins import load_general_plugins
 from .cache_engine import CacheEngine
 from .cuda_graph import CudaGraphRunner, graph_memory, graph_sizes
@@ -301,7 +301,9 @@ class Worker:
         """
         sampled, marks = self.in_flight.popleft()
         out = sampled.to_model_runner_output()
-        return replace(out, device_span=self.clock.span(*marks)) if marks else out
+        if marks:
+            out.device_span = self.clock.span(*marks)
+        return out
 
     def execute_model(self, out: SchedulerOutput) -> ModelRunnerOutput:
         "One step from orders to tokens, while no other is in flight."
