@@ -14,10 +14,10 @@ import json
 import numbers
 import os
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from .config import ModelConfig, NotSupportedYet, require
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, is_valid_unicode
 
 # %% ../nbs/04_inputs.ipynb #08adfb00
 @functools.lru_cache(maxsize=8)
@@ -46,12 +46,14 @@ class TextPrompt(TypedDict):
     "A prompt as text. vLLM: `inputs/data.py`."
 
     prompt: str
+    cache_salt: NotRequired[str]  # cached blocks are shared with the same salt only
 
 
 class TokensPrompt(TypedDict):
     "A prompt as token ids. vLLM: `inputs/data.py`."
 
     prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | list[int] | dict[str, Any]  # the last also as `TextPrompt` or `TokensPrompt`
@@ -93,8 +95,8 @@ def too_long(num_tokens: str, max_model_len: int, room: int = 0) -> str:
 class InputProcessor:
     """Turns a prompt into checked token ids.
 
-    A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. Errors
-    are `ValueError`s. vLLM: `inputs/preprocess.py`.
+    A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`, and a
+    `cache_salt` if its blocks are private. Errors are `ValueError`s. vLLM: `inputs/preprocess.py`.
     """
 
     def __init__(self, model_config: ModelConfig, tokenizer: Any = None):
@@ -155,6 +157,16 @@ class InputProcessor:
                 i for i in eos_token_ids.union(params.stop_token_ids) if i < vocab_size
             )
 
+    def get_cache_salt(self, prompt: Prompt) -> str | None:
+        """The `cache_salt` of a prompt that is a dict: blocks in the prefix cache are shared among
+        requests with the same salt, or with none. `ValueError` if it is no text, or empty.
+        """
+        salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+        ok = salt is None or (isinstance(salt, str) and len(salt) > 0)
+        require(ok, f"cache_salt={salt!r:.80} must be a non-empty string if provided")
+        require(salt is None or is_valid_unicode(salt), "cache_salt is not valid Unicode")
+        return salt
+
     def _word_token_ids(self, word: str) -> list[list[int]]:
         """The tokens of a bad word at the beginning of a text, and in its middle, where it has
         other ones there.
@@ -176,8 +188,9 @@ class InputProcessor:
         if isinstance(prompt, dict):
             ids = prompt.get("prompt_token_ids")
             known = ids is not None or "prompt" in prompt
-            known = known and set(prompt) <= {"prompt", "prompt_token_ids"}
-            require(known, f"a prompt dict has `prompt` or `prompt_token_ids`, not {list(prompt)}")
+            known = known and set(prompt) <= {"prompt", "prompt_token_ids", "cache_salt"}
+            expected = "a prompt dict has `prompt` or `prompt_token_ids`, and perhaps `cache_salt`"
+            require(known, f"{expected}, not {list(prompt)}")
             return (
                 self._read(prompt["prompt"], max_len)
                 if ids is None

@@ -27,6 +27,11 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 # %% ../nbs/02_sampling_params.ipynb #2ddf918e
+def is_valid_unicode(text: str) -> bool:
+    "Whether `text` can be written in UTF-8: it has no half of a UTF-16 pair, as careless JSON has."
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def as_list(name: str, value: Any, kind: type) -> list:
     """None, one `kind` (`int` or `str`) or several of them, as a list; `ValueError` for anything
     else.
@@ -170,8 +175,8 @@ def check_ranges(p: SamplingParams) -> None:
     require(least >= 0, f"min_tokens={least} must be greater than or equal to 0")
     require(most is None or least <= most, f"min_tokens={least} must not exceed max_tokens={most}")
     require(all(p.stop), f"stop={p.stop}: an empty string would stop everything at once")
-    halves = [s for s in p.stop if any("\ud800" <= character <= "\udfff" for character in s)]
-    require(not halves, f"stop={halves!a:.80} is not valid Unicode: no text contains it")
+    ok = all(map(is_valid_unicode, p.stop))
+    require(ok, f"stop={p.stop!a:.80} is not valid Unicode: no text contains it")
     require(
         not p.stop or p.detokenize,
         "stop strings need text to look at: detokenize must not be False",

@@ -2,8 +2,10 @@
 where EOS comes from.
 """
 
+import asyncio
 import itertools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from transformers import LlamaConfig
 
 from teachvllm import LLM, EngineArgs, SamplingParams
 from teachvllm.config import NotSupportedYet
+from teachvllm.engine.llm_engine import Processor
+from teachvllm.entrypoints.protocol import ChatCompletionRequest, CompletionRequest
+from teachvllm.entrypoints.serving import OpenAIServing
 from teachvllm.inputs import (
     IncrementalDetokenizer,
     InputProcessor,
@@ -24,6 +29,7 @@ from teachvllm.inputs import (
     get_eos_token_ids,
     get_tokenizer,
 )
+from teachvllm.outputs import CompletionOutput, RequestOutput
 from teachvllm.sampling_params import BeamSearchParams, RequestOutputKind
 
 CONFIG = {
@@ -63,8 +69,8 @@ def model_config(folder: Path, generation: dict | None = None, **config):
 def test_refusals_have_the_phrases_that_vllm_has(smollm) -> None:
     process = InputProcessor(*smollm)
     for prompt, phrase in (
-        ("", "prompt cannot be empty"),
-        ([], "prompt cannot be empty"),
+        ("", "The decoder prompt cannot be empty"),
+        ([], "The decoder prompt cannot be empty"),
         ([1] * 1024, "longer than the maximum model length of 1024"),
         ([10**6], "out of vocabulary"),
         ([-1], "out of vocabulary"),
@@ -92,6 +98,58 @@ def test_a_far_too_long_prompt_is_refused_by_its_beginning(smollm) -> None:
     assert seen[-1] == 100_000, "of a text that is truncated the end counts: all of it is tokenized"
     text = " " * 40_000 + "a"  # runs of spaces are few tokens: not refused by their characters
     assert len(process(text, SamplingParams())[1]) < 1024
+
+
+def test_a_cache_salt_is_carried_to_the_core(smollm) -> None:
+    "By a prompt of either kind, whatever the request asks for; not into the log."
+    config = EngineArgs(max_model_len=1024).create_engine_config()
+    process = Processor(config, smollm[1])
+    salted: list[Any] = [{"prompt": "Hi"}, {"prompt_token_ids": [5, 6]}]
+    for params in (SamplingParams(), BeamSearchParams(beam_width=2, max_tokens=3)):
+        for prompt in salted:
+            request, _ = process("a", prompt | {"cache_salt": "tenant"}, params)
+            assert request.cache_salt == "tenant"
+            assert process("a", prompt, params)[0].cache_salt is None
+    for wrong in ("", 5, b"tenant", "\ud800"):
+        with pytest.raises(ValueError, match="cache_salt"):
+            process("a", {"prompt": "Hi", "cache_salt": wrong}, SamplingParams())
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_served_cache_salt_is_in_the_prompt_and_not_in_the_log(
+    smollm, chat: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    "And a request id with a new line makes no second line in the log."
+    sent = []
+
+    class Engine:
+        model_config = smollm[0]
+        tokenizer = smollm[1]
+
+        async def generate(self, prompt: Any, *args: Any, **options: Any):
+            sent.append(prompt)
+            answer = CompletionOutput(0, "yes", [5], finish_reason="stop")
+            yield RequestOutput("a", None, [6], [answer], True)
+
+    serving = OpenAIServing(Engine(), log_requests=True)  # type: ignore[arg-type]
+    common = {"cache_salt": "tenant 7", "request_id": "a\nINFO forged", "max_tokens": 2}
+    make: Any = serving.create_chat_completion if chat else serving.create_completion
+    request: Any
+    if chat:
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "Hi"}], **common)
+    else:
+        request = CompletionRequest(prompt=["Hi", "Ho"], **common)
+    logger = logging.getLogger("teachvllm")
+    logger.addHandler(caplog.handler)  # also where another test has ended its propagation
+    try:
+        with caplog.at_level(logging.INFO, "teachvllm"):
+            asyncio.run(make(request))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert sent and all(prompt["cache_salt"] == "tenant 7" for prompt in sent)
+    lines = {record.getMessage() for record in caplog.records}
+    assert len(lines) == len(sent)
+    assert not any("\n" in line or "tenant 7" in line for line in lines)
 
 
 # Parameters

@@ -37,6 +37,7 @@ from teachvllm.sampling_params import (
     PoolingParams,
     RequestOutputKind,
     SamplingParams,
+    is_valid_unicode,
 )
 from ..trace import StepTrace, Trace
 
@@ -71,8 +72,7 @@ def check_request_id(request_id: Any) -> None:
     require(
         isinstance(request_id, str), f"request_id={request_id!r:.80} must be a string: use str()"
     )
-    is_text = not any("\ud800" <= character <= "\udfff" for character in request_id)
-    require(is_text, f"request_id={request_id!a:.80} is not valid Unicode")
+    require(is_valid_unicode(request_id), f"request_id={request_id!a:.80} is not valid Unicode")
 
 
 def check_plain(name: str, value: Any) -> None:
@@ -128,15 +128,17 @@ class Processor:
             f'priority={priority}, but scheduling_policy is "fcfs": make it "priority"',
         )
         self.check_task(params)
+        salt = self.input_processor.get_cache_salt(prompt)
         if isinstance(params, PoolingParams):
             check_plain("additional_data", params.additional_data)
             nothing = SamplingParams(
                 max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
             )
             text, token_ids = self.input_processor(prompt, nothing)
-            return EngineCoreRequest(
-                request_id, token_ids, nothing, 0, [], priority, pooling_params=replace(params)
-            ), text
+            vector = EngineCoreRequest(request_id, token_ids, nothing, 0, [], priority)
+            vector.pooling_params = replace(params)
+            vector.cache_salt = salt
+            return vector, text
         # a copy: the user may change it
         beam = replace(params) if isinstance(params, BeamSearchParams) else None
         params = (
@@ -158,7 +160,7 @@ class Processor:
         seed = self.random.getrandbits(63) if params.seed is None else params.seed % 2**64
         stop_token_ids = sorted(eos.union(params.stop_token_ids))
         return EngineCoreRequest(
-            request_id, token_ids, params, seed, stop_token_ids, priority, beam
+            request_id, token_ids, params, seed, stop_token_ids, priority, beam, cache_salt=salt
         ), text
 
     def check_task(self, params: Any) -> None:

@@ -56,7 +56,7 @@ _NOT_SERVED_BY_REASON: dict[str, dict[str, Any]] = {
         "guided_decoding_backend": None,
         "guided_whitespace_pattern": None,
     },
-    "all requests share one prefix cache": {"cache_salt": None},
+    "requests for vectors share one prefix cache": {"cache_salt": None},
     "responses contain text only, no token ids": {"return_token_ids": False},
     "prompts and answers are text only": {
         "audio": None,
@@ -153,6 +153,8 @@ class GenerationRequest(RequestModel):
     return_tokens_as_token_ids: bool = False  # `token_id:42` where log-probabilities name a token
     priority: Int = 0
     request_id: str | None = Field(None, min_length=1, max_length=200)
+    # cached blocks are shared with requests that have the same salt, and with no others
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 
     SAMPLING: ClassVar = (
         "n",

@@ -705,6 +705,8 @@ class OpenAIServing:
                     prompt.get("prompt") or prompt,
                     params,
                 )
+            if request.cache_salt is not None:  # after the log, which is not to have it
+                prompt = {**prompt, "cache_salt": request.cache_salt}
             streams.append(
                 self.engine.generate(prompt, params, inner_id, priority=request.priority)
             )
