@@ -304,9 +304,10 @@ def get_eos_token_ids(config: ModelConfig, tokenizer: Any = None) -> frozenset[i
 # %% ../nbs/04_inputs.ipynb #1ee9d77e
 def get_default_sampling_params(config: ModelConfig) -> SamplingParams:
     "The sampling that the model's makers recommend, where they say so; else vLLM's defaults."
-    said = load_generation_config(config)
+    recommended = load_generation_config(config)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-    values = {name: said[name] for name in names if said.get(name) is not None}
+    given = [name for name in names if recommended.get(name) is not None]
+    values = {name: recommended[name] for name in given}
     if "max_new_tokens" in values:
         values["max_tokens"] = values.pop("max_new_tokens")
     return SamplingParams(**values)

@@ -45,10 +45,10 @@ def make_logprobs(
     logprob, rank, top = scores
 
     def named(token_id: int, logprob: float, rank: int) -> Logprob:
-        said = tokenizer and tokenizer.decode(
+        text = tokenizer and tokenizer.decode(
             [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        return Logprob(logprob, rank, said)
+        return Logprob(logprob, rank, text)
 
     likeliest = {
         i: named(i, value, place)
@@ -87,7 +87,7 @@ class SequenceState:
             spaces = params.skip_special_tokens, params.spaces_between_special_tokens
             self.detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, *spaces)
         self._emitted = (0, 0)  # characters and tokens that were given out
-        self.end_emitted = False  # whether an output said why it ended
+        self.end_emitted = False  # whether an output gave the reason of its end
 
     def add(self, output: EngineCoreOutput) -> bool:
         """Take the sequence's new tokens, or its end, from the core; True if a stop string ends it,

@@ -318,7 +318,7 @@ class ChatFields(RequestModel):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        "What the template is told."
+        "What is passed to the template."
         prompts = (
             not self.continue_final_message
             if self.add_generation_prompt is None
@@ -610,13 +610,13 @@ def describe_validation(errors: list[Any]) -> tuple[str, str | None]:
     found: dict[str, list[str]] = {}
     for error in errors:
         place = [str(part) for part in error["loc"] if part != "body"]
-        told = found.setdefault(place[0] if place else "", [])
+        messages = found.setdefault(place[0] if place else "", [])
         message = say_plainly(error["msg"])
-        if message not in told:
-            told.append(message)
+        if message not in messages:
+            messages.append(message)
     lines = [
-        f"{name}: {', or '.join(told)}" if name else ", and ".join(told)
-        for name, told in found.items()
+        f"{name}: {', or '.join(messages)}" if name else ", and ".join(messages)
+        for name, messages in found.items()
     ]
     field = next(iter(found), "") or None
     return "; ".join(lines), field
