@@ -378,6 +378,10 @@ class SchedulerConfig(ShowAsTable):
     preemption_mode: str | None = None
     async_scheduling: bool = False  # decide a step while the one before it still runs
     scheduler_cls: str | type = "teachvllm.core.scheduler.Scheduler"
+    max_num_partial_prefills: int = 1  # prompts that share the tokens of a step
+    max_long_partial_prefills: int = 1  # how many of them may be long
+    # longer prompts are long, and get no more in a step; 0: no limit, and 4 % of max_model_len
+    long_prefill_token_threshold: int = 0
 
     def __post_init__(self):
         policy = self.policy
@@ -391,6 +395,24 @@ class SchedulerConfig(ShowAsTable):
         tokens = self.max_num_batched_tokens
         require(self.max_num_seqs > 0, f"max_num_seqs={self.max_num_seqs} must be positive")
         require(tokens > 0, f"max_num_batched_tokens={tokens} must be positive")
+        partial = self.max_num_partial_prefills
+        long = self.max_long_partial_prefills
+        threshold = self.long_prefill_token_threshold
+        require(
+            1 <= long <= partial,
+            f"max_num_partial_prefills={partial} must be at least max_long_partial_prefills={long}, "
+            "and that at least 1",
+        )
+        require(
+            0 <= threshold <= self.max_model_len,
+            f"long_prefill_token_threshold={threshold} must be between 0 and "
+            f"max_model_len={self.max_model_len}",
+        )
+        require(
+            self.enable_chunked_prefill or (partial == 1 and threshold == 0),
+            f"max_num_partial_prefills={partial} and long_prefill_token_threshold={threshold} cut "
+            "prompts into chunks: leave enable_chunked_prefill on",
+        )
         require(
             self.enable_chunked_prefill or tokens >= self.max_model_len,
             f"max_num_batched_tokens={tokens} cannot hold a prompt of "

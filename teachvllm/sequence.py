@@ -16,6 +16,7 @@ from .sampling_params import SamplingParams
 class SequenceStatus(enum.Enum):
     "Where a sequence is in its life; the value of a finished one is its `finish_reason`."
 
+    NOT_READY = "not_ready"  # something that it needs is not there yet: a compiled grammar, say
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
@@ -53,9 +54,17 @@ class Sequence:
         self.num_output_placeholders = 0
         self.status = SequenceStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.spec_token_ids: list[int] = []  # drafts: guesses of its next tokens, to be looked at
+        self.num_draft_tokens = 0  # in flight: it is not known yet how many of them are right
         self.cumulative_logprob = 0.0  # of the output, where the request asks for log-probabilities
         self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were needed
         self.num_cached_blocks = 0  # how many of its first blocks other requests can find
+        # What its blocks hold depends on these, too, beside the tokens:
+        self.cache_salt: str | None = None  # only sequences with the same one share blocks
+        self.cache_owner: int | None = None  # the same, for the sequences of one request
+        self.adapter_id = 0  # which adapter the model uses for it; 0: none
+        # `PromptEmbedding`s, in the place of some of its tokens
+        self.prompt_embeddings: list[Any] = []
 
     def fork(self, seq_id: int, index: int, seed: int) -> "Sequence":
         "A sequence with the same past; its future is its own."
@@ -64,6 +73,7 @@ class Sequence:
         child.index = index
         child.seed = seed
         child.token_ids = list(self.token_ids)
+        child.spec_token_ids = []
         child.block_hashes = list(self.block_hashes)
         return child
 
@@ -78,8 +88,13 @@ class Sequence:
 
     @property
     def num_new_tokens(self) -> int:
-        "Tokens not computed yet: the prompt's at first, then one a step."
-        return len(self.token_ids) + self.num_output_placeholders - self.num_computed_tokens
+        "Tokens not computed yet: the prompt's at first, then one a step, and drafts behind it."
+        return (
+            len(self.token_ids)
+            + self.num_output_placeholders
+            + len(self.spec_token_ids)
+            - self.num_computed_tokens
+        )
 
     @property
     def is_full(self) -> bool:
@@ -95,7 +110,11 @@ class Sequence:
         """Forget what the cache held: the blocks are gone. The tokens stay, so the output continues
         where it was.
         """
-        self.num_computed_tokens = self.num_output_placeholders = self.num_cached_blocks = 0
+        self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
+        self.num_cached_blocks = 0
+        self.num_draft_tokens = 0
+        self.spec_token_ids = []
         self.status = SequenceStatus.WAITING
 
     def __repr__(self) -> str:
@@ -153,6 +172,8 @@ class SequenceGroup:
         self.num_samples = num_samples
         self.num_logprobs = num_logprobs
         self.fork_rule = fork_rule
+        self.prerequisites: list[Any] = []  # what it waits for before it may run: `Prerequisite`s
+        self.grammar: Any = None  # which tokens it may write: a `Grammar`; None: all
         self.seqs = [first_seq]  # all that it has, finished ones too
         self.unfinished = [first_seq]  # those of them that are still being written
         self.num_forks = 0

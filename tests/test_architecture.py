@@ -16,7 +16,7 @@ from helpers import random_prompts
 from teachvllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from teachvllm.attention.backend import AttentionBackend
 from teachvllm.core.block_manager import AllocStatus
-from teachvllm.core.scheduler import Scheduler, SchedulerOutput
+from teachvllm.core.scheduler import Admission, Scheduler, SchedulerOutput
 from teachvllm.engine.core import EngineCore, InprocClient
 from teachvllm.engine.output_processor import OutputProcessor
 from teachvllm.executor.dummy_executor import DummyExecutor, make_requests, simulate
@@ -217,11 +217,15 @@ assert "torch" not in sys.modules
 # One scheduler, in the engine and in the simulator
 
 
+class Alone(Admission):
+    def can_admit(self, group: SequenceGroup, *freed: Any) -> AllocStatus:
+        return AllocStatus.LATER if self.running else super().can_admit(group, *freed)
+
+
 class OneAtATime(Scheduler):
     "A reader's answer to an exercise: no request is admitted while another one runs."
 
-    def _can_admit(self, group: SequenceGroup, *freed: Any) -> AllocStatus:
-        return AllocStatus.LATER if self.running else super()._can_admit(group, *freed)
+    admission_cls = Alone
 
 
 class SmallSteps(Scheduler):

@@ -84,16 +84,6 @@ def draw(state: int, params: SamplingParams, seed: int) -> int:
     return likeliest(state, 1)[0][0] if params.temperature == 0 else hash((state, seed, 2)) % VOCAB
 
 
-def num_sound(group: SequenceGroup) -> int:
-    """How many sequences hold what they count as computed: those behind the one that is in its
-    prefill may share its blocks.
-    """
-    return next(
-        (i + 1 for i, seq in enumerate(group.unfinished) if seq.num_new_tokens > 1),
-        len(group.unfinished),
-    )
-
-
 class Row:
     "What the simulated worker knows of a sequence."
 
@@ -104,6 +94,7 @@ class Row:
         self.seed = seed
         self.new = new
         self.num_samples = new.num_samples
+        self.num_known = len(token_ids)  # the rest it has sampled
 
 
 class SimulatedWorker:
@@ -172,8 +163,9 @@ class SimulatedWorker:
                 list(parent.token_ids), parent.computed, list(parent.table), fork.seed, parent.new
             )
             rows[fork.seq_id].num_samples = parent.num_samples
+            rows[fork.seq_id].num_known = parent.num_known
         for seq_id, [token_id] in out.new_token_ids.items():
-            rows[seq_id].token_ids[-1] = token_id
+            rows[seq_id].token_ids[rows[seq_id].num_known :] = [token_id]
         for seq_id in out.finished_seq_ids:
             assert rows.pop(seq_id, None), (
                 "the worker is told to forget a sequence that it does not know"
@@ -198,17 +190,19 @@ class SimulatedWorker:
         manager = self.scheduler.block_manager
         assert set(self.rows) == set(manager.block_tables)
         for seq_id, row in self.rows.items():
-            _, seq = self.scheduler.seqs[seq_id]
-            assert row.token_ids == seq.token_ids and row.seed == seq.seed
+            group, seq = self.scheduler.seqs[seq_id]
+            known = row.token_ids
+            if seq_id in getattr(group.fork_rule, "samples", ()):
+                # a beam, which goes on when the others are computed, too
+                known = known[: seq.get_len()]
+            assert known == seq.token_ids and row.seed == seq.seed
             assert row.computed + out.num_scheduled_tokens.get(seq_id, 0) == seq.num_computed_tokens
             table = manager.block_tables[seq_id]
             assert all(
                 known in (NULL_BLOCK, here) for known, here in zip(table, row.table, strict=True)
             )
-        for seq in (
-            seq for group in self.scheduler.swapped for seq in group.unfinished[: num_sound(group)]
-        ):
-            table = manager.cpu_block_tables[seq.seq_id]
+        for seq_id, table in manager.cpu_block_tables.items():
+            _, seq = self.scheduler.seqs[seq_id]
             self.check_reads(
                 SimpleNamespace(
                     token_ids=seq.token_ids, computed=seq.num_computed_tokens, table=table
@@ -259,6 +253,7 @@ class SimulatedWorker:
                     out.logprobs[len(out.seq_ids)] = [scores]
                 out.seq_ids.append(seq_id)
                 out.sampled_token_ids.append([token_id])
+            row.num_known = len(row.token_ids)
             row.token_ids.append(tokens[0])
             row.num_samples = 1
         return out
@@ -603,7 +598,10 @@ class Simulation:
             if s.status is SequenceStatus.RUNNING
         }
         there = {s.seq_id for g in scheduler.swapped for s in g.unfinished}
-        assert set(manager.block_tables) == here and set(manager.cpu_block_tables) == there
+        # a sequence that waits for those of its group before it has no blocks yet
+        tables = {*manager.block_tables, *manager.cpu_block_tables}
+        assert set(manager.block_tables) <= here and set(manager.cpu_block_tables) <= there
+        assert not any(scheduler.seqs[i][1].num_computed_tokens for i in (here | there) - tables)
         assert all(
             s.status is SequenceStatus.WAITING for g in scheduler.waiting for s in g.unfinished
         )
@@ -861,7 +859,7 @@ class ManagerMachine(Counting):
             assert status is AllocStatus.OK
         if status is AllocStatus.OK:
             found = manager.get_computed_blocks(seq)
-            manager.allocate(group)
+            manager.allocate(seq)
             assert seq.num_computed_tokens == len(found) * manager.block_size < seq.get_len()
             taken = free - manager.get_num_free_gpu_blocks()
             assert taken == needed if manager.window is None else taken <= needed
@@ -911,8 +909,9 @@ class ManagerMachine(Counting):
         if most > 0:
             num_tokens = data.draw(st.integers(1, most))
             free = manager.get_num_free_gpu_blocks()
-            new = manager.allocate_slots(seq, num_tokens)
+            new, copies = manager.allocate_slots(seq, num_tokens)
             assert free - manager.get_num_free_gpu_blocks() == len(new) <= max(0, free - headroom)
+            assert not copies
             self.write(seq, num_tokens)
 
     def complete(self) -> list[SequenceGroup]:
@@ -936,10 +935,8 @@ class ManagerMachine(Counting):
         if missing > free:
             return
         for seq in group.unfinished:
-            if copied := manager.copy_on_write(seq):
-                _, source, target = copied
+            for _, source, target in manager.allocate_slots(seq, 1).copies:
                 self.gpu[target] = list(self.gpu[source])
-            manager.allocate_slots(seq, 1)
         assert free - manager.get_num_free_gpu_blocks() == missing
         for seq, token_id in zip(group.unfinished, token_ids):
             seq.token_ids.append(token_id)
@@ -1325,7 +1322,7 @@ def test_writers_of_a_shared_block() -> None:
     manager = BlockSpaceManager(4, 8)
     group = SequenceGroup("a", Sequence(0, [1, 2]), SamplingParams())
     parent = group.first_seq
-    manager.allocate(group)
+    manager.allocate(parent)
     parent.num_computed_tokens = 2
     children = [group.fork(parent, seq_id) for seq_id in (1, 2)]
     for child in children:
@@ -1333,22 +1330,23 @@ def test_writers_of_a_shared_block() -> None:
     assert manager.num_missing_blocks(group) == 2
     group.unfinished.remove(parent)
     assert manager.num_missing_blocks(group) == 2
-    assert manager.copy_on_write(children[0]) == (0, 0, 1) and manager.copy_on_write(
-        children[1]
-    ) == (0, 0, 2)
+    for child, copy in zip(children, (1, 2)):
+        child.num_computed_tokens = 1  # it writes over the second token
+        assert manager.allocate_slots(child, 1) == ([], [(0, 0, copy)])
     group.unfinished[:] = [parent]
-    assert manager.copy_on_write(parent) is None and manager.num_missing_blocks(group) == 0
+    parent.num_computed_tokens = 1
+    assert manager.allocate_slots(parent, 1) == ([], []) and manager.num_missing_blocks(group) == 0
 
 
 def test_the_tail_of_a_prefix_is_evicted_first() -> None:
     manager = BlockSpaceManager(2, 4, enable_caching=True)
     first = Sequence(0, list(range(8)))
     second = Sequence(1, [9, 9, 9, 9])
-    manager.allocate(SequenceGroup("a", first, SamplingParams()))
+    manager.allocate(first)
     first.num_computed_tokens = 8
     manager.cache_full_blocks(first)
     manager.free(first)
-    manager.allocate(SequenceGroup("b", second, SamplingParams()))
+    manager.allocate(second)
     assert (
         len(manager.get_computed_blocks(Sequence(2, list(range(8)))))
         == manager.gpu_allocator.num_evictions
@@ -1357,15 +1355,14 @@ def test_the_tail_of_a_prefix_is_evicted_first() -> None:
 
 
 def test_what_is_not_computed_yet_is_not_found() -> None:
-    """Forks that are computed again share blocks which the first of them has still to fill: also
-    after a swap.
+    """A fork that is computed again begins when its parent is through, and shares its full blocks
+    then: also after a swap.
     """
     manager = BlockSpaceManager(2, 12, 12, enable_caching=True)
     group = SequenceGroup("a", Sequence(0, [1] * 9), SamplingParams())
     parent = group.first_seq
-    group.fork(parent, 1)
-    manager.allocate(group)
-    assert [seq.num_computed_tokens for seq in group.unfinished] == [0, 8]
+    child = group.fork(parent, 1)
+    manager.allocate(parent)
     parent.num_computed_tokens = 4
     manager.cache_full_blocks(parent)
     other = Sequence(2, [1] * 9)
@@ -1374,7 +1371,12 @@ def test_what_is_not_computed_yet_is_not_found() -> None:
     manager.reset_prefix_cache()
     manager.swap_in(group)
     assert len(manager.get_computed_blocks(other)) == 2
-    assert [seq.get_len() - seq.num_computed_tokens for seq in group.unfinished] == [5, 1]
+    parent.num_computed_tokens = 9
+    manager.cache_full_blocks(parent)
+    manager.allocate(child)
+    assert child.num_computed_tokens == 8
+    tables = [manager.get_block_table(seq) for seq in (parent, child)]
+    assert tables[0][:4] == tables[1][:4] and tables[0][4] != tables[1][4]
 
 
 # Steps that fail
@@ -1426,12 +1428,11 @@ def test_a_scheduler_that_makes_no_progress_says_so(monkeypatch: pytest.MonkeyPa
     "No output that was there is lost, and the requests that wait go on when it can."
     simulation = Simulation(max_num_seqs=1)
     first, second = (simulation.add([1, 2, i], with_tokens(1)) for i in range(2))
-    schedule = simulation.scheduler._schedule_waiting
-    monkeypatch.setattr(simulation.scheduler, "_schedule_waiting", lambda *args, **more: None)
+    monkeypatch.setattr(simulation.scheduler.admission, "can_admit", lambda *_: AllocStatus.LATER)
     for _ in range(2):
         with pytest.raises(AssertionError, match="no request makes progress"):
             simulation.engine.step()
-    monkeypatch.setattr(simulation.scheduler, "_schedule_waiting", schedule)
+    monkeypatch.undo()
     simulation.finish()
     assert simulation.reasons == {first: ["length"], second: ["length"]}
 

@@ -108,7 +108,7 @@ def test_blocks_about_to_be_freed_are_not_in_use() -> None:
         for i, n in enumerate((4, 17, 20))
     ]
     for group in groups[:2]:
-        manager.allocate(group)
+        manager.allocate(group.first_seq)
         group.first_seq.num_computed_tokens = group.first_seq.get_len()
         manager.cache_full_blocks(group.first_seq)
     freed = manager.get_freed_blocks(groups[1:2])

@@ -6,9 +6,10 @@
 __all__ = ['Hypothesis', 'BeamSearch']
 
 # %% ../../nbs/14_beam_search.ipynb #9408cfcb
+import math
 from dataclasses import dataclass
 
-from .scheduler import Scheduler
+from .scheduler import Sample, Scheduler
 from ..messages import EngineCoreOutput
 from ..sampling_params import BeamSearchParams
 from ..sequence import Sequence, SequenceGroup, SequenceStatus
@@ -42,11 +43,19 @@ class BeamSearch:
         self.max_tokens = max_tokens
         # enough that `width` of them go on
         self.num_candidates = max(2, 1 + len(stop_token_ids)) * self.width
+        self.samples: dict[int, Sample] = {}  # by seq_id: those of a step that are there already
         self.hypotheses: list[Hypothesis] = []  # at most `width`, the best first
 
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
         "What a continuation of `num_tokens` tokens is worth: higher is better."
-        return cumulative_logprob / max(1, num_tokens) ** self.params.length_penalty
+        try:
+            return cumulative_logprob / max(1, num_tokens) ** self.params.length_penalty
+        except (
+            OverflowError
+        ):  # a length that no float can hold: nothing is left of the log-probability
+            return -0.0
+        except ZeroDivisionError:
+            return -math.inf
 
     def choose(
         self, beams: list[Sequence], tops: list[list[tuple[int, float]]]
@@ -90,20 +99,16 @@ class BeamSearch:
         greedy = self.width == 1  # then the first end is the end
         return not greedy and self.score(best_logprob, num_tokens) > self.hypotheses[-1].score
 
-    def extend(
-        self,
-        scheduler: Scheduler,
-        group: SequenceGroup,
-        tokens: list[tuple[Sequence, int, float, int, list]],
-    ) -> None:
-        """A step's tokens: a beam that goes on once stays itself, one that goes on twice is forked,
-        the others are dropped.
-
-        For each beam: it, its token, that one's log-probability and rank, and the likeliest tokens
-        with theirs.
+    def extend(self, scheduler: Scheduler, group: SequenceGroup, samples: list[Sample]) -> None:
+        """A step's candidates: a beam that goes on once stays itself, one that goes on twice is
+        forked, the others are dropped. Until those of all beams are there, they are kept.
         """
-        beams = [seq for seq, *_ in tokens]
-        chosen = self.choose(beams, [top for *_, top in tokens])
+        self.samples |= {sample.seq.seq_id: sample for sample in samples}
+        beams = list(group.unfinished)
+        if any(beam.seq_id not in self.samples or beam.num_new_tokens for beam in beams):
+            return  # also where one was preempted, and is computed again
+        chosen = self.choose(beams, [self.samples[beam.seq_id].scores[2] for beam in beams])
+        self.samples = {}
         # the width, less beams that the scheduler ended
         chosen = chosen[: group.get_max_num_running_seqs()]
         if not chosen:
@@ -120,10 +125,14 @@ class BeamSearch:
                 heir.cumulative_logprob = logprob
 
     def seq_ended(self, scheduler: Scheduler, group: SequenceGroup, seq: Sequence) -> None:
-        "The scheduler ended a beam because the pool is full: what it has is a hypothesis."
+        """The scheduler ended a beam because the pool is full: what it has is a hypothesis, and the
+        others need not wait for it.
+        """
         self.keep(seq.output_token_ids, seq.cumulative_logprob, seq.status)
         if group.is_finished():
             scheduler.finish_group(group, seq.status, self.outputs(group))
+        elif self.samples:
+            self.extend(scheduler, group, [])
 
     def outputs(self, group: SequenceGroup) -> list[EngineCoreOutput]:
         "What the search found, the best first."
@@ -131,14 +140,13 @@ class BeamSearch:
             EngineCoreOutput(
                 group.request_id,
                 i,
-                h.token_ids,
-                h.status.value,
-                None,
-                h.cumulative_logprob,
-                i == len(self.hypotheses) - 1,
-                group.num_cached_tokens,
-                group.first_scheduled_time,
-                group.num_preemptions,
+                found.token_ids,
+                found.status.value,
+                cumulative_logprob=found.cumulative_logprob,
+                request_finished=i == len(self.hypotheses) - 1,
+                num_cached_tokens=group.num_cached_tokens,
+                first_scheduled_time=group.first_scheduled_time,
+                num_preemptions=group.num_preemptions,
             )
-            for i, h in enumerate(self.hypotheses)
+            for i, found in enumerate(self.hypotheses)
         ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import VllmConfig, resolve_class
 from .block_manager import BlockSpaceManager
-from .scheduler import Scheduler, SchedulerOutput
+from .scheduler import Sample, Scheduler, SchedulerOutput
 from ..sequence import Sequence, SequenceGroup
 
 # %% ../../nbs/13_scheduler_extensions.ipynb #1a2051bc
@@ -54,71 +54,61 @@ class ParallelSampling:
     n sequences, one from each.
     """
 
-    def extend(
-        self,
-        scheduler: Scheduler,
-        group: SequenceGroup,
-        tokens: list[tuple[Sequence, int, float, int, list]],
-    ) -> None:
-        """`tokens` are (sequence, token id, log-probability, rank, likeliest tokens): all of the
-        one sequence that there is.
-        """
+    def extend(self, scheduler: Scheduler, group: SequenceGroup, samples: list[Sample]) -> None:
+        "`samples` are all of the one sequence that there is."
         # from now on each sequence gets its own token
         group.fork_rule = None
         group.num_samples = 1
-        parent = tokens[0][0]
-        seqs = [parent, *(scheduler.fork_seq(group, parent) for _ in tokens[1:])]
-        for seq, (_, token_id, logprob, rank, top) in zip(seqs, tokens, strict=True):
-            scheduler.append_token(
-                group, seq, token_id, (logprob, rank, top), sampled=seq is parent
+        parent = samples[0].seq
+        seqs = [parent, *(scheduler.fork_seq(group, parent) for _ in samples[1:])]
+        for seq, sample in zip(seqs, samples, strict=True):
+            scheduler.append_tokens(
+                group, seq, [sample.token_id], [sample.scores], sampled=seq is parent
             )
 
     def seq_ended(self, scheduler: Scheduler, group: SequenceGroup, seq: Sequence) -> None:
         "The pool is too small even for its prompt: it ends without output."
-        scheduler.report(group, seq, [])
+        scheduler.append_tokens(group, seq, [])
 
 # %% ../../nbs/13_scheduler_extensions.ipynb #86e5b5f0
 class LookAhead:
     """Decides whether a step can be scheduled while the one before it runs, its tokens not known
     yet.
 
-    vLLM V1: `v1/core/sched/async_scheduler.py`.
+    Sequences whose next step depends on these tokens are left out of it: those about to be forked,
+    those whose drafts are being looked at, and those with a grammar. The others run ahead. vLLM V1:
+    `v1/core/sched/async_scheduler.py`.
     """
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
 
     def expect(self, out: SchedulerOutput) -> None:
-        "The step was sent off: a place is held for each token that it samples."
+        "The step was sent off: a place is held for each token that it samples, and can be foreseen."
         for seq_id in out.num_scheduled_tokens:
-            if seq_id in self.scheduler.seqs:
-                seq = self.scheduler.seqs[seq_id][1]
-                # it computes all its tokens, so it samples one
-                seq.num_output_placeholders += seq.num_new_tokens == 0
+            if seq_id not in self.scheduler.seqs:
+                continue
+            group, seq = self.scheduler.seqs[seq_id]
+            if group.fork_rule is None and group.grammar is None and not seq.num_draft_tokens:
+                seq.num_output_placeholders += (
+                    seq.num_new_tokens == 0
+                )  # all its tokens are computed
 
     def can_run_ahead(self) -> bool:
-        """Whether the next step would be decided now as it would be when the tokens are known.
-
-        It is if it has something to compute, if no request must know its tokens to go on (to be
-        forked), and if no request has to be preempted.
+        """Whether the next step has something to compute, and would be decided now as it would be
+        when the tokens are known: no request has to be preempted for it.
         """
         scheduler = self.scheduler
-        manager = self.scheduler.block_manager
-        first = scheduler.next_group()
-        num_live = 0
-        has_work = False
-        for group in scheduler.running:
-            num_live += len(group.unfinished)
-            for seq in group.unfinished:
-                if seq.num_output_placeholders and group.fork_rule is not None:
-                    return False
-                has_work = has_work or not seq.is_full
-        if not has_work or (
-            first and scheduler.policy.may_preempt(first, scheduler.running.last())
+        if not any(
+            seq.num_new_tokens > 0 and not seq.is_full
+            for group in scheduler.running
+            for seq in group.unfinished
         ):
             return False
-        free = manager.get_num_free_gpu_blocks()
-        return free >= num_live or sum(map(manager.num_missing_blocks, scheduler.running)) <= free
+        first = scheduler.admission.next_group()
+        if first and scheduler.policy.may_preempt(first, scheduler.running.last()):
+            return False
+        return scheduler.preemption.all_fit()
 
 # %% ../../nbs/13_scheduler_extensions.ipynb #5d26fd97
 def make_scheduler(

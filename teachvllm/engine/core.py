@@ -45,6 +45,9 @@ def make_group(
         max_model_len, len(request.prompt_token_ids) + (params.max_tokens or max_model_len)
     )
     seq = scheduler.make_seq(request.prompt_token_ids, request.seed, max_len)
+    seq.cache_salt = request.cache_salt
+    seq.adapter_id = request.adapter_id
+    seq.prompt_embeddings = request.prompt_embeddings
     group = SequenceGroup(
         request.request_id, seq, params, frozenset(request.stop_token_ids), request.priority
     )
@@ -53,8 +56,7 @@ def make_group(
         group.num_samples = 0
     if params.prompt_logprobs is not None:
         group.prompt_logprobs = []
-        # no other request's blocks begin like that: all is computed
-        seq.block_hashes = [seq.seq_id.to_bytes(8, "big")]
+        seq.cache_owner = seq.seq_id  # no other request has computed a part of it: all is scored
     if beam:
         group.fork_rule = rule = BeamSearch(
             beam, group.stop_token_ids, max_len - seq.num_prompt_tokens
@@ -297,7 +299,7 @@ class EngineCore:
     def get_request_ids(self) -> list[str]:
         "The requests that have not ended, or whose end is not reported yet."
         ids = [
-            [*scheduler.groups, *(news.request_id for news in scheduler.outputs)]
+            [*scheduler.groups, *(one.request_id for one in scheduler.reports.outputs)]
             for scheduler in self.schedulers
         ]
         return list(dict.fromkeys(chain(*ids)))
@@ -346,7 +348,9 @@ class EngineCore:
         out = scheduler.schedule()
         scheduled = time.perf_counter()
         out.timed = self.recorder is not None
-        progress = out.num_scheduled_tokens or out.new_seqs or self.in_flight or scheduler.outputs
+        progress = (
+            out.num_scheduled_tokens or out.new_seqs or self.in_flight or scheduler.reports.outputs
+        )
         assert progress or not scheduler.has_unfinished_requests(), "no request makes progress"
         with let_interrupts_in():  # some workers compute the step now
             self.executor.submit(out)
