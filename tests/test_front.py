@@ -269,6 +269,23 @@ def test_a_second_thread_in_generate_is_refused(folder: str) -> None:
         assert llm.generate([5], SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
 
 
+def test_requests_share_cached_blocks_with_their_own_salt_only(folder: str) -> None:
+    sizes = {"num_gpu_blocks_override": 32, "block_size": 8}
+    how = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+    ids = list(range(5, 45))
+    params = SamplingParams(temperature=0, max_tokens=2)
+    with LLM(folder, **sizes, **how, enable_prefix_caching=True) as llm:
+        found = []
+        texts = set()
+        for salt in (None, None, "a", "a", "b", None):
+            salted = {} if salt is None else {"cache_salt": salt}
+            prompt = {"prompt_token_ids": ids, **salted}
+            [output] = llm.generate(prompt, params, use_tqdm=False)
+            found.append(output.num_cached_tokens)
+            texts.add(tuple(output.outputs[0].token_ids))
+    assert found == [0, 32, 0, 32, 0, 32] and len(texts) == 1
+
+
 def test_no_step_ahead_while_a_swapped_request_outranks_a_running_one() -> None:
     manager = BlockSpaceManager(4, 8, 8)
     config = SchedulerConfig(max_model_len=64, policy="priority")
@@ -283,7 +300,7 @@ def test_no_step_ahead_while_a_swapped_request_outranks_a_running_one() -> None:
 
     high = add("high", 0)
     scheduler.schedule()
-    scheduler._preempt(high, SchedulerOutput())
+    scheduler.preemption.preempt(high, SchedulerOutput())
     assert high.status is SequenceStatus.SWAPPED
     low = SequenceGroup("low", scheduler.make_seq([1] * 8, 0, 40), SamplingParams(), priority=5)
     scheduler.add_request(low)
