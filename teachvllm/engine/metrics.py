@@ -32,11 +32,15 @@ GAUGES = {
     ),
 }
 COUNTERS = {
-    "prompt_tokens": "Tokens of prompts, counted with the first token of the answer. How much is read?",
+    "prompt_tokens": (
+        "Tokens of prompts, counted with the first token of the answer. How much is read?"
+    ),
     "generation_tokens": "Tokens that were generated. How much is written?",
     "num_preemptions": "How often a request lost its blocks. Is the cache too small for the load?",
     "prefix_cache_queries": "Tokens of prompts that were looked up in the prefix cache.",
-    "prefix_cache_hits": "Tokens of prompts that were found there. What fraction of the prompts costs nothing?",
+    "prefix_cache_hits": (
+        "Tokens of prompts that were found there. What fraction of the prompts costs nothing?"
+    ),
 }
 
 # %% ../../nbs/63_metrics.ipynb #eec04402
