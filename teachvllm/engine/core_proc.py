@@ -74,10 +74,12 @@ def import_zmq() -> Any:
 
 # %% ../../nbs/54_core_process.ipynb #532a7c2d
 def answer_to(function: Callable, *args: Any) -> list[bytes]:
-    "What a function returns, or how it fails, as the two last parts of a message."
+    """What a function returns, or how it fails, as the two last parts of a message. A `SystemExit`
+    of a user's function is a failure, too.
+    """
     try:
         return [b"", cloudpickle.dumps(function(*args), 5)]
-    except Exception as error:
+    except BaseException as error:
         return [b"error", describe_error(error)]
 
 # %% ../../nbs/54_core_process.ipynb #afe4b9e9
@@ -95,7 +97,6 @@ class EngineCoreProc:
         self.is_stopped = False
         self.num_aborts = 0
         self.decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
-        self.decode_aborts = msgspec.msgpack.Decoder(list[tuple[str, int | None]]).decode
         self.encode = msgspec.msgpack.Encoder().encode
 
     def run_busy_loop(self) -> None:
@@ -113,7 +114,8 @@ class EngineCoreProc:
     def _step(self) -> None:
         try:
             outputs = self.core.step()
-        except Exception as error:  # the next step says which requests it has ended
+        except BaseException as error:  # Ctrl-C never comes here: it is a user's `sys.exit()`, say
+            # the next step says which requests it has ended
             self.sock.send_multipart([FAILED, describe_error(error)])
             return
         self._send(outputs)
@@ -127,26 +129,31 @@ class EngineCoreProc:
         if kind == ADD:
             self._add_request(*data)
         elif kind == ABORT:
-            self.core.abort_requests(self.decode_aborts(data[0]))
+            aborts = msgspec.msgpack.decode(data[0])
+            # an id of another type is no request's
+            self.core.abort_requests([one for one in aborts if isinstance(one[0], str)])
             self.num_aborts += 1
             if not self.core.has_work():  # no step will tell how the queues stand now
                 self._send(EngineCoreOutputs())
         elif kind == UTILITY:
-            method, args = cloudpickle.loads(data[1])
-            self.sock.send_multipart(
-                [RESULT, data[0], *answer_to(lambda: getattr(self.core, method)(*args))]
-            )
+            self.sock.send_multipart([RESULT, data[0], *answer_to(self._call_utility, data[1])])
         else:
             self.is_stopped = True
 
+    def _call_utility(self, call: bytes) -> Any:
+        method, args = cloudpickle.loads(call)
+        return getattr(self.core, method)(*args)
+
     def _add_request(self, data: bytes, functions: bytes = b"") -> None:
-        request = self.decode_request(data)
+        "Queue a request. Whatever is wrong with it, also its types, is said of this one alone."
         try:
+            request = self.decode_request(data)
             if functions:
                 request.sampling_params.logits_processors = cloudpickle.loads(functions)
             self.core.add_request(request)
-        except Exception as error:
-            refused = self.encode((request.request_id, str(error) or repr(error)))
+        except BaseException as error:
+            request_id = msgspec.msgpack.decode(data)[0]  # it is readable, whatever its type
+            refused = self.encode((request_id, str(error) or repr(error)))
             self.sock.send_multipart([REFUSED, refused, str(self.num_aborts).encode()])
 
 # %% ../../nbs/54_core_process.ipynb #d27f30ba
@@ -279,7 +286,13 @@ class MPClient:
     # What InprocClient has, too
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        "Queue a request. Functions in it travel by value: `ValueError` if they cannot."
+        """Queue a request. Functions in it travel by value: `ValueError` if they cannot, or if the
+        id, by which its answers find back, is no string.
+        """
+        require(
+            isinstance(request.request_id, str),
+            f"request_id={request.request_id!r:.100} must be a string",
+        )
         functions = request.sampling_params.logits_processors
         if not functions:
             self._send(ADD, self.encode(request))

@@ -71,7 +71,7 @@ NONE = -2
 DONE, FAILED, STEP_FAILED = range(3)  # kinds of answers
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #a9ee3586
-def describe_error(error: Exception) -> bytes:
+def describe_error(error: BaseException) -> bytes:
     "An exception as bytes: in a line, with its traceback, and itself if it can be pickled."
     line = "".join(traceback.format_exception_only(type(error), error)).strip()
     data = b""
@@ -112,7 +112,7 @@ def carry_out(
         kwargs = kwargs[rank] if isinstance(kwargs, list) else kwargs
         result = wrapper.execute_method(method, *args, **kwargs)
         return DONE, to_bytes(result) if who in (EVERY, rank) else None
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C never comes here: it is a user's `sys.exit()`, say
         return FAILED if who == EVERY else STEP_FAILED, describe_error(error)
 
 
