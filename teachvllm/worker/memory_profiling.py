@@ -136,7 +136,7 @@ def process_gpu_memory(device: str) -> int | None:
     that cannot be known.
     """
     try:
-        import pynvml  # optional: the package nvidia-ml-py
+        import pynvml  # the package nvidia-ml-py
 
         pynvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(device).uuid
