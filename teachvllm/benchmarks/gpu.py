@@ -313,7 +313,7 @@ def attempt(
     """
     try:
         # torch warns why a backend of SDPA refuses
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run = build()
             checked = {}
@@ -327,7 +327,10 @@ def attempt(
     except Exception as error:
         if device == "cuda":
             torch.cuda.synchronize()
-        reasons = [f"{type(error).__name__}: {error}", *(str(warning.message) for warning in said)]
+        reasons = [
+            f"{type(error).__name__}: {error}",
+            *(str(warning.message) for warning in caught),
+        ]
         return {
             "error": "; ".join(
                 reason.strip().partition("\n")[0].partition(" (Triggered")[0] for reason in reasons

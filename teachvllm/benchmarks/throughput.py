@@ -287,14 +287,14 @@ class EngineProcess:
         if not reply:
             status = self.process.wait()
             self.errors.seek(0)
-            said = [
+            lines = [
                 line.strip() for line in self.errors.read().decode(errors="replace").splitlines()
             ]
             # not where, only what
-            said = [line for line in said if line.strip("^~ ") and 'File "' not in line]
+            lines = [line for line in lines if line.strip("^~ ") and 'File "' not in line]
             raise ValueError(
                 f"{self.name} failed in {self.python} (exit status {status}): "
-                f"{' / '.join(said[-3:])}"
+                f"{' / '.join(lines[-3:])}"
             )
         self.busy = False
         return json.loads(reply)

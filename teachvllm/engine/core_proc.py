@@ -131,7 +131,7 @@ class EngineCoreProc:
         elif kind == ABORT:
             aborts = msgspec.msgpack.decode(data[0])
             # an id of another type is no request's
-            self.core.abort_requests([one for one in aborts if isinstance(one[0], str)])
+            self.core.abort_requests([abort for abort in aborts if isinstance(abort[0], str)])
             self.num_aborts += 1
             if not self.core.has_work():  # no step will tell how the queues stand now
                 self._send(EngineCoreOutputs())
@@ -178,16 +178,16 @@ def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
 
 # %% ../../nbs/54_core_process.ipynb #429c744a
 def drop_stale(
-    news: list[EngineCoreOutput],  # of one message
+    outputs: list[EngineCoreOutput],  # of one message
     # ids of requests, with the number of their abort: 1 for the first that was sent
     aborted: dict[str, int],
     num_seen: int,  # aborts that the core had seen when it sent the message
 ) -> tuple[list[EngineCoreOutput], dict[str, int]]:
-    """The news that are of no aborted request, and the aborts that the core had not seen when it
+    """The outputs that are of no aborted request, and the aborts that the core had not seen when it
     sent them.
     """
     waiting = {request_id: number for request_id, number in aborted.items() if number > num_seen}
-    return [one for one in news if one.request_id not in waiting], waiting
+    return [output for output in outputs if output.request_id not in waiting], waiting
 
 # %% ../../nbs/54_core_process.ipynb #3a330b74
 def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[socket.socket]) -> None:
@@ -379,7 +379,7 @@ class MPClient:
                 )
             self.arrived.append(outputs)
             self.running.difference_update(
-                news.request_id for news in outputs.outputs if news.request_finished
+                output.request_id for output in outputs.outputs if output.request_finished
             )
         elif kind == RESULT and data[0] in self.abandoned:
             self.abandoned.remove(data[0])
@@ -467,7 +467,7 @@ class AsyncMPClient(MPClient):
         self._listen_no_more()
         self.stop()
         if self.loop and not self.loop.is_closed():
-            self.news.set()  # for those calls that still wait: they will see that it is over
+            self.arrival.set()  # for those calls that still wait: they will see that it is over
 
     def _send(self, *message: bytes) -> None:
         super()._send(*message)
@@ -480,10 +480,10 @@ class AsyncMPClient(MPClient):
         self._listen()
         while not there():
             self._check()
-            self.news.clear()
+            self.arrival.clear()
             self._drain()
             if not there():
-                await self.news.wait()
+                await self.arrival.wait()
 
     def _listen(self) -> None:
         "Have the running loop look at the socket, and at the process's life."
@@ -493,7 +493,7 @@ class AsyncMPClient(MPClient):
         self._check()
         self._listen_no_more()
         self.loop = loop
-        self.news = asyncio.Event()
+        self.arrival = asyncio.Event()
         self.watched = (self.sock.fd, self.life.fileno())
         drain = weakref.WeakMethod(self._drain)  # a loop does not keep the engine alive
         for fd in self.watched:
@@ -514,4 +514,4 @@ class AsyncMPClient(MPClient):
                 came = True
                 self._receive(0.0)
         if came:
-            self.news.set()
+            self.arrival.set()

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['logger', 'PACKAGE_ROOT', 'HEADER', 'EVERY', 'NONE', 'DONE', 'FAILED', 'STEP_FAILED', 'to_bytes', 'describe_error',
-           'rebuild_error', 'leave_with', 'carry_out', 'begin_process', 'end_process', 'worker_main', 'start_process',
-           'describe_exit', 'WorkerProcess', 'stop_processes', 'stop_workers', 'WorkerGroup', 'MultiprocExecutor']
+           'rebuild_error', 'leave_with', 'execute_order', 'begin_process', 'end_process', 'worker_main',
+           'start_process', 'describe_exit', 'WorkerProcess', 'stop_processes', 'stop_workers', 'WorkerGroup',
+           'MultiprocExecutor']
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #3003a52f
 import atexit
@@ -100,7 +101,7 @@ def leave_with(parent: int) -> None:
     os._exit(1)
 
 
-def carry_out(
+def execute_order(
     wrapper: WorkerWrapperBase, rank: int, order: bytes, who: int
 ) -> tuple[int, bytes | None]:
     """Do what an order says: the kind of the answer, and its bytes; None if this rank is not to
@@ -156,7 +157,7 @@ def worker_main(fd: int, rank: int, parent: int, log_level: int) -> NoReturn:
     with suppress(ConnectionError), socket.socket(fileno=fd) as sock, sock.makefile("rb") as orders:
         while len(header := orders.read(HEADER.size)) == HEADER.size:
             size, number, who = HEADER.unpack(header)
-            kind, data = carry_out(wrapper, rank, orders.read(size), who)
+            kind, data = execute_order(wrapper, rank, orders.read(size), who)
             if data is not None:
                 sock.sendall(HEADER.pack(len(data), number, kind) + data)
     if hasattr(wrapper.worker, "shutdown"):
@@ -262,10 +263,10 @@ class WorkerProcess:
 
     def describe_end(self) -> str:
         "Why the process is no more: its signal or exit code, and the last error that it sent."
-        said = (
+        last_words = (
             f"; its last error was\n{pickle.loads(self.last_error)[1]}" if self.last_error else ""
         )
-        return f"worker rank={self.rank} {describe_exit(self.process)}{said}"
+        return f"worker rank={self.rank} {describe_exit(self.process)}{last_words}"
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #5216765b
 def stop_processes(processes: list[subprocess.Popen]) -> None:

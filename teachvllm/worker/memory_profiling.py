@@ -374,9 +374,9 @@ class MemoryProfiler:
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             # CUDA, cuBLAS, a CPU
             why = str(error)
-            said = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+            phrases = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
             if not isinstance(error, torch.OutOfMemoryError) and not any(
-                words in why for words in said
+                words in why for words in phrases
             ):
                 raise
             now = MemorySnapshot.take(self.device)
