@@ -700,9 +700,10 @@ def serve_in_background(
     """
     args = args or ServerArgs(port=0)
     sock = bind(args)
-    own = AsyncLLM.from_engine_args(engine) if isinstance(engine, EngineArgs) else None
+    is_own = isinstance(engine, EngineArgs)
+    served = AsyncLLM.from_engine_args(engine) if isinstance(engine, EngineArgs) else engine
     try:
-        server = Server(build_app(own or engine, args, registry, routers), args, sock)  # type: ignore[arg-type]
+        server = Server(build_app(served, args, registry, routers), args, sock)
         thread = threading.Thread(
             target=server.run_until_stopped, name="teachvllm-server", daemon=True
         )
@@ -717,8 +718,8 @@ def serve_in_background(
             thread.join(10 * Server.GRACE)
     finally:
         sock.close()
-        if own:
-            own.shutdown()
+        if is_own:
+            served.shutdown()
 
 # %% ../../nbs/70b_api_server.ipynb #e1dd7549
 Extend = Callable[[AsyncLLM], dict[str, Any]]
