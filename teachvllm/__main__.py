@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .arg_utils import NOT_YET, EngineArgs
-from .bench_throughput import add_bench_args, run_bench
+from .benchmarks.throughput import add_bench_args, run_bench
 from .config import VllmConfig, require
 from .messages import EngineCoreOutputs
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -287,7 +287,12 @@ def extras() -> tuple[Any, Any, Any, Any]:
     `ValueError` says how to install what is missing.
     """
     try:
-        names = ("entrypoints.api_server", "engine.metrics", "entrypoints.watch", "bench_serve")
+        names = (
+            "entrypoints.api_server",
+            "engine.metrics",
+            "entrypoints.watch",
+            "benchmarks.serve",
+        )
         server, metrics, watch, load = (import_module(f"teachvllm.{name}") for name in names)
         metrics.import_prometheus()
         load.import_httpx()

@@ -274,19 +274,21 @@ def convert_gguf(path: Path) -> Path:
         ) from None
     from safetensors.torch import save_file
 
+    hf_config = load_hf_config(path)
+    hf_config.architectures = architectures_of(hf_config)
+    tokenizer = get_tokenizer(path)
+    weights = dict(gguf_weights(path, hf_config))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             draft = Path(temporary) / "model"
-            hf_config = load_hf_config(path)
-            hf_config.architectures = architectures_of(hf_config)
             hf_config.save_pretrained(draft)
-            save_file(
-                dict(gguf_weights(path, hf_config)), draft / "model.safetensors", {"format": "pt"}
-            )
-            get_tokenizer(path).save_pretrained(draft)
+            save_file(weights, draft / "model.safetensors", {"format": "pt"})
+            tokenizer.save_pretrained(draft)
             os.rename(draft, folder)
-    except OSError as error:
+    # only writing is left here; a full disk is an OSError to Python, a SafetensorError to
+    # safetensors and a plain Exception to tokenizers
+    except Exception as error:
         if not folder.is_dir():  # else another process was first
             where = f"cannot keep the converted model in {folder.parent}"
             raise ValueError(

@@ -136,7 +136,7 @@ def process_gpu_memory(device: str) -> int | None:
     that cannot be known.
     """
     try:
-        import pynvml  # optional: the package nvidia-ml-py
+        import pynvml  # the package nvidia-ml-py
 
         pynvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(device).uuid
@@ -374,9 +374,9 @@ class MemoryProfiler:
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             # CUDA, cuBLAS, a CPU
             why = str(error)
-            said = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+            phrases = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
             if not isinstance(error, torch.OutOfMemoryError) and not any(
-                words in why for words in said
+                words in why for words in phrases
             ):
                 raise
             now = MemorySnapshot.take(self.device)
