@@ -360,7 +360,9 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
     """The model's attention, weights and KV cache in numbers, and whether they fit: from its
     shapes, without its weights.
     """
-    from teachvllm.model_executor.layers import attention_layers, import_compiled
+    import torch
+
+    from teachvllm.model_executor.layers import attention_layers
     from teachvllm.model_executor.loader import default_tensors, make_context
     from teachvllm.model_executor.models.registry import get_model_class
     from teachvllm.worker.memory_profiling import GiB, MemoryProfiler
@@ -393,13 +395,13 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
         "enforce_eager": model.enforce_eager,
         "this attention decides on the host": not context.attn_backend.supports_graphs,
     }
-    own = import_compiled("model_executor.numba_linear") if device == "cpu" else None
+    kernels = context.kernels
     lacking = (
         "the processor lacks its instructions, or has better ones"
-        if own
+        if kernels.find("linear")
         else "without teachvllm[numba], which is faster"
     )
-    by_us = own is not None and context.dtype in own.dtypes_served()
+    by_us = kernels.get("linear", torch.empty(64, 64, dtype=context.dtype)) is not None
     heads = (
         f"{model.num_attention_heads} query heads, {model.num_kv_heads} KV heads, head size "
         f"{model.head_size}"

@@ -15,11 +15,10 @@ from helpers import VOCAB, make_tiny, random_prompts
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
 
 from teachvllm import LLM, BeamSearchParams, SamplingParams
-from teachvllm.model_executor.layers import import_compiled
+from teachvllm.kernels import platform_kernels
 
-own = import_compiled("model_executor.numba_linear")
 pytestmark = pytest.mark.skipif(
-    own is None or torch.float32 not in own.dtypes_served(),
+    platform_kernels("cpu").get("linear", torch.empty(64, 64)) is None,
     reason="no Numba, or a processor without AVX-512",
 )
 

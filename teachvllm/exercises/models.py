@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from . import check as _check
-from ..model_executor.layers import ModelContext, add
+from ..model_executor.layers import ModelContext
 from ..model_executor.models import gpt_neox, llama, opt, qwen, registry
 from ..model_executor.models.parity import Paged, paged_logits, random_sequences, tiny_model
 from ..model_executor.rotary_embedding import apply_rotary_emb
@@ -471,7 +471,7 @@ class _GraniteLayer(llama.LlamaDecoderLayer):
     ) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
         if self.slip == "stream":
-            x = self.factor * add(x, attended)
+            x = self.factor * (x + attended)
             return self.factor * (x + self.mlp(self.post_attention_layernorm(x)))
         x = x + self.factor * attended
         return x + self.factor * self.mlp(self.post_attention_layernorm(x))

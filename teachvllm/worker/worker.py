@@ -27,7 +27,6 @@ from teachvllm.distributed.parallel_state import (
     init_distributed_environment,
     initialize_model_parallel,
 )
-from ..model_executor.layers import import_compiled
 from ..model_executor.loader import save_sharded_state
 from ..model_executor.sampler import ModelRunnerOutput, SamplerOutput
 from ..plugins import load_general_plugins
@@ -171,9 +170,7 @@ class Worker:
         context = self.model_runner.context
         # its memory is no step's
         context.attn_backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)
-        for name in ("fused_ops", "numba_linear") if self.device == "cpu" else ():
-            if operations := import_compiled(f"model_executor.{name}"):
-                operations.compile(context.dtype)
+        context.kernels.compile(context.dtype)
         with self.on_device(), self.memory_profiler.explain_out_of_memory("loading the weights"):
             self.model_runner.load_model()
         self.memory_profiler.weights_loaded(self.model_runner.model)
@@ -273,10 +270,9 @@ class Worker:
 
     def record_on_cpu(self) -> None:
         "Record decode steps for chapter 43a's runner, if they can be."
-        recording = (
-            None if self.config.model_config.enforce_eager else import_compiled("worker.cpu_graph")
-        )
-        self.model_runner.graphs = recording and recording.record(
+        eager = self.config.model_config.enforce_eager
+        record = None if eager else self.model_runner.context.kernels.find("record")
+        self.model_runner.graphs = record and record(
             self.model_runner, self.cache_engines[0].gpu_cache
         )
 

@@ -25,7 +25,6 @@ from teachvllm.model_executor.layers import (
     RowParallelLinear,
     UnquantizedLinearMethod,
     pack_weight,
-    packed_linear,
 )
 from .llama import LlamaDecoderLayer, LlamaForCausalLM
 from .qwen import Qwen3Attention
@@ -109,7 +108,9 @@ class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
 
     def process_weights_after_loading(self, layer):
         "Each expert's matrix is packed for oneDNN if torch has it, and the plain copy dropped."
-        packed = [pack_weight(matrix) for matrix in layer.weight.chunk(self.num_experts)]
+        packed = [
+            pack_weight(matrix, layer.kernels) for matrix in layer.weight.chunk(self.num_experts)
+        ]
         if None not in packed:
             layer.packed = packed
             layer.weight.data = layer.weight.new_empty(0)
@@ -119,7 +120,7 @@ class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
         `group_by_expert` gives it.
         """
         if layer.packed is not None:
-            return rows_of_each_expert(x, layer.packed, ends, packed_linear)
+            return rows_of_each_expert(x, layer.packed, ends, lambda x, packed: packed(x))
         return grouped_linear(x, layer.weight.unflatten(0, (self.num_experts, -1)), ends)
 
 

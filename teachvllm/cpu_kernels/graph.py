@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from teachvllm.attention.numba_attention import (
+from teachvllm.cpu_kernels.attention import (
     DECODE,
     MERGE,
     WRITE,
@@ -26,7 +26,7 @@ from teachvllm.attention.numba_attention import (
     merge,
     write,
 )
-from teachvllm.attention.numba_utils import (
+from teachvllm.cpu_kernels.utils import (
     DTYPES,
     MAX_ARGUMENTS,
     Kernel,
@@ -36,7 +36,7 @@ from teachvllm.attention.numba_utils import (
     compile_all,
     compiled,
 )
-from teachvllm.model_executor.fused_ops import (
+from teachvllm.cpu_kernels.fused_ops import (
     ADD,
     GATE,
     NORM,
@@ -48,8 +48,8 @@ from teachvllm.model_executor.fused_ops import (
     take_rows,
     turn_rows,
 )
-from ..model_executor.numba_linear import LINEAR, dtypes_served, linear_rows
-from .model_runner import Batch, ModelRunner, to_device
+from .linear import LINEAR, dtypes_served, linear_rows
+from ..worker.model_runner import Batch, ModelRunner, to_device
 
 # %% ../../nbs/43a_cpu_graph.ipynb #0a2e6dc0
 class Pool:
