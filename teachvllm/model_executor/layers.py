@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'WeightsError', 'default_weight_loader', 'set_weight_attrs', 'LinearMethod', 'OneDNNLinear',
-           'pack_weight', 'UnquantizedLinearMethod', 'ModelContext', 'LinearBase', 'Partition', 'equal_part',
-           'ReplicatedLinear', 'ColumnParallelLinear', 'MergedColumnParallelLinear', 'RowParallelLinear',
-           'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices', 'make_layers', 'load_weights', 'vocab_part',
-           'VocabParallelEmbedding', 'ParallelLMHead', 'use_kernels', 'Add', 'RMSNorm', 'get_act_fn', 'ActAndMul',
-           'Attention', 'attention_layers', 'config_field']
+           'pack_weight', 'version_of', 'UnquantizedLinearMethod', 'ModelContext', 'LinearBase', 'plain_weights',
+           'Partition', 'equal_part', 'ReplicatedLinear', 'ColumnParallelLinear', 'MergedColumnParallelLinear',
+           'RowParallelLinear', 'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices', 'make_layers', 'load_weights',
+           'vocab_part', 'VocabParallelEmbedding', 'ParallelLMHead', 'use_kernels', 'Add', 'RMSNorm', 'get_act_fn',
+           'ActAndMul', 'Attention', 'attention_layers', 'config_field']
 
 # %% ../../nbs/31_layers.ipynb #d9fcdcc8
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
@@ -92,9 +93,18 @@ class LinearMethod(ABC):
         """
 
     def process_weights_after_loading(self, layer: "LinearBase") -> None:
-        """Once, when the checkpoint is loaded: bring the weights into the form that `apply` is
-        fastest with.
+        """When the checkpoint is loaded, or weights were changed in `plain_weights`: bring them into
+        the form that `apply` is fastest with.
         """
+
+    def restore_weights(self, layer: "LinearBase") -> bool:
+        """Bring `layer`'s parameters back to the form in which they were loaded; whether there was
+        anything to do. The weights will then be processed again.
+        """
+        return False
+
+    def refresh(self, layer: "LinearBase") -> None:
+        "Bring what was made of the parameters up to date, should they have changed."
 
     @abstractmethod
     def apply(self, layer: "LinearBase", x: torch.Tensor) -> torch.Tensor:
@@ -142,9 +152,14 @@ def pack_weight(weight: torch.Tensor, kernels: KernelTable) -> Any:
     return packed_linear and packed_linear(weight.data)
 
 
+def version_of(weight: torch.Tensor) -> tuple[int, int]:
+    "Changes when a tensor gets other memory, or is written to (not through `.data`)."
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
 class UnquantizedLinearMethod(LinearMethod):
     """Weights as they are. On a CPU they are laid out as the product likes them, so that no call
-    has to rearrange them.
+    has to rearrange them. A weight that is given to the layer later is packed before it is used.
     """
 
     def create_weights(self, layer, input_size, output_sizes, bias, dtype):
@@ -155,6 +170,7 @@ class UnquantizedLinearMethod(LinearMethod):
             nn.Parameter(torch.empty(rows, dtype=dtype), requires_grad=False) if bias else None
         )
         layer.packed = None
+        layer.packed_version = None
         set_weight_attrs(layer.weight, {"input_dim": 1})
         for parameter in layer.parameters():
             loader = partial(default_weight_loader, output_sizes=output_sizes)
@@ -165,9 +181,30 @@ class UnquantizedLinearMethod(LinearMethod):
         layer.packed = pack_weight(layer.weight, layer.kernels)
         if layer.packed is not None and not layer.shares_weight:
             layer.weight.data = layer.weight.new_empty(0)
+        layer.packed_version = version_of(layer.weight)
+
+    def restore_weights(self, layer):
+        "Unpack; a layer at a time, so that there is never a second copy of all of them."
+        if layer.packed is None:
+            return False
+        if not layer.shares_weight:
+            layer.weight.data = layer.packed.unpack()
+        layer.packed = None
+        return True
+
+    def refresh(self, layer):
+        """Pack again if the weight is another one now, or was written to. `RuntimeError` if what was
+        written to is the empty rest of a packed one.
+        """
+        if layer.packed is None or version_of(layer.weight) == layer.packed_version:
+            return
+        if not layer.weight.numel():
+            raise RuntimeError("a packed weight was written to: change weights in apply_model()")
+        self.process_weights_after_loading(layer)
 
     def apply(self, layer, x):
         "y = x Wᵀ + b."
+        self.refresh(layer)
         if layer.packed is None:
             return F.linear(x, layer.weight, layer.bias)
         return layer.packed(x, layer.bias)
@@ -238,6 +275,20 @@ class LinearBase(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, input_size] -> [num_tokens, sum(output_sizes)]."
         return self.linear_method.apply(self, x)
+
+
+@contextmanager
+def plain_weights(model: nn.Module) -> Iterator[None]:
+    """As a context: all parameters of `model` are as they were loaded, to be read, written and
+    replaced; afterwards they are processed again.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LinearBase)]
+    restored = [layer for layer in layers if layer.linear_method.restore_weights(layer)]
+    try:
+        yield
+    finally:
+        for layer in restored:
+            layer.linear_method.process_weights_after_loading(layer)
 
 # %% ../../nbs/31_layers.ipynb #731d2f49
 @dataclass(frozen=True)

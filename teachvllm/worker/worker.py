@@ -27,6 +27,7 @@ from teachvllm.distributed.parallel_state import (
     init_distributed_environment,
     initialize_model_parallel,
 )
+from ..model_executor.layers import plain_weights
 from ..model_executor.loader import save_sharded_state
 from ..model_executor.sampler import ModelRunnerOutput, SamplerOutput
 from ..plugins import load_general_plugins
@@ -345,15 +346,18 @@ class Worker:
             self.compile_or_warm_up_model()
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
-        """Call `func` on this worker's part of the model. On a CPU, steps are recorded anew: it may
-        have changed the model.
+        """Call `func` on this worker's part of the model, whose weights are plain meanwhile. On a
+        CPU, steps are recorded anew: it may have changed the model.
         """
         require(
             self.model_runner.model is not None,
             "the worker sleeps, and has no weights: call wake_up() first",
         )
+        if self.device == "cpu":
+            self.model_runner.graphs = None  # it keeps what was packed
         try:
-            return func(self.model_runner.model)
+            with plain_weights(self.model_runner.model):
+                return func(self.model_runner.model)
         finally:
             if self.device == "cpu" and self.cache_engines:
                 self.record_on_cpu()
