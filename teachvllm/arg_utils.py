@@ -271,7 +271,8 @@ def gpu_capability() -> tuple[int, int] | None:
         pynvml.nvmlInit()
         index = torch.cuda._get_nvml_device_index(0)  # CUDA_VISIBLE_DEVICES may name another first
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        return pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return major, minor
     except Exception:  # not installed, no NVIDIA driver, no such GPU
         return None
 
