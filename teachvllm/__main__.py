@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .arg_utils import NOT_YET, EngineArgs
-from .bench_throughput import add_bench_args, run_bench
+from .benchmarks.throughput import add_bench_args, run_bench
 from .config import VllmConfig, require
 from .messages import EngineCoreOutputs
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -287,7 +287,12 @@ def extras() -> tuple[Any, Any, Any, Any]:
     `ValueError` says how to install what is missing.
     """
     try:
-        names = ("entrypoints.api_server", "engine.metrics", "entrypoints.watch", "bench_serve")
+        names = (
+            "entrypoints.api_server",
+            "engine.metrics",
+            "entrypoints.watch",
+            "benchmarks.serve",
+        )
         server, metrics, watch, load = (import_module(f"teachvllm.{name}") for name in names)
         metrics.import_prometheus()
         load.import_httpx()
@@ -402,21 +407,20 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
         "weights": weights,
         "KV block": f"{block_bytes:,} bytes for {size} tokens",
         "KV cache": room,
-        "matrix products": _whose_products(device, context.dtype),
+        "matrix products": _whose_products(device, context.dtype, context.kernels),
         "CUDA graphs": graphs,
     }
 
 
-def _whose_products(device: str, dtype: Any) -> str:
+def _whose_products(device: str, dtype: Any, kernels: Any) -> str:
     "Who multiplies matrices here, and on a CPU why it is not this package."
-    from teachvllm.model_executor.layers import import_compiled
+    import torch
 
     if device != "cpu":
         return "cuBLAS's"
-    own = import_compiled("model_executor.numba_linear")
-    if own is None:
+    if not kernels.find("linear"):
         return "oneDNN's (without teachvllm[numba], which is faster)"
-    if dtype in own.dtypes_served():
+    if kernels.get("linear", torch.empty(64, 64, dtype=dtype)) is not None:
         return "our own (chapter 21c)"
     return "oneDNN's (the processor lacks its instructions, or has better ones)"
 

@@ -9,7 +9,6 @@ __all__ = ['NOT_YET', 'DTYPES', 'arg', 'EngineArgs', 'gpu_capability', 'resolve_
 
 # %% ../nbs/01b_arg_utils.ipynb #2795d059
 import argparse
-import ctypes
 import dataclasses
 import json
 import logging
@@ -145,6 +144,11 @@ class EngineArgs(ShowAsTable):
         True, "find blocks again that an earlier prompt with the same beginning has computed"
     )
     enable_chunked_prefill: bool = arg(True, "split long prompts over several steps")
+    max_num_partial_prefills: int = arg(1, "prompts that share the tokens of a step")
+    max_long_partial_prefills: int = arg(1, "of these, how many may be long: others overtake")
+    long_prefill_token_threshold: int = arg(
+        0, "longer prompts are long, and get no more in a step; default: 4 % of max_model_len"
+    )
     scheduling_policy: Any = arg(
         "fcfs", "fcfs, priority, or a class: which request comes first", cli=str
     )
@@ -266,20 +270,16 @@ def gpu_capability() -> tuple[int, int] | None:
     """
     import torch
 
-    handle = ctypes.c_void_p()
-    major = ctypes.c_int()
-    minor = ctypes.c_int()
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        index = torch.cuda._get_nvml_device_index(0)
-    except (OSError, RuntimeError, IndexError):
+        import pynvml  # the package nvidia-ml-py
+
+        pynvml.nvmlInit()
+        index = torch.cuda._get_nvml_device_index(0)  # CUDA_VISIBLE_DEVICES may name another first
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return major, minor
+    except Exception:  # not installed, no NVIDIA driver, no such GPU
         return None
-    failed = (
-        nvml.nvmlInit_v2()
-        or nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
-        or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-    )
-    return None if failed else (major.value, minor.value)
 
 # %% ../nbs/01b_arg_utils.ipynb #42ac29af
 DTYPES = {

@@ -58,14 +58,20 @@ def check_number(name: str, kind: Any, value: Any) -> Any:
     kinds = kinds_of(kind)
     if value is None and type(None) in kinds:
         return None
+    is_bool = isinstance(value, bool)
+    if is_bool and bool in kinds:
+        return value
     if float in kinds:
-        require(isinstance(value, numbers.Real), f"{name}={value!r} must be a number")
+        huge = isinstance(value, int) and abs(value) >= 2**63
+        ok = isinstance(value, numbers.Real) and not is_bool and not huge
+        require(ok, f"{name}={value!r:.80} must be a number")
         return value if isinstance(value, int) else float(value)
     if int in kinds:
-        require(isinstance(value, numbers.Integral), f"{name}={value!r} must be a whole number")
+        ok = isinstance(value, numbers.Integral) and not is_bool
+        require(ok, f"{name}={value!r} must be a whole number")
         require(-(2**63) <= value < 2**64, f"{name}={value!r} does not fit into 64 bits")
         return int(value)
-    require(bool not in kinds or isinstance(value, bool), f"{name}={value!r} must be True or False")
+    require(bool not in kinds, f"{name}={value!r} must be True or False")
     return value
 
 # %% ../nbs/01_config.ipynb #97dc6264

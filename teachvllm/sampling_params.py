@@ -8,6 +8,7 @@ __all__ = ['RequestOutputKind', 'SamplingParams', 'check_ranges', 'check_logits_
 # %% ../nbs/02_sampling_params.ipynb #7d76fc43
 import copy
 import math
+import numbers
 import typing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,14 +27,24 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 # %% ../nbs/02_sampling_params.ipynb #2ddf918e
+def is_valid_unicode(text: str) -> bool:
+    "Whether `text` can be written in UTF-8: it has no half of a UTF-16 pair, as careless JSON has."
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def as_list(name: str, value: Any, kind: type) -> list:
-    "None, one `kind` or several of them, as a list; `ValueError` for anything else."
-    values = [] if value is None else [value] if isinstance(value, kind) else value
-    ok = isinstance(values, list | tuple | set | frozenset) and all(
-        isinstance(v, kind) for v in values
-    )
-    require(ok, f"{name}={value!r} must be one {kind.__name__} or a list of them")
-    return list(values)
+    """None, one `kind` (`int` or `str`) or several of them, as a list; `ValueError` for anything
+    else.
+    """
+    accepted = numbers.Integral if kind is int else kind
+
+    def fits(item: Any) -> bool:
+        return isinstance(item, accepted) and not isinstance(item, bool)
+
+    values = [] if value is None else [value] if fits(value) else value
+    ok = isinstance(values, list | tuple | set | frozenset) and all(map(fits, values))
+    require(ok, f"{name}={value!r:.80} must be one {kind.__name__} or a list of them")
+    return [kind(item) for item in values]
 
 # %% ../nbs/02_sampling_params.ipynb #f5684497
 @check_names
@@ -164,6 +175,8 @@ def check_ranges(p: SamplingParams) -> None:
     require(least >= 0, f"min_tokens={least} must be greater than or equal to 0")
     require(most is None or least <= most, f"min_tokens={least} must not exceed max_tokens={most}")
     require(all(p.stop), f"stop={p.stop}: an empty string would stop everything at once")
+    ok = all(map(is_valid_unicode, p.stop))
+    require(ok, f"stop={p.stop!a:.80} is not valid Unicode: no text contains it")
     require(
         not p.stop or p.detokenize,
         "stop strings need text to look at: detokenize must not be False",
@@ -176,22 +189,31 @@ def check_ranges(p: SamplingParams) -> None:
     require(keep is None or keep >= 1, f"truncate_prompt_tokens={keep} must be at least 1")
 
 # %% ../nbs/02_sampling_params.ipynb #b9fa1fc4
-def is_bias(item: tuple) -> bool:
-    """Whether `item` is a token id with a number that stays finite when it is divided by a small
-    temperature.
+def as_bias(bias: Any) -> dict[int, float] | None:
+    """A `logit_bias` in Python's own numbers; `ValueError` unless it has, for token ids, numbers
+    that stay finite when they are divided by a small temperature.
     """
-    token_id, value = item
-    return isinstance(token_id, int) and isinstance(value, int | float) and abs(value) < 1e30
+
+    def is_bias(token_id: Any, value: Any) -> bool:
+        numeric = isinstance(token_id, numbers.Integral) and isinstance(value, numbers.Real)
+        return numeric and not any(isinstance(x, bool) for x in (token_id, value))
+
+    ok = bias is None or (isinstance(bias, dict) and all(is_bias(*item) for item in bias.items()))
+    ok = ok and all(abs(value) < 1e30 for value in (bias or {}).values())
+    require(ok, f"logit_bias={bias!r:.80} must be a dict from token ids to finite numbers")
+    return bias and {int(token_id): float(value) for token_id, value in bias.items()}
 
 # %% ../nbs/02_sampling_params.ipynb #98dd4945
 def check_logits_fields(p: SamplingParams) -> None:
-    """Raise `ValueError`, naming the field, for a penalty, bias, ban or number of log-probabilities
-    that makes no sense.
+    """Raise `ValueError`, naming the field, for a penalty, bias, ban, number of log-probabilities or
+    set of functions that makes no sense.
     """
     for name in ("presence_penalty", "frequency_penalty"):
         require(-2 <= (value := getattr(p, name)) <= 2, f"{name}={value} must be in [-2, 2]")
-    ok = 0 < p.repetition_penalty < math.inf
-    require(ok, f"repetition_penalty={p.repetition_penalty} must be greater than zero, and finite")
+    # beyond that, logits overflow
+    ok = 1e-5 <= p.repetition_penalty <= 1e5
+    says = "must be greater than zero, and from 1e-5 to 1e5"
+    require(ok, f"repetition_penalty={p.repetition_penalty} {says}")
     for name in ("logprobs", "prompt_logprobs"):
         require(
             (value := getattr(p, name)) is None or value >= -1,
@@ -202,14 +224,15 @@ def check_logits_fields(p: SamplingParams) -> None:
         f"bad_words={p.bad_words}: an empty word would forbid every token",
     )
     allowed = p.allowed_token_ids
-    bias = p.logit_bias
     functions = p.logits_processors
     p.allowed_token_ids = None if allowed is None else as_list("allowed_token_ids", allowed, int)
     require(
         p.allowed_token_ids != [], "allowed_token_ids=[]: no token would be left; None allows all"
     )
-    ok = bias is None or (isinstance(bias, dict) and all(map(is_bias, bias.items())))
-    require(ok, f"logit_bias={bias!r:.80} must be a dict from token ids to finite numbers")
+    p.logit_bias = as_bias(p.logit_bias)
+    extra = p.extra_args
+    ok = extra is None or (isinstance(extra, dict) and all(isinstance(key, str) for key in extra))
+    require(ok, f"extra_args={extra!r:.80} must be a dict whose keys are strings")
     ok = functions is None or (
         isinstance(functions, list | tuple) and all(map(callable, functions))
     )
@@ -246,7 +269,9 @@ class BeamSearchParams(ShowAsTable):
         penalty = self.length_penalty
         require(width >= 1, f"beam_width={width} must be at least 1")
         require(most >= 1, f"max_tokens={most} must be at least 1")
-        require(math.isfinite(penalty), f"length_penalty={penalty} must be finite")
+        # a power of the length: more would overflow
+        ok = -10 <= penalty <= 10
+        require(ok, f"length_penalty={penalty} must be between -10 and 10")
         if self.temperature != 0:
             raise NotSupportedYet(
                 f"BeamSearchParams: temperature={self.temperature} is not in teachvllm yet "

@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'GGUF_NUMBERS', 'GGUF_TEXT', 'GGUF_ARRAY', 'GGUF_MODELS', 'GGUF_CONFIG', 'bundled_model',
-           'cache_folder', 'download', 'find_model', 'read_gguf_header', 'gguf_rope_scaling', 'gguf_extras',
-           'load_gguf_config', 'load_hf_config']
+           'content_hash', 'cache_folder', 'download', 'find_model', 'read_gguf_header', 'gguf_rope_scaling',
+           'gguf_extras', 'load_gguf_config', 'load_hf_config']
 
 # %% ../nbs/01a_transformers_utils.ipynb #07d1d455
 import hashlib
 import json
 import os
 import struct
+import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
@@ -42,22 +44,42 @@ def bundled_model() -> Path:
     )
 
 # %% ../nbs/01a_transformers_utils.ipynb #1f9c5a3b
+def content_hash(path: Path, notes: Path) -> str:
+    """The SHA-256 of a file's content, as 64 hexadecimal digits. It is noted in the folder `notes`
+    for the file's path, size and time of change, and read from there the next time.
+    """
+    stat = path.stat()
+    version = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    note = notes / hashlib.sha256(version.encode()).hexdigest()
+    with suppress(OSError):
+        noted = note.read_text()
+        if len(noted) == 64:  # else another process writes it at this moment
+            return noted
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    # a clock has ticks: a file that has just changed may change again at the same time
+    if time.time() - stat.st_mtime > 2:
+        with suppress(OSError):  # where nothing can be written, it is computed every time
+            notes.mkdir(parents=True, exist_ok=True)
+            note.write_text(digest.hexdigest())
+    return digest.hexdigest()
+
+
 def cache_folder(gguf: Path) -> Path:
-    """Where the Hugging Face folder made from `gguf` is kept.
+    """Where the Hugging Face folder made from `gguf` is kept: by its name, and a hash of its
+    content.
 
     Its name has the file's name, its size, and a hash of 64 samples of its content. So
     installations share it, and a changed file gets a new one. `TEACHVLLM_CACHE` moves it;
     otherwise it is in `XDG_CACHE_HOME` or `~/.cache`.
     """
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "teachvllm"
-    home = os.environ.get("TEACHVLLM_CACHE") or usual
-    size = gguf.stat().st_size
-    digest = hashlib.sha256()
-    with gguf.open("rb") as file:
-        for i in range(64):
-            file.seek(i * max(0, size - 16384) // 63)
-            digest.update(file.read(16384))
-    return Path(home).expanduser() / f"{gguf.stem}-{size:x}-{digest.hexdigest()[:16]}"
+    home = Path(
+        os.environ.get("TEACHVLLM_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "teachvllm"
+    ).expanduser()
+    return home / f"{gguf.stem}-{content_hash(gguf, home / 'hashes')[:32]}"
 
 # %% ../nbs/01a_transformers_utils.ipynb #401b083d
 def download(model: str, revision: str | None, weights: bool) -> Path:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -242,6 +243,8 @@ def test_refused(engine: AsyncLLM) -> None:
     async def main() -> None:
         await refused("text", greedy(), "skip_tokenizer_init")
         await refused([10**6], greedy(), "outside|vocabulary")
+        # a message would hold it as text, and the answer's id would be another one
+        await refused(PROMPTS[0], greedy(), "request_id", uuid.UUID(int=7))  # type: ignore[arg-type]
         await refused(PROMPTS[0], SamplingParams(n=70), "70 sequences")
         with pytest.raises(ValueError, match='task="generate"'):
             async for _ in engine.encode(PROMPTS[0], PoolingParams(), "y"):

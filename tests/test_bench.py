@@ -13,7 +13,7 @@ import pytest
 
 from teachvllm import LLM, SamplingParams
 from teachvllm.__main__ import main
-from teachvllm.bench_throughput import (
+from teachvllm.benchmarks.throughput import (
     PARTS,
     WORKLOADS,
     EngineProcess,

@@ -20,8 +20,8 @@ import pytest
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
-from teachvllm import bench_serve as module  # noqa: E402
-from teachvllm.bench_serve import (  # noqa: E402
+from teachvllm.benchmarks import serve as module  # noqa: E402
+from teachvllm.benchmarks.serve import (  # noqa: E402
     Load,
     RequestFuncOutput,
     add_bench_serve_args,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from teachvllm.__main__ import main
-from teachvllm.bench import bench_scheduler
+from teachvllm.benchmarks.engine import bench_scheduler
 
 SMALL = ["--num-gpu-blocks-override", "64", "--max-model-len", "512"]
 
@@ -44,9 +44,10 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_help_of_the_benchmark_runs_no_benchmark() -> None:
-    out, error = command("teachvllm.bench", "--help").communicate(timeout=100)
+    out, error = command("teachvllm.benchmarks.engine", "--help").communicate(timeout=100)
     assert (
-        out.startswith("usage: python -m teachvllm.bench") and "scheduler, measured" not in out
+        out.startswith("usage: python -m teachvllm.benchmarks.engine")
+        and "scheduler, measured" not in out
     ), error
 
 

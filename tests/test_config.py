@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,31 +173,22 @@ def test_the_dtype_is_found_without_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_capability_is_the_one_that_nvml_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    "On a stand-in for the driver's library: of the first GPU that CUDA_VISIBLE_DEVICES names."
+    "On a stand-in for its module: of the first GPU that CUDA_VISIBLE_DEVICES names."
 
-    class Nvml:
-        def nvmlInit_v2(self) -> int:
-            return 0
+    def fail() -> None:
+        raise RuntimeError("NVML: no driver")
 
-        def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle) -> int:
-            handle._obj.value = 100 + index
-            return 0
-
-        def nvmlDeviceGetCudaComputeCapability(self, handle, major, minor) -> int:
-            major._obj.value = handle.value - 100
-            minor._obj.value = 6
-            return 0
-
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: f"GPU {index}",
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (int(handle.split()[1]), 6),
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,1")
-    monkeypatch.setattr(arg_utils.ctypes, "CDLL", lambda name: Nvml())
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert arg_utils.gpu_capability() == (8, 6)
-    monkeypatch.setattr(Nvml, "nvmlInit_v2", lambda self: 9)
+    monkeypatch.setattr(nvml, "nvmlInit", fail)
     assert arg_utils.gpu_capability() is None
-
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(arg_utils.ctypes, "CDLL", missing)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
     assert arg_utils.gpu_capability() is None
 
 

@@ -26,7 +26,7 @@ from teachvllm.engine.core_proc import MPClient, drop_stale
 from teachvllm.engine.llm_engine import LLMEngine
 from teachvllm.executor.executor_base import EngineDeadError
 from teachvllm.llm import run_requests
-from teachvllm.messages import EngineCoreOutput
+from teachvllm.messages import EngineCoreOutput, EngineCoreRequest
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.worker.worker import Worker
 
@@ -188,6 +188,97 @@ def test_refused_requests_end_with_an_error(engine: LLMEngine) -> None:
     with pytest.raises(ValueError, match="logits_processors cannot be sent to the core's process"):
         engine.add_request("unsendable", PROMPTS[0], lock)
     assert lock.logits_processors and not engine.has_unfinished_requests()
+
+
+# Fields of the wrong type, as a caller of the client or a front that checks less could send them.
+WRONG_FIELDS: list[dict[str, Any]] = [
+    {"priority": True},
+    {"stop_token_ids": [True]},
+    {"prompt_token_ids": ["7"]},
+    {"sampling_params": {"temperature": True}},
+    {"sampling_params": {"allowed_token_ids": [True]}},
+    {"sampling_params": {"logit_bias": {True: 1.0}}},
+    {"sampling_params": {"logit_bias": {5: True}}},
+    {"sampling_params": {"extra_args": {1: 2}}},
+]
+
+
+def test_a_wrongly_typed_request_is_refused_alone(engine: LLMEngine) -> None:
+    "The core answers for this request, goes on with the others, and is alive."
+    client = engine.engine_core
+    engine.add_request(
+        "fine", PROMPTS[0], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    )
+    refused = {}
+    for i, changes in enumerate(WRONG_FIELDS):
+        request = EngineCoreRequest(f"wrong-{i}", [5, 6], SamplingParams(max_tokens=3), seed=0)
+        for name, value in changes.get("sampling_params", {}).items():
+            setattr(request.sampling_params, name, value)
+        for name in changes.keys() - {"sampling_params"}:
+            setattr(request, name, changes[name])
+        client.add_request(request)
+    for wrong_id in (5, None, b"5", (5,)):
+        with pytest.raises(ValueError, match="must be a string"):
+            client.add_request(
+                EngineCoreRequest(wrong_id, [5, 6], SamplingParams(max_tokens=3), seed=0)
+            )
+    client.abort_requests([(5, None), ((5, 6), 0)])  # nobody has such an id
+    num_tokens = 0
+    while client.running:
+        outputs = client.get_output()
+        refused |= dict(outputs.refused)
+        num_tokens += sum(len(one.new_token_ids) for one in outputs.outputs)
+    assert refused.keys() == {f"wrong-{i}" for i in range(len(WRONG_FIELDS))}
+    assert all("Expected `" in why for why in refused.values()) and num_tokens == 20
+    engine.abort_request("fine")
+    client.call_utility("get_stats")
+
+
+class UnpickledOnlyHere:
+    "It can be sent; what receives it fails, in a way that is no `Exception`."
+
+    def __reduce__(self) -> Any:
+        return sys.exit, ("no such module",)
+
+    def __call__(self, output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+def test_what_cannot_be_unpickled_ends_nothing(engine: LLMEngine) -> None:
+    with pytest.raises(RuntimeError, match="SystemExit: no such module"):
+        engine.engine_core.call_utility("collective_rpc", UnpickledOnlyHere())
+    broken = SamplingParams(max_tokens=3, logits_processors=[UnpickledOnlyHere()])
+    request = EngineCoreRequest("broken", [5, 6], broken, seed=0)
+    engine.engine_core.add_request(request)
+    refused: list[tuple[str, str]] = []
+    while not refused:  # the last test's abort may still have an answer on its way
+        refused = engine.engine_core.get_output().refused
+    assert refused == [("broken", "no such module")]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_users_function_says_exit(folder: str, kind: type, workers: int) -> None:
+    """`sys.exit()` in a logits processor fails the step, as any other error there would, and
+    neither the core nor a worker ends.
+    """
+
+    def leave(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        raise kind(3)
+
+    engine = make_engine(folder, tensor_parallel_size=workers)
+    processes = engine.collective_rpc(lambda worker: os.getpid())
+    engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=4, logits_processors=[leave]))
+    with pytest.raises(RuntimeError, match=f"{kind.__name__}: 3"):
+        while True:
+            engine.step()
+    (ended,) = engine.step()
+    assert ended.request_id == "a" and ended.outputs[0].finish_reason == "error"
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    assert len(run_requests(engine, {"b": (PROMPTS[1], params)})[0].outputs[0].token_ids) == 4
+    assert engine.collective_rpc(lambda worker: os.getpid()) == processes
+    engine.close()
+    check_gone(engine)
 
 
 def test_over_ray(folder: str, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:

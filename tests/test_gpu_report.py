@@ -95,7 +95,7 @@ def test_toy_sizes_run_every_benchmark(toy: Path) -> None:
             assert "seconds" in result or name in ("sdpa_efficient", "sdpa_cudnn"), (name, result)
             if name == "triton" or name.startswith("v"):
                 assert result["deviation"] < 1e-3
-    from teachvllm.bench_gpu import ABLATIONS
+    from teachvllm.benchmarks.gpu import ABLATIONS
 
     assert [
         row["turned_off"] for row in report["results"] if row["bench"] == "bench_engine"
@@ -302,7 +302,7 @@ def test_the_single_stream_figure_is_without_the_prompt(monkeypatch: pytest.Monk
     """What is divided by is the time after the first token. Here a quarter of a second passes
     before it, on any machine.
     """
-    from teachvllm import bench_gpu
+    from teachvllm.benchmarks import gpu as bench_gpu
 
     shape = {
         **bench_gpu.QWEN3_0_6B,
@@ -338,7 +338,7 @@ def test_on_a_gpu_the_l2_is_flushed_before_each_run_and_only_the_run_is_timed(mo
     "On stand-ins for CUDA's events: a run that takes long to queue gets more flushes before it."
     import torch
 
-    from teachvllm import bench_gpu
+    from teachvllm.benchmarks import gpu as bench_gpu
 
     log: list[str] = []
 

@@ -2,24 +2,34 @@
 where EOS comes from.
 """
 
+import asyncio
+import itertools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from helpers import make_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from teachvllm import LLM, EngineArgs, SamplingParams
 from teachvllm.config import NotSupportedYet
+from teachvllm.engine.llm_engine import Processor
+from teachvllm.entrypoints.protocol import ChatCompletionRequest, CompletionRequest
+from teachvllm.entrypoints.serving import OpenAIServing
 from teachvllm.inputs import (
+    IncrementalDetokenizer,
     InputProcessor,
     apply_chat_template,
     get_default_sampling_params,
     get_eos_token_ids,
     get_tokenizer,
 )
+from teachvllm.outputs import CompletionOutput, RequestOutput
 from teachvllm.sampling_params import BeamSearchParams, RequestOutputKind
 
 CONFIG = {
@@ -59,8 +69,8 @@ def model_config(folder: Path, generation: dict | None = None, **config):
 def test_refusals_have_the_phrases_that_vllm_has(smollm) -> None:
     process = InputProcessor(*smollm)
     for prompt, phrase in (
-        ("", "prompt cannot be empty"),
-        ([], "prompt cannot be empty"),
+        ("", "The decoder prompt cannot be empty"),
+        ([], "The decoder prompt cannot be empty"),
         ([1] * 1024, "longer than the maximum model length of 1024"),
         ([10**6], "out of vocabulary"),
         ([-1], "out of vocabulary"),
@@ -88,6 +98,58 @@ def test_a_far_too_long_prompt_is_refused_by_its_beginning(smollm) -> None:
     assert seen[-1] == 100_000, "of a text that is truncated the end counts: all of it is tokenized"
     text = " " * 40_000 + "a"  # runs of spaces are few tokens: not refused by their characters
     assert len(process(text, SamplingParams())[1]) < 1024
+
+
+def test_a_cache_salt_is_carried_to_the_core(smollm) -> None:
+    "By a prompt of either kind, whatever the request asks for; not into the log."
+    config = EngineArgs(max_model_len=1024).create_engine_config()
+    process = Processor(config, smollm[1])
+    salted: list[Any] = [{"prompt": "Hi"}, {"prompt_token_ids": [5, 6]}]
+    for params in (SamplingParams(), BeamSearchParams(beam_width=2, max_tokens=3)):
+        for prompt in salted:
+            request, _ = process("a", prompt | {"cache_salt": "tenant"}, params)
+            assert request.cache_salt == "tenant"
+            assert process("a", prompt, params)[0].cache_salt is None
+    for wrong in ("", 5, b"tenant", "\ud800"):
+        with pytest.raises(ValueError, match="cache_salt"):
+            process("a", {"prompt": "Hi", "cache_salt": wrong}, SamplingParams())
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_served_cache_salt_is_in_the_prompt_and_not_in_the_log(
+    smollm, chat: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    "And a request id with a new line makes no second line in the log."
+    sent = []
+
+    class Engine:
+        model_config = smollm[0]
+        tokenizer = smollm[1]
+
+        async def generate(self, prompt: Any, *args: Any, **options: Any):
+            sent.append(prompt)
+            answer = CompletionOutput(0, "yes", [5], finish_reason="stop")
+            yield RequestOutput("a", None, [6], [answer], True)
+
+    serving = OpenAIServing(Engine(), log_requests=True)  # type: ignore[arg-type]
+    common = {"cache_salt": "tenant 7", "request_id": "a\nINFO forged", "max_tokens": 2}
+    make: Any = serving.create_chat_completion if chat else serving.create_completion
+    request: Any
+    if chat:
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "Hi"}], **common)
+    else:
+        request = CompletionRequest(prompt=["Hi", "Ho"], **common)
+    logger = logging.getLogger("teachvllm")
+    logger.addHandler(caplog.handler)  # also where another test has ended its propagation
+    try:
+        with caplog.at_level(logging.INFO, "teachvllm"):
+            asyncio.run(make(request))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert sent and all(prompt["cache_salt"] == "tenant 7" for prompt in sent)
+    lines = {record.getMessage() for record in caplog.records}
+    assert len(lines) == len(sent)
+    assert not any("\n" in line or "tenant 7" in line for line in lines)
 
 
 # Parameters
@@ -227,6 +289,113 @@ def test_eos_of_a_gguf_file_is_its_headers(tmp_path: Path) -> None:
     assert config.eos_token_id is None
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] is None
+
+
+# Text that grows
+
+
+class Bytes:
+    "A tokenizer whose tokens are bytes; 256 is a special token. It counts the ids that it decodes."
+
+    num_decoded = 0
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True, **_: Any) -> str:
+        self.num_decoded += len(token_ids)
+        special = "" if skip_special_tokens else "<end>"
+        pieces = []
+        for is_special, run in itertools.groupby(token_ids, key=lambda i: i == 256):
+            count = list(run)
+            pieces.append(special * len(count) if is_special else count)
+        if skip_special_tokens:  # they do not divide what stands to their left and right
+            return self.text_of([i for i in token_ids if i != 256])
+        return "".join(p if isinstance(p, str) else self.text_of(p) for p in pieces)
+
+    def text_of(self, data: list[int]) -> str:
+        return bytes(data).decode("utf-8", "replace")
+
+
+class ByteFallback(Bytes):
+    "As Llama's: of a run of bytes that is no text, every byte is U+FFFD."
+
+    def text_of(self, data: list[int]) -> str:
+        try:
+            return bytes(data).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(data)
+
+
+def streamed(
+    tokenizer: Any, prompt: list[int], pieces: list[list[int]], **options: bool
+) -> tuple[str, str]:
+    "The text that pieces of an output bring one by one, and the one that they have at last."
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, **options)
+    shown = ""
+    for piece in pieces:
+        detokenizer.append(piece)
+        shown += detokenizer.update()
+    return shown + detokenizer.update(last=True), detokenizer.text
+
+
+ANY_BYTES = st.lists(
+    st.sampled_from([0x61, 0x20, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x8E, 0x89, 0xFF, 256]),
+    max_size=40,
+)
+
+
+@given(
+    st.text("a é€🎉\ufffd", max_size=4),
+    ANY_BYTES,
+    st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_bytes_stream_to_the_text_that_they_have_at_once(
+    prompt: str, output: list[int], sizes: list[int], skip: bool
+) -> None:
+    ids = [*prompt.encode()]
+    cuts = [0, *itertools.accumulate(sizes)]
+    pieces = [output[a:b] for a, b in itertools.pairwise(cuts)]
+    before = Bytes().decode(ids)
+    whole = Bytes().decode(ids + output, skip_special_tokens=skip)[len(before) :]
+    for parts in ([[i] for i in output], pieces, [output]):
+        assert streamed(Bytes(), ids, parts, skip_special_tokens=skip) == (whole, whole)
+
+
+@given(
+    st.text("a é€🎉\ufffd", max_size=8),
+    st.text("a é€🎉\ufffd", min_size=1, max_size=30),
+    st.integers(1, 5),
+)
+@settings(max_examples=150, deadline=None)
+def test_text_in_single_bytes_is_shown_as_it_is(prompt: str, text: str, size: int) -> None:
+    "Also U+FFFD itself, which a text may have, in rows."
+    output = [*text.encode()]
+    for tokenizer in (Bytes(), ByteFallback()):
+        for parts in ([[i] for i in output], [output[i : i + size] for i in range(0, 120, size)]):
+            assert streamed(tokenizer, [*prompt.encode()], parts) == (text, text)
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes, ByteFallback])
+@pytest.mark.parametrize("output", [[0xFF], [0x20, 256], [256], [0xEF, 0xBF, 0xBD], [0xC3, 256]])
+def test_work_grows_with_the_length_where_no_text_comes(tokenizer: Any, output: list[int]) -> None:
+    "Bytes that are no text, and special tokens, both of which show nothing for long."
+    work = {}
+    for length in (250, 2000):
+        counting = tokenizer()
+        ids = (output * length)[:length]
+        streamed(counting, [0x61], [[i] for i in ids])
+        work[length] = counting.num_decoded
+    assert work[2000] < 10 * work[250]
+    assert work[2000] < 2000 * 200
+
+
+def test_nonsense_is_shown_before_the_end() -> None:
+    detokenizer = IncrementalDetokenizer(Bytes(), [0x61])
+    shown = []
+    for _ in range(12):
+        detokenizer.append([0xFF])
+        shown.append(detokenizer.update())
+    assert "".join(shown[:6]) != "" and len("".join(shown)) >= 8
 
 
 # Chat

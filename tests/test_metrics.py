@@ -174,6 +174,25 @@ def test_boundaries_are_those_of_vllm(config: Any) -> None:
     assert bounds("iteration_tokens_total") == [1, *(2**i for i in range(3, 15))]
 
 
+def test_tokens_of_one_message_share_the_time_since_the_last(
+    config: Any, clock: SimpleNamespace
+) -> None:
+    "The mean is the time for a token, and the sum that of the decoding, however many come at once."
+    metrics = PrometheusStatLogger(config)
+    metrics.add_request(request("a", 40, max_tokens=9))
+    for now, num_tokens in ((103.0, 2), (104.0, 4), (104.5, 1)):
+        clock.now = now
+        arrived = EngineCoreOutput("a", 0, [1] * num_tokens, "length" if now == 104.5 else None)
+        ends = [output("a", "length")] if arrived.finish_reason else []
+        metrics.record(EngineCoreOutputs([arrived]), ends)
+    assert sample(metrics, "inter_token_latency_seconds_sum") == 1.5
+    assert sample(metrics, "inter_token_latency_seconds_count") == 5
+    assert sample(metrics, "inter_token_latency_seconds_bucket", le="0.3") == 4
+    assert sample(metrics, "request_decode_time_seconds_sum") == 1.5
+    assert sample(metrics, "generation_tokens_total") == 7
+    assert sample(metrics, "request_generation_tokens_sum") == 7
+
+
 def test_latencies_are_exact(config: Any, clock: SimpleNamespace) -> None:
     metrics = PrometheusStatLogger(config)
     metrics.add_request(request("a", 40, max_tokens=7))

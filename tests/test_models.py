@@ -3,6 +3,7 @@ is served or refused.
 """
 
 import importlib
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,7 @@ from teachvllm.model_executor.rotary_embedding import (
     llama3_frequencies,
     rope_parameters,
 )
+from teachvllm.transformers_utils import cache_folder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -621,6 +623,74 @@ def test_gguf(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     logits = paged_logits(Paged(get_model_class(config), stored), sequences, 64)
     for got, ids in zip(logits, sequences, strict=True):
         assert (got - hf_model(torch.tensor([ids])).logits[0]).abs().max() < 1e-4
+
+
+def test_an_edited_gguf_file_has_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Wherever it is edited, however fast; and the same content, elsewhere, has the same."
+    monkeypatch.setenv("TEACHVLLM_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    size = 40_000_000
+    path.write_bytes(b"GGUF" + bytes(size - 4))
+    unchanged = cache_folder(path)
+    names = {unchanged}
+    for start in range(4, size, size // 20):
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(b"x" * 300_000)
+        names.add(cache_folder(path))
+    assert len(names) == 21 and path.stat().st_size == size
+    copy = tmp_path / "another place" / "model.gguf"
+    copy.parent.mkdir()
+    copy.write_bytes(b"GGUF" + bytes(size - 4))
+    assert cache_folder(copy) == unchanged
+
+
+def test_a_gguf_files_hash_is_computed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as path, size and time stay. A note that is half written, and a folder that cannot be
+    made, are passed over.
+    """
+    monkeypatch.setenv("TEACHVLLM_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(1000))
+    os.utime(path, (1e9, 1e9))  # long ago: what has just changed is never noted
+    first = cache_folder(path)
+    (note,) = (tmp_path / "cache" / "hashes").iterdir()
+    path.write_bytes(bytes([1] * 1000))
+    os.utime(path, (1e9, 1e9))  # nothing tells that it was changed, so this shows what was noted
+    assert cache_folder(path) == first
+    os.utime(path, (1e9, 1e9 + 1))
+    second = cache_folder(path)
+    assert second != first
+    note.write_text(note.read_text()[:10])
+    os.utime(path, (1e9, 1e9))
+    assert cache_folder(path) == second
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TEACHVLLM_CACHE", str(tmp_path / "file"))
+    assert cache_folder(path).name == second.name
+
+
+@pytest.mark.parametrize("room", [300, 20_000, 100_000])
+def test_a_full_disk_while_a_gguf_file_is_converted(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Whichever file is cut short, the message says what to do, and nothing half done is left."
+    pytest.importorskip("gguf")
+    resource = pytest.importorskip("resource")
+    monkeypatch.setenv("TEACHVLLM_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "model.gguf", "llama", tiny_model(GGUF_CONFIGS["llama"]()))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # for every file, in bytes
+    try:
+        with pytest.raises(ValueError, match="cannot keep the converted model.*TEACHVLLM_CACHE"):
+            convert_gguf(tmp_path / "model.gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(path.name != "hashes" for path in (tmp_path / "cache").iterdir())
+    assert convert_gguf(tmp_path / "model.gguf").is_dir()
 
 
 def test_a_gguf_file_that_is_not_served_is_refused_by_name(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ sys.meta_path.insert(0, NoNbdev())
 
 NO_TRITON = importlib.util.find_spec("triton") is None
 IMPORTS_TRITON = re.compile(
-    r"^(import triton|from triton|from teachvllm\.attention\.triton|.*\bbench_gpu\b)", re.MULTILINE
+    r"^(import triton|from triton|from teachvllm\.attention\.triton|.*\bbenchmarks(\.| import )gpu\b)",
+    re.MULTILINE,
 )
 
 

@@ -8,21 +8,25 @@ largest; every log-probability must be transformers' own.
 
 import re
 import threading
+import uuid
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from helpers import VOCAB, make_tiny, random_prompts
 from test_cuda_graph import PoisonedOracle, StandInWorker
 
-from teachvllm import LLM, RequestOutputKind, SamplingParams
+from teachvllm import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from teachvllm.inputs import IncrementalDetokenizer, InputProcessor
+from teachvllm.messages import EngineCoreRequest
 from teachvllm.model_executor.sampler import Sampler
 from teachvllm.outputs import Logprob
+from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.sequence import sequence_seed
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
@@ -712,6 +716,94 @@ def test_from_optional_reads_what_json_holds() -> None:
     for wrong in ({"x": 1.0}, {"3": "much"}, {"3": float("nan")}, [3]):
         with pytest.raises(ValueError, match="logit_bias="):
             SamplingParams.from_optional(logit_bias=wrong)
+
+
+WRONG_TYPES: list[dict[str, Any]] = [
+    {"temperature": True},
+    {"temperature": 10**400},
+    {"presence_penalty": False},
+    {"n": True},
+    {"seed": True},
+    {"logprobs": True},
+    {"stop_token_ids": [True]},
+    {"stop_token_ids": True},
+    {"allowed_token_ids": [True]},
+    {"logit_bias": {True: 1.0}},
+    {"logit_bias": {5: True}},
+    {"extra_args": {1: 2}},
+    {"extra_args": 5},
+    {"stop": "\ud800"},
+    {"repetition_penalty": 1e-320},
+    {"repetition_penalty": 1e300},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_TYPES, ids=str)
+def test_wrong_types_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    "What a message to the core could not hold, or would arrive as something else."
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        stop_token_ids=[np.int64(4)],
+        allowed_token_ids=np.int32(5),
+        logit_bias={np.int64(6): np.float32(1)},
+    )
+    request = EngineCoreRequest("a", [1], params, seed=0)
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest)
+    assert arrived == request
+    assert params.logit_bias == {6: 1.0} and params.allowed_token_ids == [5]
+
+
+@pytest.mark.parametrize("penalty", [1e308, -1e308, 1e5, float("nan")])
+def test_a_length_penalty_that_overflows_is_refused(penalty: float) -> None:
+    with pytest.raises(ValueError, match="length_penalty=.* must be between -10 and 10"):
+        BeamSearchParams(beam_width=2, max_tokens=4, length_penalty=penalty)
+
+
+WRONG_REQUESTS: list[dict[str, Any]] = [
+    {"request_id": 7},
+    {"request_id": None},
+    {"request_id": b"7"},
+    {"request_id": ("7",)},
+    {"request_id": uuid.UUID(int=7)},
+    {"request_id": "\ud800"},
+    {"priority": True},
+    {"priority": 2**63},
+    {"extra_args": {"a": object()}},
+    {"extra_args": {"a": 2**70}},
+    {"prompt": [True, 5]},
+]
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_wrong_requests_are_refused_alike_by_every_client(
+    tiny: tuple[str, Any], in_process: bool
+) -> None:
+    "By name, before anything is sent; the engine goes on."
+    sizes = {"num_gpu_blocks_override": 64, "max_model_len": 128}
+    how = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+    args = EngineArgs(tiny[0], **sizes, **how, scheduling_policy="priority")
+    engine = LLMEngine.from_engine_args(args, enable_multiprocessing=not in_process)
+    try:
+        for wrong in WRONG_REQUESTS:
+            fields = {"request_id": "a", "prompt": [5, 6], "priority": 0, "extra_args": None}
+            fields |= wrong
+            params = SamplingParams(max_tokens=2, extra_args=fields.pop("extra_args"))
+            with pytest.raises(ValueError, match=next(iter(wrong))):
+                engine.add_request(**fields, params=params)
+        assert not engine.has_unfinished_requests()
+        engine.add_request("a", [5, 6], SamplingParams(max_tokens=2, ignore_eos=True))
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 2
+    finally:
+        engine.close()
 
 
 def test_values_out_of_range_name_their_field() -> None:

@@ -28,6 +28,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 pytest.importorskip("zmq")
 
+import uvicorn  # noqa: E402
 from fastapi import APIRouter  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
@@ -37,6 +38,7 @@ from teachvllm import LLM, EngineArgs, SamplingParams  # noqa: E402
 from teachvllm.engine.async_llm import AsyncLLM  # noqa: E402
 from teachvllm.entrypoints.api_server import (  # noqa: E402
     ServerArgs,
+    TimedConnection,
     add_server_args,
     bind,
     build_app,
@@ -273,7 +275,10 @@ COMPLETIONS = [
         "guided_whitespace_pattern",
         "structured output",
     ),
-    ({"prompt": "Hello", "cache_salt": "a"}, "cache_salt", "prefix cache"),
+    ({"prompt": "Hello", "cache_salt": ""}, "cache_salt", "at least 1"),
+    ({"prompt": "Hello", "cache_salt": 7}, "cache_salt", "string"),
+    ({"prompt": "Hello", "cache_salt": "a" * 1025}, "cache_salt", "1024"),
+    ({"prompt": "Hello", "repetition_penalty": 1e-320}, "repetition_penalty", "from 1e-5"),
     ({"prompt": "Hello", "return_token_ids": True}, "return_token_ids", "text only"),
     ({"prompt": "Hello", "suffix": "x"}, "suffix", "not inserted"),
     ({"prompt": "Hello", "guided_json": {}}, "guided_json", "structured output"),
@@ -610,6 +615,64 @@ def test_clients_that_send_slowly_are_shut_out(speaker: str) -> None:
         answers = [b"".join(iter(lambda sock=sock: sock.recv(65536), b"")) for sock in socks]
     assert answers[:2] == [b"", b""]  # closed
     assert b" 408 " in answers[2].splitlines()[0] and b"--request-timeout" in answers[2]
+
+
+def test_a_connection_in_use_is_not_closed(speaker: str) -> None:
+    """An answer may take longer than a request's headers may, and so may two that were asked for at
+    once; then the connection waits as long as at first.
+    """
+    router = APIRouter()
+
+    @router.get("/slow")
+    async def slow() -> str:
+        await asyncio.sleep(1.5)
+        return "slow"
+
+    args = ServerArgs(port=0, request_timeout=1.0)
+    with serve_in_background(EngineArgs(speaker, **OPTIONS), args, routers=[router]) as url:
+        place = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with socket.create_connection(place, timeout=20) as sock:
+            for _ in range(2):
+                sock.sendall(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n" * 2)
+                answers = b""
+                while answers.count(b'"slow"') < 2:
+                    piece = sock.recv(65536)
+                    assert piece, "closed while it was in use"
+                    answers += piece
+            assert sock.recv(65536) == b""
+
+
+def test_two_requests_on_one_connection_may_overlap() -> None:
+    "The first one's coroutine ends after the second has begun: no timer runs until both are over."
+
+    class Transport(asyncio.Transport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return default
+
+        def is_closing(self) -> bool:
+            return False
+
+        def close(self) -> None:
+            "It is closed already."
+
+    async def overlap() -> list[bool]:
+        config = uvicorn.Config(ask_app, lifespan="off", log_config=None)
+        connection = TimedConnection(
+            set(), 60.0, {}, config=config, server_state=uvicorn.server.ServerState()
+        )
+        connection.connection_made(Transport())
+        found = [connection.timer.cancelled()]
+        with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+            first.enter_context(connection.answering("/a"))
+            second.enter_context(connection.answering("/b"))
+            first.close()
+            found.append(connection.timer.cancelled())
+            second.close()
+            found.append(connection.timer.cancelled())
+        connection.connection_lost(None)
+        return [*found, connection.timer.cancelled()]
+
+    assert asyncio.run(overlap()) == [False, True, False, True]
 
 
 def test_headers_have_a_limit(url: str) -> None:

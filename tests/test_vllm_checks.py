@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -100,7 +99,7 @@ def test_a_method_knows_vllms_arguments(method: str) -> None:
 
 
 def test_arguments_that_ask_for_nothing_are_accepted_and_others_refused_by_name(
-    llm: LLM, folder: str
+    llm: LLM, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     short = SamplingParams(max_tokens=1)
@@ -131,12 +130,9 @@ def test_arguments_that_ask_for_nothing_are_accepted_and_others_refused_by_name(
                     call(**{name: "mine"})
                 with pytest.raises(TypeError, match="lora_reqest"):
                     call(lora_reqest=None)
+        monkeypatch.setattr("teachvllm.llm.require_pooler", lambda *_, **__: None)
         with pytest.raises(NotSupportedYet, match="prompt_adapter_request"):
-            LLM.classify(
-                SimpleNamespace(_pooler=lambda *_, **__: None, encode=embedder.encode),
-                "Hi",
-                prompt_adapter_request=1,
-            )  # type: ignore[arg-type]
+            embedder.classify("Hi", prompt_adapter_request=1)
 
 
 def test_token_ids_in_place_of_use_tqdm_are_refused(llm: LLM) -> None:

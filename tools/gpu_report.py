@@ -1,4 +1,4 @@
-"""Run the tests marked `gpu` and every benchmark of teachvllm.bench_gpu, and write
+"""Run the tests marked `gpu` and every benchmark of teachvllm.benchmarks.gpu, and write
 docs/gpu-report.md about it.
 
     python tools/gpu_report.py                  on a machine with an NVIDIA GPU; needs torch, triton, transformers, matplotlib,
@@ -59,7 +59,7 @@ GPU_LOST = 3  # exit status of a child whose GPU answers no more: the next task 
 
 
 def task(bench: str, needs: float, **args: Any) -> Row:
-    "One call of `teachvllm.bench_gpu.<bench>`. It is begun only if `needs` seconds are left."
+    "One call of `teachvllm.benchmarks.gpu.<bench>`. It is begun only if `needs` seconds are left."
     return {"bench": bench, "needs": needs, "args": args}
 
 
@@ -144,7 +144,7 @@ def toy_tasks() -> list[Row]:
 
 
 def ablations() -> list[str]:
-    from teachvllm.bench_gpu import ABLATIONS
+    from teachvllm.benchmarks.gpu import ABLATIONS
 
     return list(ABLATIONS)
 
@@ -156,7 +156,7 @@ def child(tasks_file: str, results_file: str, deadline: float) -> None:
     """Run tasks, and append a line of JSON for each. Nothing could be trusted after a GPU was lost,
     so that is the end.
     """
-    from teachvllm import bench_gpu
+    from teachvllm.benchmarks import gpu as bench_gpu
 
     for item in json.loads(Path(tasks_file).read_text()):
         began = time.perf_counter()
@@ -890,7 +890,7 @@ def measure(out: Path, budget: float, toy: bool, tests: bool, resume: bool = Fal
     """Everything, within about `budget` seconds; with `resume` only what an earlier run has no
     result of.
     """
-    from teachvllm.bench_gpu import QWEN3_0_6B, requests_that_fit
+    from teachvllm.benchmarks.gpu import QWEN3_0_6B, requests_that_fit
 
     began = time.time()
     asked = subprocess.run(

@@ -100,19 +100,18 @@ class RequestOutputCollector:
 
 # %% ../../nbs/62_async_llm.ipynb #fa200b82
 class StatLoggerBase(Protocol):
-    """What watches an `AsyncLLM`: it is told of each request, of each step's news, and of requests
-    that are aborted.
+    """What watches an `AsyncLLM`: it is called for each request, for what each step brings, and for
+    requests that are aborted.
 
-    One that has a method `fail_request(request_id)`, too, is told there of requests that end with
-    an exception, because the core died or the engine was closed; any other is told in
-    `abort_request`.
+    Its method `fail_request(request_id)`, if it has one, is called for requests that end with an
+    exception, because the core died or the engine was closed; if it has none, `abort_request` is.
     """
 
     def add_request(self, request: EngineCoreRequest) -> None:
         "A request was sent to the core."
 
     def record(self, arrived: EngineCoreOutputs, outputs: list[Any]) -> None:
-        """A step's news came from the core, and these outputs were made of it (`RequestOutput`s,
+        """A step's outputs came from the core, and these were made of them (`RequestOutput`s,
         `PoolingRequestOutput`s).
         """
 
@@ -125,7 +124,7 @@ class AsyncLLM:
     request_id)`.
 
     It has the parts of `LLMEngine`, and a core in a process of its own. One task of the running
-    event loop hands the core's news to the requests. When the core dies, every request and every
+    event loop hands the core's outputs to the requests. When the core dies, every request and every
     later call raises `EngineDeadError`. vLLM V1: `v1/engine/async_llm.py`.
     """
 
@@ -276,7 +275,7 @@ class AsyncLLM:
                 logger.exception("%s.%s failed", type(stat_logger).__name__, event)
 
     async def _handle_outputs(self) -> None:
-        """While there are requests, hand the core's news to them. A failed step ends those that
+        """While there are requests, hand the core's outputs to them. A failed step ends those that
         were in it; death ends all.
         """
         while self.collectors:

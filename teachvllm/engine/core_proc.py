@@ -74,10 +74,12 @@ def import_zmq() -> Any:
 
 # %% ../../nbs/54_core_process.ipynb #532a7c2d
 def answer_to(function: Callable, *args: Any) -> list[bytes]:
-    "What a function returns, or how it fails, as the two last parts of a message."
+    """What a function returns, or how it fails, as the two last parts of a message. A `SystemExit`
+    of a user's function is a failure, too.
+    """
     try:
         return [b"", cloudpickle.dumps(function(*args), 5)]
-    except Exception as error:
+    except BaseException as error:
         return [b"error", describe_error(error)]
 
 # %% ../../nbs/54_core_process.ipynb #afe4b9e9
@@ -95,7 +97,6 @@ class EngineCoreProc:
         self.is_stopped = False
         self.num_aborts = 0
         self.decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
-        self.decode_aborts = msgspec.msgpack.Decoder(list[tuple[str, int | None]]).decode
         self.encode = msgspec.msgpack.Encoder().encode
 
     def run_busy_loop(self) -> None:
@@ -113,7 +114,8 @@ class EngineCoreProc:
     def _step(self) -> None:
         try:
             outputs = self.core.step()
-        except Exception as error:  # the next step says which requests it has ended
+        except BaseException as error:  # Ctrl-C never comes here: it is a user's `sys.exit()`, say
+            # the next step says which requests it has ended
             self.sock.send_multipart([FAILED, describe_error(error)])
             return
         self._send(outputs)
@@ -127,26 +129,31 @@ class EngineCoreProc:
         if kind == ADD:
             self._add_request(*data)
         elif kind == ABORT:
-            self.core.abort_requests(self.decode_aborts(data[0]))
+            aborts = msgspec.msgpack.decode(data[0])
+            # an id of another type is no request's
+            self.core.abort_requests([abort for abort in aborts if isinstance(abort[0], str)])
             self.num_aborts += 1
             if not self.core.has_work():  # no step will tell how the queues stand now
                 self._send(EngineCoreOutputs())
         elif kind == UTILITY:
-            method, args = cloudpickle.loads(data[1])
-            self.sock.send_multipart(
-                [RESULT, data[0], *answer_to(lambda: getattr(self.core, method)(*args))]
-            )
+            self.sock.send_multipart([RESULT, data[0], *answer_to(self._call_utility, data[1])])
         else:
             self.is_stopped = True
 
+    def _call_utility(self, call: bytes) -> Any:
+        method, args = cloudpickle.loads(call)
+        return getattr(self.core, method)(*args)
+
     def _add_request(self, data: bytes, functions: bytes = b"") -> None:
-        request = self.decode_request(data)
+        "Queue a request. Whatever is wrong with it, also its types, is said of this one alone."
         try:
+            request = self.decode_request(data)
             if functions:
                 request.sampling_params.logits_processors = cloudpickle.loads(functions)
             self.core.add_request(request)
-        except Exception as error:
-            refused = self.encode((request.request_id, str(error) or repr(error)))
+        except BaseException as error:
+            request_id = msgspec.msgpack.decode(data)[0]  # it is readable, whatever its type
+            refused = self.encode((request_id, str(error) or repr(error)))
             self.sock.send_multipart([REFUSED, refused, str(self.num_aborts).encode()])
 
 # %% ../../nbs/54_core_process.ipynb #d27f30ba
@@ -171,16 +178,16 @@ def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
 
 # %% ../../nbs/54_core_process.ipynb #429c744a
 def drop_stale(
-    news: list[EngineCoreOutput],  # of one message
+    outputs: list[EngineCoreOutput],  # of one message
     # ids of requests, with the number of their abort: 1 for the first that was sent
     aborted: dict[str, int],
     num_seen: int,  # aborts that the core had seen when it sent the message
 ) -> tuple[list[EngineCoreOutput], dict[str, int]]:
-    """The news that are of no aborted request, and the aborts that the core had not seen when it
+    """The outputs that are of no aborted request, and the aborts that the core had not seen when it
     sent them.
     """
     waiting = {request_id: number for request_id, number in aborted.items() if number > num_seen}
-    return [one for one in news if one.request_id not in waiting], waiting
+    return [output for output in outputs if output.request_id not in waiting], waiting
 
 # %% ../../nbs/54_core_process.ipynb #3a330b74
 def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[socket.socket]) -> None:
@@ -279,7 +286,13 @@ class MPClient:
     # What InprocClient has, too
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        "Queue a request. Functions in it travel by value: `ValueError` if they cannot."
+        """Queue a request. Functions in it travel by value: `ValueError` if they cannot, or if the
+        id, by which its answers find back, is no string.
+        """
+        require(
+            isinstance(request.request_id, str),
+            f"request_id={request.request_id!r:.100} must be a string",
+        )
         functions = request.sampling_params.logits_processors
         if not functions:
             self._send(ADD, self.encode(request))
@@ -366,7 +379,7 @@ class MPClient:
                 )
             self.arrived.append(outputs)
             self.running.difference_update(
-                news.request_id for news in outputs.outputs if news.request_finished
+                output.request_id for output in outputs.outputs if output.request_finished
             )
         elif kind == RESULT and data[0] in self.abandoned:
             self.abandoned.remove(data[0])
@@ -454,7 +467,7 @@ class AsyncMPClient(MPClient):
         self._listen_no_more()
         self.stop()
         if self.loop and not self.loop.is_closed():
-            self.news.set()  # for those calls that still wait: they will see that it is over
+            self.arrival.set()  # for those calls that still wait: they will see that it is over
 
     def _send(self, *message: bytes) -> None:
         super()._send(*message)
@@ -467,10 +480,10 @@ class AsyncMPClient(MPClient):
         self._listen()
         while not there():
             self._check()
-            self.news.clear()
+            self.arrival.clear()
             self._drain()
             if not there():
-                await self.news.wait()
+                await self.arrival.wait()
 
     def _listen(self) -> None:
         "Have the running loop look at the socket, and at the process's life."
@@ -480,7 +493,7 @@ class AsyncMPClient(MPClient):
         self._check()
         self._listen_no_more()
         self.loop = loop
-        self.news = asyncio.Event()
+        self.arrival = asyncio.Event()
         self.watched = (self.sock.fd, self.life.fileno())
         drain = weakref.WeakMethod(self._drain)  # a loop does not keep the engine alive
         for fd in self.watched:
@@ -501,4 +514,4 @@ class AsyncMPClient(MPClient):
                 came = True
                 self._receive(0.0)
         if came:
-            self.news.set()
+            self.arrival.set()

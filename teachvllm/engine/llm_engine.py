@@ -15,6 +15,8 @@ from dataclasses import replace
 from threading import RLock
 from typing import Any
 
+import msgspec
+
 from ..arg_utils import EngineArgs
 from ..config import VllmConfig, require
 from .core import InprocClient
@@ -35,6 +37,7 @@ from teachvllm.sampling_params import (
     PoolingParams,
     RequestOutputKind,
     SamplingParams,
+    is_valid_unicode,
 )
 from ..trace import StepTrace, Trace
 
@@ -62,6 +65,24 @@ def check_picklable(name: str, value: Any) -> None:
         to_bytes(value)
     except Exception as error:
         raise ValueError(f"{name} cannot be sent to the workers' processes: {error}") from error
+
+# %% ../../nbs/60_llm_engine.ipynb #95ffde48
+def check_request_id(request_id: Any) -> None:
+    "Raise `ValueError` for a request id that is no text, or cannot be written in UTF-8."
+    require(
+        isinstance(request_id, str), f"request_id={request_id!r:.80} must be a string: use str()"
+    )
+    require(is_valid_unicode(request_id), f"request_id={request_id!a:.80} is not valid Unicode")
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Raise `ValueError` if `value` is not plain data, which a message can hold: the same request
+    must do in one process and in two.
+    """
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{name} must be plain data: {error}") from error
 
 # %% ../../nbs/60_llm_engine.ipynb #66138f01
 class Processor:
@@ -97,7 +118,9 @@ class Processor:
         """The request, and the prompt's text if it has one; `ValueError` if anything about it is
         wrong.
         """
-        ok = isinstance(priority, int) and -(2**63) <= priority < 2**63
+        check_request_id(request_id)
+        ok = isinstance(priority, int) and not isinstance(priority, bool)
+        ok = ok and -(2**63) <= priority < 2**63
         require(ok, f"priority={priority!r} must be an int of 64 bits: the smaller, the sooner")
         fcfs = self.config.scheduler_config.policy == "fcfs"
         require(
@@ -105,19 +128,23 @@ class Processor:
             f'priority={priority}, but scheduling_policy is "fcfs": make it "priority"',
         )
         self.check_task(params)
+        salt = self.input_processor.get_cache_salt(prompt)
         if isinstance(params, PoolingParams):
+            check_plain("additional_data", params.additional_data)
             nothing = SamplingParams(
                 max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
             )
             text, token_ids = self.input_processor(prompt, nothing)
-            return EngineCoreRequest(
-                request_id, token_ids, nothing, 0, [], priority, pooling_params=replace(params)
-            ), text
+            vector = EngineCoreRequest(request_id, token_ids, nothing, 0, [], priority)
+            vector.pooling_params = replace(params)
+            vector.cache_salt = salt
+            return vector, text
         # a copy: the user may change it
         beam = replace(params) if isinstance(params, BeamSearchParams) else None
         params = (
             params.sampling_params() if isinstance(params, BeamSearchParams) else replace(params)
         )
+        check_plain("extra_args", params.extra_args)
         # vLLM's rule for functions that remember something: each request has its own
         if params.logits_processors:
             params.logits_processors = [
@@ -133,7 +160,7 @@ class Processor:
         seed = self.random.getrandbits(63) if params.seed is None else params.seed % 2**64
         stop_token_ids = sorted(eos.union(params.stop_token_ids))
         return EngineCoreRequest(
-            request_id, token_ids, params, seed, stop_token_ids, priority, beam
+            request_id, token_ids, params, seed, stop_token_ids, priority, beam, cache_salt=salt
         ), text
 
     def check_task(self, params: Any) -> None:

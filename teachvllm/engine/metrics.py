@@ -32,11 +32,15 @@ GAUGES = {
     ),
 }
 COUNTERS = {
-    "prompt_tokens": "Tokens of prompts, counted with the first token of the answer. How much is read?",
+    "prompt_tokens": (
+        "Tokens of prompts, counted with the first token of the answer. How much is read?"
+    ),
     "generation_tokens": "Tokens that were generated. How much is written?",
     "num_preemptions": "How often a request lost its blocks. Is the cache too small for the load?",
     "prefix_cache_queries": "Tokens of prompts that were looked up in the prefix cache.",
-    "prefix_cache_hits": "Tokens of prompts that were found there. What fraction of the prompts costs nothing?",
+    "prefix_cache_hits": (
+        "Tokens of prompts that were found there. What fraction of the prompts costs nothing?"
+    ),
 }
 
 # %% ../../nbs/63_metrics.ipynb #eec04402
@@ -182,7 +186,7 @@ class RequestStats:
     finish_reasons: dict[int, str] = field(default_factory=dict)
 
     def measure(self, now: float) -> dict[str, float]:
-        """What the histograms of requests are told when it has ended `now`: their names, with the
+        """What the histograms of requests observe when it has ended `now`: their names, with the
         values.
         """
         values: dict[str, float] = {
@@ -313,7 +317,7 @@ class PrometheusStatLogger:
             self._set_gauges()
 
     def record(self, arrived: EngineCoreOutputs, outputs: list[Any]) -> None:
-        "A step's news came from the core, and these outputs were made of it."
+        "A step's outputs came from the core, and these of the users were made of them."
         now = time.monotonic()
         if arrived.outputs:
             self._count_tokens(arrived.outputs, now)
@@ -333,19 +337,21 @@ class PrometheusStatLogger:
     def _count_tokens(self, step: list[EngineCoreOutput], now: float) -> None:
         observe_next = self.metrics["inter_token_latency_seconds"].observe
         num_prompt_tokens = num_new_tokens = 0
-        for news in step:
-            one = self.requests.get(news.request_id)
+        for output in step:
+            one = self.requests.get(output.request_id)
             if one is None:  # it was aborted, or a stop string has ended it
                 continue
-            if news.first_scheduled_time is not None:
-                one.first_scheduled_time = news.first_scheduled_time
-            if not news.new_token_ids:
+            if output.first_scheduled_time is not None:
+                one.first_scheduled_time = output.first_scheduled_time
+            if not output.new_token_ids:
                 continue
-            index = news.index
-            num_new = len(news.new_token_ids)
+            index = output.index
+            num_new = len(output.new_token_ids)
             num_new_tokens += num_new
             if index in one.last_token_times:
-                observe_next(now - one.last_token_times[index])
+                seconds = (now - one.last_token_times[index]) / num_new
+                for _ in range(num_new):
+                    observe_next(seconds)
             elif one.first_token_time is None:
                 one.first_token_time = now
                 num_prompt_tokens += one.num_prompt_tokens
@@ -372,7 +378,7 @@ class PrometheusStatLogger:
             self.ended.labels(self.model_name, reason).inc()
         if "error" in reasons or "abort" in reasons:
             return
-        if one.first_token_time is None:  # a vector: no token has told that the prompt was read
+        if one.first_token_time is None:  # a vector: no first token counted its prompt
             self.metrics["prompt_tokens"].inc(one.num_prompt_tokens)
         for name, value in one.measure(now).items():
             self.metrics[name].observe(value)
@@ -403,7 +409,7 @@ class PrometheusStatLogger:
             ).set(1)
 
     def _set_gauges(self, stats: SchedulerStats | None = None) -> None:
-        # whatever the core last said: without requests nothing waits, runs or holds a block
+        # whatever the core sent last: without requests nothing waits, runs or holds a block
         if not self.requests:
             for name in GAUGES:
                 self.metrics[name].set(0)
@@ -429,7 +435,7 @@ class LoggingStatLogger:
     def __init__(self, metrics: PrometheusStatLogger, interval: float = 5.0):
         self.metrics = metrics
         self.interval = interval
-        self.last_news = -interval
+        self.last_record = -interval
         self._begin(time.monotonic())
 
     def _begin(self, now: float) -> None:
@@ -441,15 +447,15 @@ class LoggingStatLogger:
         not diluted.
         """
         now = time.monotonic()
-        if len(self.metrics.requests) <= 1 and now - self.last_news > self.interval:
+        if len(self.metrics.requests) <= 1 and now - self.last_record > self.interval:
             self._begin(now)
 
     def abort_request(self, request_id: str) -> None:
         "Nothing to do: the metrics know."
 
     def record(self, arrived: EngineCoreOutputs, outputs: list[Any]) -> None:
-        "A step's news came from the core; log when it is time."
-        self.last_news = now = time.monotonic()
+        "A step's outputs came from the core; log when it is time."
+        self.last_record = now = time.monotonic()
         if now - self.began >= self.interval:
             self._log(now - self.began)
             self._begin(now)

@@ -494,38 +494,84 @@ def build_app(
     return app
 
 # %% ../../nbs/70b_api_server.ipynb #58175c40
-class TimedProtocol(H11Protocol):
-    """uvicorn's, and a connection that takes longer than `timeout` to send a request's headers is
-    closed.
+class TimedConnection(asyncio.Protocol):
+    """A connection that is closed when it takes longer than `timeout` seconds to send a request's
+    headers, be it the first request or the next.
 
-    Of uvicorn's two it is the one that is always installed, so that the longest headers are the
-    same everywhere.
+    It has uvicorn's protocol, and passes on to it what asyncio says. Of uvicorn's protocols it is
+    the one that is always installed, so that the longest headers are the same everywhere.
     """
 
-    # what is remembered of a look that found a request being answered: no `cycle` is the same
-    NOT_WAITING = object()
-
-    def __init__(self, *args: Any, timeout: float, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.request_timeout = timeout
+    def __init__(
+        self,
+        connections: set["TimedConnection"],  # those that are open; this one, too, while it is
+        timeout: float,
+        app_state: dict[str, Any],  # what each request will find in its scope
+        **kwargs: Any,  # uvicorn's
+    ):
+        self.connections = connections
+        self.timeout = timeout
+        self.num_requests = 0  # that are being answered; a client may send the next one early
+        self.path = ""  # of the last of them
+        self.protocol = H11Protocol(app_state={**app_state, "connection": self}, **kwargs)
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.look_again(self.NOT_WAITING)
+        "The client has connected."
+        self.transport = transport
+        self.connections.add(self)
+        self.start_timer()
+        self.protocol.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
+        "The connection is closed, by either side."
         self.timer.cancel()
+        self.connections.discard(self)
+        self.protocol.connection_lost(exc)
 
-    def look_again(self, before: Any) -> None:
-        "Close the connection if it has waited for a request since the last look; else look again."
-        waits = self.cycle is None or self.cycle.response_complete
-        if waits and before is self.cycle:
-            self.transport.close()
-        else:
-            self.timer = self.loop.call_later(
-                self.request_timeout, self.look_again, self.cycle if waits else self.NOT_WAITING
-            )
+    def data_received(self, data: bytes) -> None:
+        "The client has sent something."
+        self.protocol.data_received(data)
+
+    def eof_received(self) -> None:
+        "The client will send nothing more."
+        self.protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        "The client reads too slowly."
+        self.protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        "The client has caught up."
+        self.protocol.resume_writing()
+
+    def start_timer(self) -> None:
+        "From now on the connection waits for a request."
+        if not self.transport.is_closing():
+            loop = asyncio.get_running_loop()
+            self.timer = loop.call_later(self.timeout, self.transport.close)
+
+    @contextmanager
+    def answering(self, path: str) -> Iterator[None]:
+        "Inside this block the connection does not wait for a request: one is being answered."
+        self.timer.cancel()
+        self.num_requests += 1
+        self.path = path
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+            if not self.num_requests:
+                self.start_timer()
+
+
+def with_timed_connections(app: Callable) -> Callable:
+    "The app; each request's connection is told when its answer begins and ends."
+
+    async def timed_app(scope: Message, receive: Callable, send: Callable) -> None:
+        with scope["state"]["connection"].answering(scope["path"]):
+            await app(scope, receive, send)
+
+    return timed_app
 
 # %% ../../nbs/70b_api_server.ipynb #c3c61765
 def bind(args: ServerArgs) -> socket.socket:
@@ -572,11 +618,12 @@ class Server(UvicornServer):
         self.exit_code = 0
         self.deadline = float("inf")
         self.print_ready = print_ready
-        protocol: Any = functools.partial(TimedProtocol, timeout=args.request_timeout)
+        self.connections = set[TimedConnection]()
+        protocol: Any = functools.partial(TimedConnection, self.connections, args.request_timeout)
         grace: Any = self.GRACE
         super().__init__(
             Config(
-                app,
+                with_timed_connections(app),
                 http=protocol,
                 ws="none",
                 lifespan="off",
@@ -633,13 +680,8 @@ class Server(UvicornServer):
         for one in self.engine.stat_loggers:  # pages that watch are told, and leave
             getattr(one, "close", lambda: None)()
         await asyncio.sleep(0.05)
-        for connection in list(self.server_state.connections):
-            cycle: Any = connection.cycle  # type: ignore[union-attr]
-            if (
-                cycle
-                and not cycle.response_complete
-                and not cycle.scope["path"].startswith(GUARDED)
-            ):
+        for connection in list(self.connections):
+            if connection.num_requests and not connection.path.startswith(GUARDED):
                 connection.transport.close()
         await super().shutdown(sockets)
 
@@ -658,9 +700,10 @@ def serve_in_background(
     """
     args = args or ServerArgs(port=0)
     sock = bind(args)
-    own = AsyncLLM.from_engine_args(engine) if isinstance(engine, EngineArgs) else None
+    is_own = isinstance(engine, EngineArgs)
+    served = AsyncLLM.from_engine_args(engine) if isinstance(engine, EngineArgs) else engine
     try:
-        server = Server(build_app(own or engine, args, registry, routers), args, sock)  # type: ignore[arg-type]
+        server = Server(build_app(served, args, registry, routers), args, sock)
         thread = threading.Thread(
             target=server.run_until_stopped, name="teachvllm-server", daemon=True
         )
@@ -675,8 +718,8 @@ def serve_in_background(
             thread.join(10 * Server.GRACE)
     finally:
         sock.close()
-        if own:
-            own.shutdown()
+        if is_own:
+            served.shutdown()
 
 # %% ../../nbs/70b_api_server.ipynb #e1dd7549
 Extend = Callable[[AsyncLLM], dict[str, Any]]

@@ -56,7 +56,7 @@ _NOT_SERVED_BY_REASON: dict[str, dict[str, Any]] = {
         "guided_decoding_backend": None,
         "guided_whitespace_pattern": None,
     },
-    "all requests share one prefix cache": {"cache_salt": None},
+    "requests for vectors share one prefix cache": {"cache_salt": None},
     "responses contain text only, no token ids": {"return_token_ids": False},
     "prompts and answers are text only": {
         "audio": None,
@@ -153,6 +153,8 @@ class GenerationRequest(RequestModel):
     return_tokens_as_token_ids: bool = False  # `token_id:42` where log-probabilities name a token
     priority: Int = 0
     request_id: str | None = Field(None, min_length=1, max_length=200)
+    # cached blocks are shared with requests that have the same salt, and with no others
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 
     SAMPLING: ClassVar = (
         "n",
@@ -316,7 +318,7 @@ class ChatFields(RequestModel):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        "What the template is told."
+        "What is passed to the template."
         prompts = (
             not self.continue_final_message
             if self.add_generation_prompt is None
@@ -608,13 +610,13 @@ def describe_validation(errors: list[Any]) -> tuple[str, str | None]:
     found: dict[str, list[str]] = {}
     for error in errors:
         place = [str(part) for part in error["loc"] if part != "body"]
-        told = found.setdefault(place[0] if place else "", [])
+        messages = found.setdefault(place[0] if place else "", [])
         message = say_plainly(error["msg"])
-        if message not in told:
-            told.append(message)
+        if message not in messages:
+            messages.append(message)
     lines = [
-        f"{name}: {', or '.join(told)}" if name else ", and ".join(told)
-        for name, told in found.items()
+        f"{name}: {', or '.join(messages)}" if name else ", and ".join(messages)
+        for name, messages in found.items()
     ]
     field = next(iter(found), "") or None
     return "; ".join(lines), field

@@ -154,8 +154,8 @@ def token_name(token_id: int, logprob: Logprob | None, tokenizer: Any, as_id: bo
     "How a token is called in a response: its text, or `token_id:42`."
     if as_id or tokenizer is None:
         return f"token_id:{token_id}"
-    said = logprob.decoded_token if logprob else None
-    return tokenizer.decode([token_id]) if said is None else said
+    text = logprob.decoded_token if logprob else None
+    return tokenizer.decode([token_id]) if text is None else text
 
 # %% ../../nbs/70a_serving.ipynb #6d1c2918
 def completion_logprobs(
@@ -194,9 +194,9 @@ def chat_logprobs(
 
     def entry(token_id: int, logprob: Logprob) -> ChatLogprob:
         text = logprob.decoded_token  # and not the name, which may be `token_id:42`
-        said = None if text is None else list(text.encode("utf-8", "replace"))
+        data = None if text is None else list(text.encode("utf-8", "replace"))
         return ChatLogprob(
-            token=name(token_id, logprob), logprob=number(logprob.logprob), bytes=said
+            token=name(token_id, logprob), logprob=number(logprob.logprob), bytes=data
         )
 
     content = []
@@ -219,7 +219,7 @@ def prompt_logprobs_json(
     if asked is None or output.prompt_logprobs is None:
         return None
 
-    def told(entry: Logprob) -> dict[str, Any]:
+    def as_json(entry: Logprob) -> dict[str, Any]:
         return {
             "logprob": number(entry.logprob),
             "rank": entry.rank,
@@ -228,7 +228,7 @@ def prompt_logprobs_json(
 
     found = output.prompt_logprobs
     return [
-        {str(i): told(entry) for i, entry in entries.items()} if entries else None
+        {str(i): as_json(entry) for i, entry in entries.items()} if entries else None
         for entries in found
     ]
 
@@ -272,17 +272,17 @@ class CompletionWriter:
                 token_ids = [*output.prompt_token_ids, *token_ids]
                 logprobs = [*asked, *logprobs]
         offset = self.num_chars.get(key, 0)
-        told = (
+        entries = (
             None
             if logprobs is None
             else completion_logprobs(token_ids, logprobs, offset, self._name)
         )
-        self.num_chars[key] = offset + sum(map(len, told.tokens)) if told else 0
+        self.num_chars[key] = offset + sum(map(len, entries.tokens)) if entries else 0
         reason = "length" if request.max_tokens == 0 and part.finish_reason else part.finish_reason
         return CompletionChoice(
             index=index,
             text=text,
-            logprobs=told,
+            logprobs=entries,
             finish_reason=reason,
             stop_reason=part.stop_reason,
             prompt_logprobs=prompt_logprobs_json(output, request.prompt_logprobs),
@@ -660,7 +660,7 @@ class OpenAIServing:
         limit = self.model_config.max_model_len
         left = limit - num_prompt_tokens
         if num_prompt_tokens == 0 or left <= 0:
-            empty = f"{field} is empty: at least one token is needed"
+            empty = f"{field}: The decoder prompt cannot be empty: a prompt has at least one token"
             raise RequestError(
                 too_long(f"{num_prompt_tokens} tokens", limit, 1) if num_prompt_tokens else empty,
                 field,
@@ -700,11 +700,13 @@ class OpenAIServing:
             inner_id = new_id(request_id)  # a client may give two requests the same name
             if self.log_requests:
                 logger.info(
-                    "request %s: prompt=%.200r params=%s",
+                    "request %r: prompt=%.200r params=%s",
                     inner_id,
                     prompt.get("prompt") or prompt,
                     params,
                 )
+            if request.cache_salt is not None:  # after the log, which is not to have it
+                prompt = {**prompt, "cache_salt": request.cache_salt}
             streams.append(
                 self.engine.generate(prompt, params, inner_id, priority=request.priority)
             )

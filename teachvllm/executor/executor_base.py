@@ -264,9 +264,9 @@ def get_executor_class(vllm_config: VllmConfig) -> type[ExecutorBase]:
         issubclass(cls, ExecutorBase),
         f"distributed_executor_backend={backend!r} is not an ExecutorBase",
     )
-    one = parallel.world_size == 1 or cls is not UniProcExecutor
+    has_room = parallel.world_size == 1 or cls is not UniProcExecutor
     require(
-        one,
+        has_room,
         f'distributed_executor_backend="uni" has one worker, not {parallel.world_size}: use "mp"',
     )
     return cls

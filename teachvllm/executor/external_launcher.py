@@ -116,7 +116,7 @@ class ExecutorWithExternalLauncher(UniProcExecutor):
         parallel = self.config.parallel_config
         if parallel.pipeline_parallel_size == 1:
             return out
-        told = self.world.broadcast_object(
+        message = self.world.broadcast_object(
             msgspec.to_builtins(out), src=parallel.world_size - parallel.tensor_parallel_size
         )
-        return msgspec.convert(told, ModelRunnerOutput)
+        return msgspec.convert(message, ModelRunnerOutput)

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['logger', 'PACKAGE_ROOT', 'HEADER', 'EVERY', 'NONE', 'DONE', 'FAILED', 'STEP_FAILED', 'to_bytes', 'describe_error',
-           'rebuild_error', 'leave_with', 'carry_out', 'begin_process', 'end_process', 'worker_main', 'start_process',
-           'describe_exit', 'WorkerProcess', 'stop_processes', 'stop_workers', 'WorkerGroup', 'MultiprocExecutor']
+           'rebuild_error', 'leave_with', 'execute_order', 'begin_process', 'end_process', 'worker_main',
+           'start_process', 'describe_exit', 'WorkerProcess', 'stop_processes', 'stop_workers', 'WorkerGroup',
+           'MultiprocExecutor']
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #3003a52f
 import atexit
@@ -71,7 +72,7 @@ NONE = -2
 DONE, FAILED, STEP_FAILED = range(3)  # kinds of answers
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #a9ee3586
-def describe_error(error: Exception) -> bytes:
+def describe_error(error: BaseException) -> bytes:
     "An exception as bytes: in a line, with its traceback, and itself if it can be pickled."
     line = "".join(traceback.format_exception_only(type(error), error)).strip()
     data = b""
@@ -100,7 +101,7 @@ def leave_with(parent: int) -> None:
     os._exit(1)
 
 
-def carry_out(
+def execute_order(
     wrapper: WorkerWrapperBase, rank: int, order: bytes, who: int
 ) -> tuple[int, bytes | None]:
     """Do what an order says: the kind of the answer, and its bytes; None if this rank is not to
@@ -112,7 +113,7 @@ def carry_out(
         kwargs = kwargs[rank] if isinstance(kwargs, list) else kwargs
         result = wrapper.execute_method(method, *args, **kwargs)
         return DONE, to_bytes(result) if who in (EVERY, rank) else None
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C never comes here: it is a user's `sys.exit()`, say
         return FAILED if who == EVERY else STEP_FAILED, describe_error(error)
 
 
@@ -156,7 +157,7 @@ def worker_main(fd: int, rank: int, parent: int, log_level: int) -> NoReturn:
     with suppress(ConnectionError), socket.socket(fileno=fd) as sock, sock.makefile("rb") as orders:
         while len(header := orders.read(HEADER.size)) == HEADER.size:
             size, number, who = HEADER.unpack(header)
-            kind, data = carry_out(wrapper, rank, orders.read(size), who)
+            kind, data = execute_order(wrapper, rank, orders.read(size), who)
             if data is not None:
                 sock.sendall(HEADER.pack(len(data), number, kind) + data)
     if hasattr(wrapper.worker, "shutdown"):
@@ -262,10 +263,10 @@ class WorkerProcess:
 
     def describe_end(self) -> str:
         "Why the process is no more: its signal or exit code, and the last error that it sent."
-        said = (
+        last_words = (
             f"; its last error was\n{pickle.loads(self.last_error)[1]}" if self.last_error else ""
         )
-        return f"worker rank={self.rank} {describe_exit(self.process)}{said}"
+        return f"worker rank={self.rank} {describe_exit(self.process)}{last_words}"
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #5216765b
 def stop_processes(processes: list[subprocess.Popen]) -> None:

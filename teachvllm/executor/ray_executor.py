@@ -131,7 +131,7 @@ class RayWorkerWrapper:
         os.environ.update(env)
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
 
-    def carry_out(self, order: bytes, is_asked: bool) -> Any:
+    def execute_method(self, order: bytes, is_asked: bool) -> Any:
         "Do what an order says; the result, if this worker is asked for it."
         method, args, kwargs = pickle.loads(order)
         result = self.wrapper.execute_method(method, *args, **kwargs)
@@ -230,7 +230,8 @@ class RayDistributedExecutor(ExecutorBase):
             refs.append(worker.set_up.remote(rank, {**env, **visible, "OMP_NUM_THREADS": threads}))
             orders.append(self._pickle("init_worker", (self.config,), where))
         refs += [
-            worker.carry_out.remote(order, False) for worker, order in zip(self.workers, orders)
+            worker.execute_method.remote(order, False)
+            for worker, order in zip(self.workers, orders)
         ]
         self._get(refs, "init_worker", self.start_timeout)
 
@@ -285,7 +286,7 @@ class RayDistributedExecutor(ExecutorBase):
         order = self._pickle(method, args, kwargs or {})
         with self.lock, HoldInterrupts():  # to all or to none, and in the same order
             return [
-                worker.carry_out.remote(order, rank in (None, i))
+                worker.execute_method.remote(order, rank in (None, i))
                 for i, worker in enumerate(self.workers)
             ]
 
@@ -399,8 +400,8 @@ class RayDistributedExecutor(ExecutorBase):
         for rank, worker in enumerate(self.workers):
             if self.places and worker._actor_id.hex() == getattr(error, "actor_id", None):
                 _, address, pid, _ = self.places[rank]
-                told = str(error).splitlines()[-1].partition(" Some common causes")[0]
-                return f"worker rank={rank} (process {pid} on {address}) died: {told}"
+                cause = str(error).splitlines()[-1].partition(" Some common causes")[0]
+                return f"worker rank={rank} (process {pid} on {address}) died: {cause}"
         return f"{type(error).__name__}: {error}"
 
     def _die(self, reason: str) -> NoReturn:

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from .. import bench_serve as _load
+from ..benchmarks import serve as _load
 from ..arg_utils import EngineArgs
-from ..bench import dummy_engine as _dummy_engine
+from ..benchmarks.engine import dummy_engine as _dummy_engine
 from ..engine.core import InprocClient
 from ..engine.llm_engine import Processor
 from ..engine.output_processor import OutputProcessor

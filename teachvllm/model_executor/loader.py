@@ -31,6 +31,7 @@ from ..attention.backend import FLOAT8, get_attn_backend
 from ..config import VllmConfig, require
 from ..distributed.parallel_state import ParallelState
 from ..inputs import get_tokenizer
+from ..kernels import platform_kernels
 from teachvllm.model_executor.layers import (
     LinearBase,
     ModelContext,
@@ -38,6 +39,7 @@ from teachvllm.model_executor.layers import (
     attention_layers,
     default_weight_loader,
     load_weights,
+    use_kernels,
 )
 from teachvllm.model_executor.models.registry import (
     architectures_of,
@@ -274,19 +276,21 @@ def convert_gguf(path: Path) -> Path:
         ) from None
     from safetensors.torch import save_file
 
+    hf_config = load_hf_config(path)
+    hf_config.architectures = architectures_of(hf_config)
+    tokenizer = get_tokenizer(path)
+    weights = dict(gguf_weights(path, hf_config))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             draft = Path(temporary) / "model"
-            hf_config = load_hf_config(path)
-            hf_config.architectures = architectures_of(hf_config)
             hf_config.save_pretrained(draft)
-            save_file(
-                dict(gguf_weights(path, hf_config)), draft / "model.safetensors", {"format": "pt"}
-            )
-            get_tokenizer(path).save_pretrained(draft)
+            save_file(weights, draft / "model.safetensors", {"format": "pt"})
+            tokenizer.save_pretrained(draft)
             os.rename(draft, folder)
-    except OSError as error:
+    # only writing is left here; a full disk is an OSError to Python, a SafetensorError to
+    # safetensors and a plain Exception to tokenizers
+    except Exception as error:
         if not folder.is_dir():  # else another process was first
             where = f"cannot keep the converted model in {folder.parent}"
             raise ValueError(
@@ -405,7 +409,8 @@ def take_kv_scales(model: nn.Module, weights: Weights) -> Weights:
 # %% ../../nbs/34_loader.ipynb #c2e60039
 def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) -> ModelContext:
     """What the model's layers must know of the engine: the attention backend asked for or the best,
-    block size, dtype, how its weights are quantized, and the other workers that have a part of it.
+    block size, dtype, how its weights are quantized, the other workers that have a part of it, and
+    the platform's kernels.
     """
     model = config.model_config
     block_size = config.cache_config.block_size
@@ -418,7 +423,14 @@ def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) 
     )
     quant_config = get_quant_config(model.hf_config)
     return ModelContext(
-        attn_backend, block_size, dtype, quant_config, parallel, model.max_model_len, kv_cache_dtype
+        attn_backend,
+        block_size,
+        dtype,
+        quant_config,
+        parallel,
+        model.max_model_len,
+        kv_cache_dtype,
+        kernels=platform_kernels(device),
     )
 
 
@@ -430,6 +442,7 @@ def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.
     model_class = get_model_class(model_config.hf_config, model_config.pooler_config)
     with default_tensors(context.dtype, device):
         model = model_class(model_config.hf_config, context)
+    use_kernels(model, context.kernels)
     if load_format == "dummy":
         dummy_weights(model, model_config.seed)
     elif load_format == "sharded_state":

@@ -64,7 +64,7 @@ def release_memory() -> None:
 # %% ../../nbs/42_memory_profiling.ipynb #c3098c17
 def model_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, and of other tensors that its modules keep
-    (weights packed for oneDNN).
+    (packed weights).
     """
     sizes = {}
     for module in model.modules():
@@ -79,6 +79,8 @@ def model_bytes(model: nn.Module) -> int:
                     sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
                 else:  # oneDNN's layout shows no storage
                     sizes[id(x)] = x.nbytes
+            elif hasattr(x, "unpack"):  # see `pack_weight`
+                sizes[id(x)] = x.nbytes
     return sum(sizes.values())
 
 # %% ../../nbs/42_memory_profiling.ipynb #604a581c
@@ -136,7 +138,7 @@ def process_gpu_memory(device: str) -> int | None:
     that cannot be known.
     """
     try:
-        import pynvml  # optional: the package nvidia-ml-py
+        import pynvml  # the package nvidia-ml-py
 
         pynvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(device).uuid
@@ -374,9 +376,9 @@ class MemoryProfiler:
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             # CUDA, cuBLAS, a CPU
             why = str(error)
-            said = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+            phrases = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
             if not isinstance(error, torch.OutOfMemoryError) and not any(
-                words in why for words in said
+                words in why for words in phrases
             ):
                 raise
             now = MemorySnapshot.take(self.device)
