@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['MAX_SHARE', 'MAX_TOP', 'step_work', 'traced_work', 'block_bytes', 'CostModel', 'DummySequence', 'invented_logprobs',
-           'DummyWorker', 'DummyExecutor', 'SimRequest', 'make_requests', 'SimResult', 'Simulation', 'pool_state',
-           'make_result', 'simulate']
+           'accepted_tokens', 'DummyWorker', 'DummyExecutor', 'SimRequest', 'make_requests', 'SimResult', 'Simulation',
+           'pool_state', 'make_result', 'simulate']
 
 # %% ../../nbs/51_simulator.ipynb #66d34a86
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,7 @@ class DummySequence:
     seed: int
     num_samples: int  # first tokens to draw, then 1
     num_logprobs: int | None  # see `SequenceGroup`
+    num_sampled: int = 0  # 1: its last token is one that this worker has sampled
 
 # %% ../../nbs/51_simulator.ipynb #1b4d68f6
 MAX_SHARE = 0.9  # the likeliest token has between half of the probability and this
@@ -177,6 +179,16 @@ def invented_logprobs(
         (own, 1, list(zip(top_ids, top_logprobs, strict=True)))
         for own, top_ids, top_logprobs in rows
     ]
+
+# %% ../../nbs/51_simulator.ipynb #00b9fb26
+def accepted_tokens(sampled: list[int], drafts: list[int]) -> list[int]:
+    """What a sequence gets of `sampled`, drawn behind its newest token and behind each of its
+    `drafts`: up to the first that the next draft did not guess.
+    """
+    num_right = 0
+    while num_right < len(drafts) and drafts[num_right] == sampled[num_right]:
+        num_right += 1
+    return sampled[: num_right + 1]
 
 # %% ../../nbs/51_simulator.ipynb #77e01572
 class DummyWorker:
@@ -241,7 +253,7 @@ class DummyWorker:
         )
         num_swapped = len(out.blocks_to_swap_out) + len(out.blocks_to_swap_in)
         work = step_work(scheduled, len(out.blocks_to_copy), num_swapped)
-        self.in_flight.append((self._sample(out.num_scheduled_tokens), work))
+        self.in_flight.append((self._sample(out), work))
 
     def collect(self) -> ModelRunnerOutput:
         "The tokens of the oldest step in flight; `work` says what it had to do."
@@ -256,6 +268,12 @@ class DummyWorker:
     def _update(self, out: SchedulerOutput) -> None:
         for fork in out.forked_seqs:
             self.seqs[fork.seq_id] = replace(self.seqs[fork.parent_seq_id], seed=fork.seed)
+        for seq_id, token_ids in out.new_token_ids.items():
+            seq = self.seqs[seq_id]
+            seq.num_tokens += len(token_ids) - seq.num_sampled
+            seq.num_sampled = 0
+            # of drafts that were wrong the last steps computed too many
+            seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
         for seq_id in out.finished_seq_ids:
             self.seqs.pop(seq_id, None)
         for new in out.new_seqs:
@@ -266,35 +284,49 @@ class DummyWorker:
         for seq_id, num_tokens in out.num_scheduled_tokens.items():
             self.seqs[seq_id].num_computed_tokens += num_tokens
 
-    def _sample(self, seq_ids: Iterable[int]) -> ModelRunnerOutput:
-        "A token is a hash of its sequence's seed and length."
-        known = ((seq_id, self.seqs[seq_id]) for seq_id in seq_ids)
-        done = [
-            (i, seq, j)
-            for i, seq in known
-            if seq.num_computed_tokens == seq.num_tokens
+    def _sample(self, out: SchedulerOutput) -> ModelRunnerOutput:
+        """A token is a hash of its sequence's seed and length. A sequence with drafts has a row
+        behind each of them, too.
+        """
+        drafts = out.scheduled_spec_decode_tokens
+        known = ((i, self.seqs[i], drafts.get(i, [])) for i in out.num_scheduled_tokens)
+        entries = [
+            (i, seq, j, guessed)
+            for i, seq, guessed in known
+            if seq.num_computed_tokens == seq.num_tokens + len(guessed)
             for j in range(seq.num_samples)
         ]
-        seeds = np.array([sequence_seed(seq.seed, j) for _, seq, j in done], np.uint64)
-        positions = np.array([seq.num_tokens for _, seq, _ in done], np.int64)
+        num_rows = [1 + len(guessed) for *_, guessed in entries]
+        ends = [0, *accumulate(num_rows)]
+        behind = np.arange(ends[-1]) - np.repeat(ends[:-1], num_rows)  # so many drafts
+        own_seeds = np.array([sequence_seed(seq.seed, j) for _, seq, j, _ in entries], np.uint64)
+        lengths = np.array([seq.num_tokens for _, seq, _, _ in entries], np.int64)
+        seeds = np.repeat(own_seeds, num_rows)
+        positions = np.repeat(lengths, num_rows) + behind
         token_ids = (uniform_noise(seeds, positions) * self.vocab_size).astype(np.int64)
-        wanted = {
-            row: seq.num_logprobs
-            for row, (_, seq, _) in enumerate(done)
-            if seq.num_logprobs is not None
-        }
+        drawn = token_ids.tolist()
+        sampled = [
+            accepted_tokens(drawn[ends[k] : ends[k + 1]], guessed)
+            for k, (*_, guessed) in enumerate(entries)
+        ]
+        wanted = [k for k, (_, seq, _, _) in enumerate(entries) if seq.num_logprobs is not None]
         logprobs = {}
         if wanted:
-            rows = np.array(list(wanted))
-            invented = invented_logprobs(
-                seeds[rows], positions[rows], token_ids[rows], max(wanted.values()), self.vocab_size
+            rows = np.concatenate([ends[k] + np.arange(len(sampled[k])) for k in wanted])
+            num_top = max(entries[k][1].num_logprobs or 0 for k in wanted)
+            invented = iter(
+                invented_logprobs(
+                    seeds[rows], positions[rows], token_ids[rows], num_top, self.vocab_size
+                )
             )
-            logprobs = {row: [scores] for row, scores in zip(wanted, invented, strict=True)}
-        for _, seq, j in done:
+            logprobs = {k: [next(invented) for _ in sampled[k]] for k in wanted}
+        for _, seq, j, guessed in entries:
             if j == 0:  # the others become the forks' own
-                seq.num_tokens = seq.num_tokens + 1
                 seq.num_samples = 1
-        return ModelRunnerOutput([i for i, _, _ in done], token_ids[:, None].tolist(), logprobs)
+                # behind drafts, the next orders say how many tokens it has
+                seq.num_sampled = 0 if guessed else 1
+                seq.num_tokens += seq.num_sampled
+        return ModelRunnerOutput([i for i, *_ in entries], sampled, logprobs)
 
 # %% ../../nbs/51_simulator.ipynb #76db812e
 class DummyExecutor(ExecutorBase):
