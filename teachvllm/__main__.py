@@ -407,21 +407,20 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
         "weights": weights,
         "KV block": f"{block_bytes:,} bytes for {size} tokens",
         "KV cache": room,
-        "matrix products": _whose_products(device, context.dtype),
+        "matrix products": _whose_products(device, context.dtype, context.kernels),
         "CUDA graphs": graphs,
     }
 
 
-def _whose_products(device: str, dtype: Any) -> str:
+def _whose_products(device: str, dtype: Any, kernels: Any) -> str:
     "Who multiplies matrices here, and on a CPU why it is not this package."
-    from teachvllm.model_executor.layers import import_compiled
+    import torch
 
     if device != "cpu":
         return "cuBLAS's"
-    own = import_compiled("model_executor.numba_linear")
-    if own is None:
+    if not kernels.find("linear"):
         return "oneDNN's (without teachvllm[numba], which is faster)"
-    if dtype in own.dtypes_served():
+    if kernels.get("linear", torch.empty(64, 64, dtype=dtype)) is not None:
         return "our own (chapter 21c)"
     return "oneDNN's (the processor lacks its instructions, or has better ones)"
 

@@ -144,6 +144,11 @@ class EngineArgs(ShowAsTable):
         True, "find blocks again that an earlier prompt with the same beginning has computed"
     )
     enable_chunked_prefill: bool = arg(True, "split long prompts over several steps")
+    max_num_partial_prefills: int = arg(1, "prompts that share the tokens of a step")
+    max_long_partial_prefills: int = arg(1, "of these, how many may be long: others overtake")
+    long_prefill_token_threshold: int = arg(
+        0, "longer prompts are long, and get no more in a step; default: 4 % of max_model_len"
+    )
     scheduling_policy: Any = arg(
         "fcfs", "fcfs, priority, or a class: which request comes first", cli=str
     )
@@ -271,7 +276,8 @@ def gpu_capability() -> tuple[int, int] | None:
         pynvml.nvmlInit()
         index = torch.cuda._get_nvml_device_index(0)  # CUDA_VISIBLE_DEVICES may name another first
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        return pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return major, minor
     except Exception:  # not installed, no NVIDIA driver, no such GPU
         return None
 

@@ -308,6 +308,7 @@ PARTS = (
 THE_WAY = """
  LLM.generate
   LLMEngine.add_request
+   InputProcessor.get_cache_salt
    InputProcessor.__call__
    InputProcessor.prepare
    OutputProcessor.add_request

@@ -345,6 +345,9 @@ DEFAULTS: dict[str, Any] = {
     "window": None,
     "max_model_len": 64,
     "async_scheduling": False,
+    "max_num_partial_prefills": 1,
+    "max_long_partial_prefills": 1,
+    "long_prefill_token_threshold": 0,
 }
 
 
@@ -385,6 +388,9 @@ class Simulation:
                 o["policy"],
                 o["preemption_mode"],
                 o["async_scheduling"],
+                max_num_partial_prefills=o["max_num_partial_prefills"],
+                max_long_partial_prefills=o["max_long_partial_prefills"],
+                long_prefill_token_threshold=o["long_prefill_token_threshold"],
             ),
             ParallelConfig(),
             DeviceConfig("cpu"),
@@ -478,7 +484,7 @@ class Simulation:
             assert not any(group.num_cached_tokens for group in groups), (
                 "a hit, though there is no prefix cache"
             )
-        if self.options["policy"] == "fcfs":
+        if self.options["policy"] == "fcfs" and self.options["max_num_partial_prefills"] == 1:
             begun = [group.arrival for group in groups if group.num_cached_tokens is not None]
             waiting = [
                 group.arrival for group in scheduler.waiting if group.num_cached_tokens is None

@@ -12,14 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers import VOCAB, make_tiny, random_prompts
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from teachvllm import LLM, BeamSearchParams, SamplingParams
-from teachvllm.model_executor.layers import import_compiled
+from teachvllm.kernels import platform_kernels
+from teachvllm.model_executor.layers import LinearBase, LinearMethod, UnquantizedLinearMethod
 
-own = import_compiled("model_executor.numba_linear")
 pytestmark = pytest.mark.skipif(
-    own is None or torch.float32 not in own.dtypes_served(),
+    platform_kernels("cpu").get("linear", torch.empty(64, 64)) is None,
     reason="no Numba, or a processor without AVX-512",
 )
 
@@ -228,3 +228,192 @@ def test_the_pool_does_not_grow_with_the_layers(folder: str, tmp_path: Path) -> 
         with LLM(str(path), load_format="dummy", **OPTIONS) as llm:
             sizes.append(runner_of(llm).graphs.pool.num_bytes)
     assert sizes[0] == sizes[1]
+
+
+# A model that changes while its steps are recorded. Keys and values of before are of no use then.
+
+CHANGING = OPTIONS | {"enable_prefix_caching": False}
+
+
+class Twice(LinearMethod):
+    "Another linear layer's method, and its output doubled."
+
+    def __init__(self, inner: LinearMethod):
+        self.inner = inner
+
+    def create_weights(self, *args: Any) -> None:
+        raise AssertionError("the layer has its weights")
+
+    def apply(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inner.apply(layer, x)
+
+
+def down(model: Any) -> Any:
+    return model.model.layers[0].mlp.down_proj
+
+
+def double_weights(model: Any) -> None:
+    down(model).weight.data *= 2
+
+
+def new_parameter(model: Any) -> None:
+    down(model).weight = torch.nn.Parameter(2 * down(model).weight.data, requires_grad=False)
+
+
+def other_memory(model: Any) -> None:
+    down(model).weight.data = 2 * down(model).weight.data
+
+
+def other_method(model: Any) -> None:
+    down(model).linear_method = Twice(down(model).linear_method)
+
+
+def other_forward(model: Any) -> None:
+    forward = down(model).forward
+    down(model).forward = lambda x: 2 * forward(x)
+
+
+def hook(model: Any) -> None:
+    down(model).register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def double_method(model: Any) -> None:
+    "A kind of linear method that packs, with plain weights twice as large."
+    down(model).linear_method = UnquantizedLinearMethod()
+    double_weights(model)
+
+
+def oracle(folder: str, change: Any) -> list[list[list[int]]]:
+    "What transformers answers when `change` was done to its model."
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    change(model)
+    found = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(20):
+            with torch.inference_mode():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        found.append([ids[len(prompt) :]])
+    return found
+
+
+@pytest.fixture(scope="module")
+def doubled(folder: str, expected: dict) -> list[list[list[int]]]:
+    "The tokens with the first `down_proj` doubled, which are others."
+    found = oracle(folder, double_weights)
+    assert found != expected["greedy"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "change, recorded",
+    [
+        (double_weights, True),
+        (new_parameter, True),
+        (other_memory, True),
+        (double_method, True),
+        (other_method, False),  # it doubles with torch
+        (other_forward, False),
+        (hook, False),
+    ],
+)
+def test_apply_model_changes_what_is_recorded(
+    folder: str, doubled: list, change: Any, recorded: bool
+) -> None:
+    with LLM(folder, **CHANGING) as llm:
+        answers(llm, GREEDY)
+        llm.apply_model(change)
+        graphs = runner_of(llm).graphs
+        assert (graphs is not None) == recorded
+        assert answers(llm, GREEDY) == doubled
+
+
+@pytest.mark.parametrize("change", [other_method, other_forward, hook])
+def test_a_change_behind_the_engines_back_is_seen(
+    folder: str, expected: dict, doubled: list, change: Any
+) -> None:
+    "While requests run, too: and what is undone is recorded again."
+    with LLM(folder, **CHANGING) as llm:
+        model = runner_of(llm).model
+        before = dict(vars(down(model)))
+        with replays(llm) as run:
+            assert answers(llm, GREEDY) == expected["greedy"]
+            assert run.call_count > 5
+        change(model)
+        with replays(llm) as run:
+            assert answers(llm, GREEDY) == doubled
+            assert run.call_count == 0
+        vars(down(model)).clear()
+        vars(down(model)).update(before)
+        down(model)._forward_hooks.clear()
+        with replays(llm) as run:
+            assert answers(llm, GREEDY) == expected["greedy"]
+            assert run.call_count > 5
+
+
+def test_a_new_weight_behind_the_engines_back_is_packed(folder: str, doubled: list) -> None:
+    with LLM(folder, **CHANGING) as llm:
+        model = runner_of(llm).model
+        whole = llm.apply_model(lambda model: down(model).weight.data.clone())[0]
+        down(model).weight = torch.nn.Parameter(2 * whole, requires_grad=False)
+        with replays(llm) as run:
+            assert answers(llm, GREEDY) == doubled
+            assert run.call_count > 5
+        assert down(model).packed is not None and not down(model).weight.numel()
+
+
+def test_a_packed_weight_that_is_written_to_is_an_error(folder: str) -> None:
+    "It is empty: nothing would happen. The message says where weights can be changed."
+    with LLM(folder, **CHANGING) as llm:
+        model = runner_of(llm).model
+        down(model).weight.mul_(2)
+        with pytest.raises(RuntimeError, match="apply_model"):
+            llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+
+
+def test_apply_model_sees_the_checkpoints_weights(folder: str, expected: dict) -> None:
+    "All of them, in their shapes; and to look changes nothing."
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    with LLM(folder, **CHANGING) as llm:
+        (ours,) = llm.apply_model(
+            lambda model: {name: p.detach().clone() for name, p in model.named_parameters()}
+        )
+        for i in range(2):
+            layer = f"model.layers.{i}."
+            parts = [theirs[f"{layer}self_attn.{name}_proj.weight"] for name in "qkv"]
+            assert torch.equal(ours[f"{layer}self_attn.qkv_proj.weight"], torch.cat(parts))
+            name = f"{layer}mlp.down_proj.weight"
+            assert torch.equal(ours[name], theirs[name])
+        assert all(parameter.numel() for parameter in ours.values())
+        with replays(llm) as run:
+            assert answers(llm, GREEDY) == expected["greedy"]
+            assert run.call_count > 5
+
+
+@pytest.mark.parametrize("by_apply_model", [True, False])
+def test_a_tied_head_is_doubled_with_its_embedding(tmp_path: Path, by_apply_model: bool) -> None:
+    "Its packed copy is made again. A norm doubled in place is seen, too."
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(tie_word_embeddings=True, max_position_embeddings=256, **sizes)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(tmp_path)
+
+    def change(model: Any) -> None:
+        with torch.no_grad():
+            model.model.embed_tokens.weight[: VOCAB // 2].mul_(2)
+            model.model.norm.weight[:32].mul_(-3)
+
+    with LLM(str(tmp_path), **CHANGING) as llm:
+        assert answers(llm, GREEDY) == oracle(str(tmp_path), lambda model: None)
+        if by_apply_model:
+            llm.apply_model(change)
+        else:
+            change(runner_of(llm).model)
+        wanted = oracle(str(tmp_path), change)
+        with replays(llm) as run:
+            assert answers(llm, GREEDY) == wanted
+            assert run.call_count > 5

@@ -535,8 +535,8 @@ def test_a_decode_step_reads_no_values_on_the_host(name: str) -> None:
     """
     from triton.runtime.jit import KernelInterface
 
-    from teachvllm.attention.triton import TritonBackend
     from teachvllm.distributed.parallel_state import ParallelState
+    from teachvllm.gpu_kernels.attention import TritonBackend
     from teachvllm.model_executor.layers import ModelContext, attention_layers
     from teachvllm.model_executor.loader import default_tensors
     from teachvllm.model_executor.models.registry import get_model_class

@@ -17,10 +17,10 @@ if not torch.cuda.is_available():  # Triton must know before it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from teachvllm.attention import triton_utils  # noqa: E402
-from teachvllm.model_executor import fused_sampler  # noqa: E402
+from teachvllm.gpu_kernels import sampler as fused_sampler  # noqa: E402
+from teachvllm.gpu_kernels import utils as triton_utils  # noqa: E402
+from teachvllm.kernels import platform_kernels  # noqa: E402
 from teachvllm.model_executor.sampler import Sampler, SamplingMetadata, inverse_cdf  # noqa: E402
-from teachvllm.worker.model_runner import find_fused_sampler  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEARLY_ONE = 1 - 2**-23
@@ -174,22 +174,26 @@ def test_the_sampler_draws_the_same_with_it():
     )
 
 
+def find(device: str) -> object:
+    return platform_kernels(device).find("sample")
+
+
 def test_who_can_run_it():
-    assert find_fused_sampler("cpu") is None
+    assert find("cpu") is None
     with patch.object(triton_utils, "interpreted", lambda: False):
         for capability, runs in (((7, 0), False), ((7, 5), True), ((9, 0), True)):
             with patch("torch.cuda.get_device_capability", return_value=capability):
-                assert find_fused_sampler("cuda:0") is (sample_rows if runs else None)
-    with patch.dict(sys.modules, {"teachvllm.model_executor.fused_sampler": None}):
-        assert find_fused_sampler("cuda:0") is None
+                assert find("cuda:0") is (sample_rows if runs else None)
+    with patch.dict(sys.modules, {"teachvllm.gpu_kernels.sampler": None}):
+        assert find("cuda:0") is None
 
 
 def test_nothing_imports_triton_for_it():
     code = (
-        "import sys; sys.modules['triton'] = None; from teachvllm.worker.model_runner import "
-        "find_fused_sampler as find"
+        "import sys; sys.modules['triton'] = None; import teachvllm.worker.model_runner; from "
+        "teachvllm.kernels import platform_kernels"
     )
-    code += "; assert find('cuda:0') is None"
+    code += "; assert platform_kernels('cuda:0').find('sample') is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=800)
 
 
@@ -197,7 +201,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from teachvllm.model_executor.fused_sampler import BLOCK, sample_kernel
+from teachvllm.gpu_kernels.sampler import BLOCK, sample_kernel
 
 for capability in (75, 80, 90):
     for dtype, vocab, divisor in (("fp32", 151936, 16), ("fp16", 32000, 16), ("fp32", 50257, 1), ("bf16", 100, 4)):

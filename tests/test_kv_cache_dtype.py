@@ -144,7 +144,7 @@ def test_a_layer_equals_the_oracle_over_the_same_rounded_cache(cls: Any) -> None
     trials = 40
     longest = 600
     if cls == "triton":  # in Triton's interpreter
-        cls = pytest.importorskip("teachvllm.attention.triton").TritonBackend
+        cls = pytest.importorskip("teachvllm.gpu_kernels.attention").TritonBackend
         trials = 10
         longest = 80
         if cls.validate_configuration("cpu", torch.float32, 64, 16):
@@ -454,7 +454,7 @@ def test_a_gpu_that_cannot_widen_e4m3() -> None:
     """Triton is refused by name and with the way out; where nothing was asked for, torch's
     operations serve.
     """
-    ours = pytest.importorskip("teachvllm.attention.triton")
+    ours = pytest.importorskip("teachvllm.gpu_kernels.attention")
     what = ("cuda", torch.bfloat16, 64, 16)
     for capability, serves in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
         chip = ours.DeviceProperties(capability, 1, 1 << 16)

@@ -10,7 +10,7 @@ pytest.importorskip("numba")
 
 ROUND = """
 import numpy as np, torch
-from teachvllm.attention.numba_utils import compiled, exp2, host_features, store
+from teachvllm.cpu_kernels.utils import compiled, exp2, host_features, store
 
 @compiled
 def round_all(x, out):

@@ -214,9 +214,6 @@ def test_version_is_the_same_everywhere() -> None:
 # Sizes
 
 
-TOO_LARGE = {"BlockSpaceManager", "Scheduler"}  # classes that are to be cut
-
-
 def statements(node: ast.AST) -> int:
     "How many a function has, those inside others too: what no layout makes more or less."
     return sum(isinstance(n, ast.stmt) for n in ast.walk(node)) - 1
@@ -234,7 +231,7 @@ def test_sizes() -> None:
                 kernel = "jit" in marks or "compiled" in marks
                 if (size := statements(node)) > 50 and not kernel:
                     problems.append(f"{name}.{node.name}, line {node.lineno}: {size} statements")
-            elif isinstance(node, ast.ClassDef) and node.name not in TOO_LARGE:
+            elif isinstance(node, ast.ClassDef):
                 if (size := (node.end_lineno or 0) - node.lineno + 1) > 350:
                     problems.append(f"{name}.{node.name}: {size} lines")
     none(problems)
@@ -255,7 +252,9 @@ def test_one_thing_a_line() -> None:
         problems += [
             f"{name}, line {number}: {len(line)} characters"
             for number, line in enumerate(text.splitlines(), 1)
-            if len(line) > 100 and number > 1 and number not in templates
+            if len(line.partition("  # type: ignore")[0]) > 100
+            and number > 1
+            and number not in templates
         ]
     none(problems)
 

@@ -120,6 +120,76 @@ def test_blocks_about_to_be_freed_are_not_in_use() -> None:
     assert manager.can_allocate(groups[2], headroom=4, freed=freed) is AllocStatus.LATER
 
 
+# Prompts that share a step
+
+
+def prompt_tokens(simulation: Simulation, name: str) -> int:
+    "How many tokens of its prompt are computed."
+    groups = simulation.scheduler.groups
+    return groups[name].first_seq.num_computed_tokens if name in groups else 10**9
+
+
+def test_short_prompts_overtake_a_second_long_one() -> None:
+    """Two prompts at a time, one of them long: the second long one waits, and shorter ones that
+    came later are computed beside the first. vLLM: `test_short_prompts_jump_long_prompts`.
+    """
+    options = {
+        "num_gpu_blocks": 200,
+        "num_cpu_blocks": 0,
+        "max_model_len": 200,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 8,
+        "caching": False,
+    }
+    simulation = Simulation(
+        **options,
+        max_num_partial_prefills=2,
+        max_long_partial_prefills=1,
+        long_prefill_token_threshold=20,
+    )
+    long, second = (simulation.add([i] * 100, with_tokens(2), 0) for i in (1, 2))
+    short = simulation.add([3] * 12, with_tokens(2), 0)
+    simulation.step()
+    assert prompt_tokens(simulation, long) == 8 == prompt_tokens(simulation, short)
+    assert prompt_tokens(simulation, second) == 0
+    simulation.step()
+    assert prompt_tokens(simulation, short) >= 12 and prompt_tokens(simulation, second) == 0
+    simulation.finish()
+    plain = Simulation(**options)
+    long, second = (plain.add([i] * 100, with_tokens(2), 0) for i in (1, 2))
+    short = plain.add([3] * 12, with_tokens(2), 0)
+    for _ in range(6):
+        plain.step()
+    assert prompt_tokens(plain, long) == 96 and prompt_tokens(plain, short) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_requests_whose_prompts_share_a_step(seed: int) -> None:
+    rng = random.Random(2000 + seed)
+    most = rng.choice([1, 2, 3])
+    options = random_options(rng) | {
+        "chunked": True,
+        "max_num_partial_prefills": most,
+        "max_long_partial_prefills": rng.randint(1, most),
+        "long_prefill_token_threshold": rng.choice([0, 1, 3, 10]),
+    }
+    load(Simulation(**options), rng, 20)
+
+
+def test_a_threshold_bounds_each_chunk() -> None:
+    simulation = Simulation(
+        num_gpu_blocks=100, max_model_len=100, long_prefill_token_threshold=5, caching=False
+    )
+    name = simulation.add([1] * 23, with_tokens(1), 0)
+    chunks = []
+    while name not in simulation.reasons:
+        before = prompt_tokens(simulation, name)
+        simulation.step()
+        chunks.append(min(prompt_tokens(simulation, name), 23) - before)
+    assert chunks == [5, 5, 5, 5, 3]
+    simulation.finish()
+
+
 # A full pool
 
 

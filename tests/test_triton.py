@@ -31,12 +31,17 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import teachvllm  # noqa: E402
-from teachvllm.attention import triton as ours  # noqa: E402
-from teachvllm.attention import triton_utils  # noqa: E402
 from teachvllm.attention.backend import AttentionMetadata, ReferenceBackend, get_attn_backend  # noqa: E402
-from teachvllm.attention.triton import DeviceProperties, TritonBackend, choose_tiles, num_splits  # noqa: E402
-from teachvllm.attention.triton_ladder import compiling_for  # noqa: E402
-from teachvllm.attention.triton_utils import interpreted  # noqa: E402
+from teachvllm.gpu_kernels import attention as ours  # noqa: E402
+from teachvllm.gpu_kernels import utils as triton_utils  # noqa: E402
+from teachvllm.gpu_kernels.attention import (  # noqa: E402
+    DeviceProperties,
+    TritonBackend,
+    choose_tiles,
+    num_splits,
+)
+from teachvllm.gpu_kernels.ladder import compiling_for  # noqa: E402
+from teachvllm.gpu_kernels.utils import interpreted  # noqa: E402
 
 # bytes a program can have
 SHARED_MEMORY = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (9, 0): 232448}

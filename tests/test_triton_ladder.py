@@ -22,9 +22,9 @@ if __name__ != "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
-from teachvllm.attention import triton_ladder as ladder  # noqa: E402
-from teachvllm.attention import triton_utils  # noqa: E402
 from teachvllm.attention.backend import AttentionMetadata, ReferenceBackend  # noqa: E402
+from teachvllm.gpu_kernels import ladder  # noqa: E402
+from teachvllm.gpu_kernels import utils as triton_utils  # noqa: E402
 
 LATE = "Triton was imported before TRITON_INTERPRET was set: set it in conftest.py"
 assert isinstance(triton.language.cdiv, triton.JITFunction) != triton_utils.interpreted(), LATE

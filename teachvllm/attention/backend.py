@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..config import require, resolve_class
+from ..kernels import KERNELS
 
 # %% ../../nbs/20_attention.ipynb #fd3f4ba0
 logger = logging.getLogger("teachvllm")
@@ -246,8 +247,8 @@ class ReferenceBackend(AttentionBackend):
 BACKENDS = {
     "reference": "teachvllm.attention.backend.ReferenceBackend",
     "torch_sdpa": "teachvllm.attention.cpu.TorchSDPABackend",
-    "numba": "teachvllm.attention.numba_attention.NumbaBackend",
-    "triton": "teachvllm.attention.triton.TritonBackend",
+    "numba": KERNELS["cpu"]["attention"],
+    "triton": KERNELS["cuda"]["attention"],
 }
 
 
@@ -263,7 +264,7 @@ def find_backend(
     """
     try:
         cls = resolve_class(BACKENDS.get(choice, choice) if isinstance(choice, str) else choice)
-    except ValueError as error:  # it cannot be imported: Triton, say, is not installed
+    except Exception as error:  # its module is not there, or breaks: Triton on this machine, say
         return None, str(error)
     reason = cls.validate_configuration(*what)
     if reason is None and kv_cache_dtype in FLOAT8:

@@ -30,9 +30,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..attention import triton_ladder
+from ..gpu_kernels import ladder as triton_ladder
 from ..attention.backend import AttentionMetadata, ReferenceBackend
-from ..attention.triton import TritonBackend
+from ..gpu_kernels.attention import TritonBackend
 from ..config import require
 from ..llm import LLM
 from ..sampling_params import SamplingParams

@@ -677,6 +677,7 @@ def measure_limits(
     import torch
 
     from teachvllm.attention.backend import ReferenceBackend
+    from teachvllm.kernels import platform_kernels
     from teachvllm.model_executor.layers import ModelContext, ReplicatedLinear
 
     before = torch.get_num_threads()
@@ -684,9 +685,10 @@ def measure_limits(
     try:
         with torch.inference_mode():
             memory = torch.ones(megabytes << 18)  # float32
-            layer = ReplicatedLinear(
-                size, size, ModelContext(ReferenceBackend, 16, getattr(torch, dtype))
+            context = ModelContext(
+                ReferenceBackend, 16, getattr(torch, dtype), kernels=platform_kernels("cpu")
             )
+            layer = ReplicatedLinear(size, size, context)
             layer.weight.data.normal_()
             layer.linear_method.process_weights_after_loading(layer)
             x = torch.randn(1024, size).to(layer.weight.dtype)

@@ -83,16 +83,17 @@ class LookAhead:
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
 
-    def expect(self, out: SchedulerOutput) -> None:
-        "The step was sent off: a place is held for each token that it samples, and can be foreseen."
+    def expect(self, out: SchedulerOutput, has_drafter: bool = False) -> None:
+        """The step was sent off: a place is held for each token that it samples, and that can be
+        foreseen; with a drafter, which guesses what comes behind it, none.
+        """
         for seq_id in out.num_scheduled_tokens:
-            if seq_id not in self.scheduler.seqs:
+            if has_drafter or seq_id not in self.scheduler.seqs:
                 continue
             group, seq = self.scheduler.seqs[seq_id]
-            if group.fork_rule is None and group.grammar is None and not seq.num_draft_tokens:
-                seq.num_output_placeholders += (
-                    seq.num_new_tokens == 0
-                )  # all its tokens are computed
+            foreseen = group.fork_rule is None and group.grammar is None
+            if foreseen and seq.num_new_tokens == 0:  # all its tokens are computed
+                seq.num_output_placeholders += 1
 
     def can_run_ahead(self) -> bool:
         """Whether the next step has something to compute, and would be decided now as it would be

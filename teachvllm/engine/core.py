@@ -373,7 +373,7 @@ class EngineCore:
         if self.recorder:
             step.trace = self.recorder.sent(step)
         if self.look_ahead:
-            self.look_ahead.expect(out)
+            self.look_ahead.expect(out, self.drafter is not None)
 
     def _collect(self) -> EngineCoreOutputs:
         "Wait for the oldest step in flight, and give its tokens to the scheduler."

@@ -17,7 +17,7 @@ import torch
 
 from ..attention.backend import ReferenceBackend, visible
 from . import check as _check
-from ..model_executor.layers import import_compiled
+from ..kernels import platform_kernels
 
 # %% ../../nbs/93c_exercises_attention.ipynb #225cb912
 _Forward = Callable[[Any, torch.Tensor, torch.Tensor, Any], torch.Tensor]
@@ -1035,19 +1035,23 @@ def _product(
 def _pack_at_work(answer: Any) -> str:
     small = {"hidden_size": 64, "intermediate_size": 128}
     tokens, _ = _check.serve_prompts(hf_overrides=small)
-    own = import_compiled("model_executor.numba_linear")
-    served = own is not None and torch.float32 in own.dtypes_served()
-    product, how = (own.linear, "our kernel") if served else (_product, "the slow version in torch")
+    product: Callable[..., torch.Tensor] = _product
+    how = "the slow version in torch"
+    if platform_kernels("cpu").get("linear", torch.empty(64, 64)):
+        from teachvllm.cpu_kernels.linear import linear
+
+        product = linear
+        how = "our kernel"
     made, calls = _counted(answer)
+    product, products = _counted(product)
 
-    def pack_weight(weight):
-        return made(weight.data) if weight.shape[0] % 64 == 0 and weight.shape[1] % 4 == 0 else None
+    def pack_weight(weight, kernels):
+        if weight.shape[0] % 64 or weight.shape[1] % 4:
+            return None
+        panels = made(weight.data)
+        return lambda x, bias: product(x, panels, bias)
 
-    layers = "teachvllm.model_executor.layers:"
-    with (
-        _check.stand_in(f"{layers}pack_weight", pack_weight),
-        _check.stand_in(f"{layers}packed_linear", product) as products,
-    ):
+    with _check.stand_in("teachvllm.model_executor.layers:pack_weight", pack_weight):
         yours, _ = _check.serve_prompts(hf_overrides=small)
     assert yours == tokens, (
         f"in the engine the tokens differ from ours: {_check.difference(yours, tokens)}"

@@ -20,7 +20,6 @@ from . import check as _check
 from teachvllm.model_executor.layers import (
     ForwardContext,
     ModelContext,
-    add,
     get_input_embeddings,
 )
 from ..model_executor.models import gpt_neox, llama, opt, qwen, registry
@@ -470,7 +469,7 @@ class _GraniteLayer(llama.LlamaDecoderLayer):
     ) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
         if self.slip == "stream":
-            x = self.factor * add(x, attended)
+            x = self.factor * (x + attended)
             return self.factor * (x + self.mlp(self.post_attention_layernorm(x)))
         x = x + self.factor * attended
         return x + self.factor * self.mlp(self.post_attention_layernorm(x))

@@ -24,9 +24,9 @@ import teachvllm.llm as _llm
 import teachvllm.sampling_params as _params
 from ..config import PoolerConfig as _PoolerConfig
 from . import check as _check
+from ..kernels import KERNELS as _KERNELS
 from ..model_executor import rotary_embedding as _rotary
 from ..model_executor.pooler import Pooler as _Pooler
-from ..worker import model_runner as _model_runner
 
 # %% ../../nbs/93ca_exercises_sampling.ipynb #7b75d725
 def _serving(
@@ -579,8 +579,8 @@ _check.register(
         engine=_serving(
             "find_block",
             patches=lambda: [
-                _mock.patch.object(
-                    _model_runner, "find_fused_sampler", lambda device: _sample_blocks
+                _mock.patch.dict(
+                    _KERNELS["cpu"], {"sample": "teachvllm.exercises.sampling._sample_blocks"}
                 )
             ],
         ),

@@ -31,6 +31,7 @@ from ..attention.backend import FLOAT8, get_attn_backend
 from ..config import VllmConfig, require
 from ..distributed.parallel_state import ParallelState
 from ..inputs import get_tokenizer
+from ..kernels import platform_kernels
 from teachvllm.model_executor.layers import (
     LinearBase,
     ModelContext,
@@ -38,6 +39,7 @@ from teachvllm.model_executor.layers import (
     attention_layers,
     default_weight_loader,
     load_weights,
+    use_kernels,
 )
 from teachvllm.model_executor.models.registry import (
     architectures_of,
@@ -407,7 +409,8 @@ def take_kv_scales(model: nn.Module, weights: Weights) -> Weights:
 # %% ../../nbs/34_loader.ipynb #c2e60039
 def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) -> ModelContext:
     """What the model's layers must know of the engine: the attention backend asked for or the best,
-    block size, dtype, how its weights are quantized, and the other workers that have a part of it.
+    block size, dtype, how its weights are quantized, the other workers that have a part of it, and
+    the platform's kernels.
     """
     model = config.model_config
     block_size = config.cache_config.block_size
@@ -420,7 +423,14 @@ def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) 
     )
     quant_config = get_quant_config(model.hf_config)
     return ModelContext(
-        attn_backend, block_size, dtype, quant_config, parallel, model.max_model_len, kv_cache_dtype
+        attn_backend,
+        block_size,
+        dtype,
+        quant_config,
+        parallel,
+        model.max_model_len,
+        kv_cache_dtype,
+        kernels=platform_kernels(device),
     )
 
 
@@ -432,6 +442,7 @@ def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.
     model_class = get_model_class(model_config.hf_config, model_config.pooler_config)
     with default_tensors(context.dtype, device):
         model = model_class(model_config.hf_config, context)
+    use_kernels(model, context.kernels)
     if load_format == "dummy":
         dummy_weights(model, model_config.seed)
     elif load_format == "sharded_state":

@@ -64,7 +64,7 @@ def release_memory() -> None:
 # %% ../../nbs/42_memory_profiling.ipynb #c3098c17
 def model_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, and of other tensors that its modules keep
-    (weights packed for oneDNN).
+    (packed weights).
     """
     sizes = {}
     for module in model.modules():
@@ -79,6 +79,8 @@ def model_bytes(model: nn.Module) -> int:
                     sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
                 else:  # oneDNN's layout shows no storage
                     sizes[id(x)] = x.nbytes
+            elif hasattr(x, "unpack"):  # see `pack_weight`
+                sizes[id(x)] = x.nbytes
     return sum(sizes.values())
 
 # %% ../../nbs/42_memory_profiling.ipynb #604a581c

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['InputBatch', 'embedding_rows', 'Batch', 'prompt_rows', 'PackedArrays', 'to_device', 'sampling_inputs',
-           'sampling_metadata', 'dummy_batch', 'find_fused_sampler', 'ModelRunner']
+           'sampling_metadata', 'dummy_batch', 'ModelRunner']
 
 # %% ../../nbs/41_model_runner.ipynb #625cd740
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -550,21 +549,6 @@ def dummy_batch(
     ]
     return SchedulerOutput(num_scheduled_tokens=dict(enumerate(scheduled)), new_seqs=new)
 
-# %% ../../nbs/41_model_runner.ipynb #26b07c41
-def find_fused_sampler(device: str) -> Callable | None:
-    "Chapter 32a's kernel for a GPU that can run it, else None: then torch does the work."
-    if device == "cpu":
-        return None
-    try:
-        from teachvllm.attention.triton_utils import no_triton
-        from teachvllm.model_executor.fused_sampler import sample_rows
-    except ImportError as error:
-        logging.getLogger("teachvllm").info(
-            "sampling in torch, without the fused kernel: %s", error
-        )
-        return None
-    return None if no_triton("cuda") else sample_rows
-
 # %% ../../nbs/41_model_runner.ipynb #5bc1880b
 class ModelRunner:
     """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for
@@ -580,7 +564,7 @@ class ModelRunner:
         self.parallel = parallel
         self.block_size = config.cache_config.block_size
         self.context = make_context(config, parallel)
-        self.sampler = Sampler(find_fused_sampler(device))
+        self.sampler = Sampler(self.context.kernels.find("sample"))
         # a `CudaGraphRunner` or a `CpuGraphRunner`, when the worker has recorded steps
         self.graphs: Any = None
         self.model: Any

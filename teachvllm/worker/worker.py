@@ -26,7 +26,7 @@ from teachvllm.distributed.parallel_state import (
     init_distributed_environment,
     initialize_model_parallel,
 )
-from ..model_executor.layers import import_compiled
+from ..model_executor.layers import plain_weights
 from ..model_executor.loader import save_sharded_state
 from ..messages import ModelRunnerOutput
 from ..model_executor.sampler import SamplerOutput
@@ -171,9 +171,7 @@ class Worker:
         context = self.model_runner.context
         # its memory is no step's
         context.attn_backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)
-        for name in ("fused_ops", "numba_linear") if self.device == "cpu" else ():
-            if operations := import_compiled(f"model_executor.{name}"):
-                operations.compile(context.dtype)
+        context.kernels.compile(context.dtype)
         with self.on_device(), self.memory_profiler.explain_out_of_memory("loading the weights"):
             self.model_runner.load_model()
         self.memory_profiler.weights_loaded(self.model_runner.model)
@@ -273,10 +271,9 @@ class Worker:
 
     def record_on_cpu(self) -> None:
         "Record decode steps for chapter 43a's runner, if they can be."
-        recording = (
-            None if self.config.model_config.enforce_eager else import_compiled("worker.cpu_graph")
-        )
-        self.model_runner.graphs = recording and recording.record(
+        eager = self.config.model_config.enforce_eager
+        record = None if eager else self.model_runner.context.kernels.find("record")
+        self.model_runner.graphs = record and record(
             self.model_runner, self.cache_engines[0].gpu_cache
         )
 
@@ -351,15 +348,18 @@ class Worker:
             self.compile_or_warm_up_model()
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
-        """Call `func` on this worker's part of the model. On a CPU, steps are recorded anew: it may
-        have changed the model.
+        """Call `func` on this worker's part of the model, whose weights are plain meanwhile. On a
+        CPU, steps are recorded anew: it may have changed the model.
         """
         require(
             self.model_runner.model is not None,
             "the worker sleeps, and has no weights: call wake_up() first",
         )
+        if self.device == "cpu":
+            self.model_runner.graphs = None  # it keeps what was packed
         try:
-            return func(self.model_runner.model)
+            with plain_weights(self.model_runner.model):
+                return func(self.model_runner.model)
         finally:
             if self.device == "cpu" and self.cache_engines:
                 self.record_on_cpu()

@@ -27,7 +27,7 @@ from teachvllm.model_executor.layers import (
     get_input_embeddings,
     make_layers,
 )
-from ..rotary_embedding import apply_rotary_emb, get_rope, rope_parameters
+from ..rotary_embedding import ApplyRotaryEmb, get_rope, rope_parameters
 
 # %% ../../../nbs/33i_gpt_neox.ipynb #b76a3603
 class GPTNeoXMLP(nn.Module):
@@ -142,6 +142,8 @@ class GPTNeoXAttention(nn.Module):
             self.num_heads, self.head_size, self.num_heads, self.head_size**-0.5, context
         )
 
+        self.apply_rotary_emb = ApplyRotaryEmb()
+
     def forward(
         self, x: torch.Tensor, cos_sin: tuple, kv_cache: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
@@ -150,7 +152,7 @@ class GPTNeoXAttention(nn.Module):
         qk, v = (
             by_head.transpose(1, 2).flatten(1, 2).split((2 * self.num_heads, self.num_heads), dim=1)
         )
-        q, k = apply_rotary_emb(qk, cos_sin).chunk(2, dim=1)
+        q, k = self.apply_rotary_emb(qk, cos_sin).chunk(2, dim=1)
         return self.dense(self.attn(q, k, v, kv_cache, meta))
 
 # %% ../../../nbs/33i_gpt_neox.ipynb #8f184d3a

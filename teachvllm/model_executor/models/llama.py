@@ -17,6 +17,7 @@ from ...attention.backend import AttentionMetadata
 from ...config import NotSupportedYet
 from teachvllm.model_executor.layers import (
     ActAndMul,
+    Add,
     Attention,
     MergedColumnParallelLinear,
     ForwardContext,
@@ -27,12 +28,11 @@ from teachvllm.model_executor.layers import (
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
-    add,
     config_field,
     get_input_embeddings,
     make_layers,
 )
-from ..rotary_embedding import apply_rotary_emb, get_rope, rope_parameters
+from ..rotary_embedding import ApplyRotaryEmb, get_rope, rope_parameters
 
 # %% ../../../nbs/33a_llama.ipynb #0bd9fca5
 def head_size_of(config: Any) -> int:
@@ -106,12 +106,13 @@ class LlamaAttention(nn.Module):
             self.num_heads, size, self.num_kv_heads, scale, context, window, soft_cap
         )
         self.head_size = size
+        self.apply_rotary_emb = ApplyRotaryEmb()
 
     def rotate(self, qk: torch.Tensor, cos_sin: Any) -> torch.Tensor:
         """Queries' heads, then keys', together [num_tokens, num_heads + num_kv_heads, head_size] ->
         turned.
         """
-        return apply_rotary_emb(qk, cos_sin)
+        return self.apply_rotary_emb(qk, cos_sin)
 
     def forward(
         self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata
@@ -167,6 +168,7 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp = self.mlp_cls(config, context)
         self.input_layernorm = self.norm_cls(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = self.norm_cls(config.hidden_size, config.rms_norm_eps)
+        self.add = Add()
 
     def forward(
         self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata
@@ -174,7 +176,7 @@ class LlamaDecoderLayer(nn.Module):
         "[num_tokens, hidden_size] -> the same shape."
         attended = self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
         normed, x = self.post_attention_layernorm(attended, x)
-        return add(x, self.mlp(normed))
+        return self.add(x, self.mlp(normed))
 
 # %% ../../../nbs/33a_llama.ipynb #27dd58ea
 class LlamaModel(nn.Module):

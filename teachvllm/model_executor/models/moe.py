@@ -26,7 +26,7 @@ from teachvllm.model_executor.layers import (
     RowParallelLinear,
     UnquantizedLinearMethod,
     pack_weight,
-    packed_linear,
+    version_of,
 )
 from .llama import LlamaDecoderLayer, LlamaForCausalLM
 from .qwen import Qwen3Attention
@@ -110,17 +110,29 @@ class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
 
     def process_weights_after_loading(self, layer):
         "Each expert's matrix is packed for oneDNN if torch has it, and the plain copy dropped."
-        packed = [pack_weight(matrix) for matrix in layer.weight.chunk(self.num_experts)]
+        packed = [
+            pack_weight(matrix, layer.kernels) for matrix in layer.weight.chunk(self.num_experts)
+        ]
         if None not in packed:
             layer.packed = packed
             layer.weight.data = layer.weight.new_empty(0)
+        layer.packed_version = version_of(layer.weight)
+
+    def restore_weights(self, layer):
+        "Every expert's matrix is unpacked."
+        if layer.packed is None:
+            return False
+        layer.weight.data = torch.cat([packed.unpack() for packed in layer.packed])
+        layer.packed = None
+        return True
 
     def apply_grouped(self, layer: Any, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert [num_rows, input_size] -> [num_rows, output_size]; `ends` as
         `group_by_expert` gives it.
         """
+        self.refresh(layer)
         if layer.packed is not None:
-            return rows_of_each_expert(x, layer.packed, ends, packed_linear)
+            return rows_of_each_expert(x, layer.packed, ends, lambda x, packed: packed(x))
         return grouped_linear(x, layer.weight.unflatten(0, (self.num_experts, -1)), ends)
 
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from .backend import AttentionMetadata
-from .triton_utils import LOG2_E, dot, find_sequence, interpreted, merge_splits
+from ..attention.backend import AttentionMetadata
+from .utils import LOG2_E, dot, find_sequence, interpreted, merge_splits
 from ..config import require
 
 # %% ../../nbs/22_triton_ladder.ipynb #253b7f40

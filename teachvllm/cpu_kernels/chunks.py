@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .numba_prefill import CACHE_DTYPES, SEEN_AS, squash
-from teachvllm.attention.numba_utils import (
+from .prefill import CACHE_DTYPES, SEEN_AS, squash
+from teachvllm.cpu_kernels.utils import (
     DTYPES,
     LOG2_E,
     Kernel,
@@ -30,7 +30,7 @@ from teachvllm.attention.numba_utils import (
     store,
     thread_num,
 )
-from teachvllm.model_executor.numba_linear import (
+from teachvllm.cpu_kernels.linear import (
     COLUMNS,
     ROWS,
     add_products,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLUMNS', 'LANES', 'VECTORS', 'I64', 'FLOATS', 'WORDS', 'HALVES', 'PAIRS', 'fetch', 'ROWS', 'TOGETHER', 'LINEAR',
            'LARGEST_PANEL', 'pack', 'Tile', 'zeros', 'biased', 'add_products', 'put', 'put_sums', 'multiply',
-           'linear_rows', 'dtypes_served', 'compile', 'serves', 'linear']
+           'linear_rows', 'dtypes_served', 'compile', 'serves', 'linear', 'PackedLinear']
 
 # %% ../../nbs/21c_numba_linear.ipynb #799a4ea0
 from functools import cache
@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-from teachvllm.attention.numba_utils import (
+from teachvllm.cpu_kernels.utils import (
     BFLOAT,
     DTYPES,
     FLOAT,
@@ -72,24 +72,27 @@ class _TileModel(models.PrimitiveModel):
     def __init__(self, manager, tile):
         super().__init__(manager, tile, llvmlite.ir.ArrayType(FLOATS, tile.rows * VECTORS))
 
-# %% ../../nbs/21c_numba_linear.ipynb #d8cf843a
-def _each(value):
+# %% ../../nbs/21c_numba_linear.ipynb #6ff34c76
+def in_each_lane(value):
+    "LLVM's constant of sixteen whole numbers, all `value`."
     return llvmlite.ir.Constant(WORDS, [value] * LANES)
 
 
-def _at(builder, address, offset, kind):
+def pointer_at(builder, address, offset, kind):
+    "A pointer to a `kind`, `offset` bytes after the address."
     return builder.inttoptr(
         builder.add(address, llvmlite.ir.Constant(I64, offset)), kind.as_pointer()
     )
 
 
-def _spread(builder, x):
+def spread(builder, x):
+    "A vector of sixteen times the value x."
     nothing = llvmlite.ir.Constant(llvmlite.ir.VectorType(x.type, LANES), llvmlite.ir.Undefined)
     return builder.shuffle_vector(
-        builder.insert_element(nothing, x, llvmlite.ir.Constant(I32, 0)), nothing, _each(0)
+        builder.insert_element(nothing, x, llvmlite.ir.Constant(I32, 0)), nothing, in_each_lane(0)
     )
 
-
+# %% ../../nbs/21c_numba_linear.ipynb #d8cf843a
 @operation(prefer_literal=True)
 def zeros(typing_context, rows, dtype):
     "A `Tile` of so many rows (a constant), all zero."
@@ -110,11 +113,11 @@ def biased(typing_context, tile, bias):
         for j in range(VECTORS):
             if tile.dtype == types.uint16:
                 bits = builder.zext(
-                    builder.load(_at(builder, bias, 32 * j, HALVES), align=2), WORDS
+                    builder.load(pointer_at(builder, bias, 32 * j, HALVES), align=2), WORDS
                 )
-                x = builder.bitcast(builder.shl(bits, _each(16)), FLOATS)
+                x = builder.bitcast(builder.shl(bits, in_each_lane(16)), FLOATS)
             else:
-                x = builder.load(_at(builder, bias, 64 * j, FLOATS), align=4)
+                x = builder.load(pointer_at(builder, bias, 64 * j, FLOATS), align=4)
             for row in range(tile.rows):
                 sums = builder.insert_value(sums, x, row * VECTORS + j)
         return sums
@@ -138,12 +141,13 @@ def add_products(typing_context, tile, x, stride, weights):
             builder.module, llvmlite.ir.FunctionType(FLOATS, form), name
         )
         loaded = [
-            builder.load(_at(builder, weights, 64 * j, kind), align=4) for j in range(VECTORS)
+            builder.load(pointer_at(builder, weights, 64 * j, kind), align=4)
+            for j in range(VECTORS)
         ]
         for row in range(tile.rows):
             place = builder.add(x, builder.mul(stride, llvmlite.ir.Constant(I64, row)))
             same = builder.bitcast(
-                _spread(builder, builder.load(_at(builder, place, 0, number), align=4)), kind
+                spread(builder, builder.load(pointer_at(builder, place, 0, number), align=4)), kind
             )
             for j, weight in enumerate(loaded):
                 old = builder.extract_value(sums, row * VECTORS + j)
@@ -175,10 +179,10 @@ def put(typing_context, tile, out, stride):
                 x = builder.extract_value(sums, row * VECTORS + j)
                 if tile.dtype == types.uint16:
                     builder.store(
-                        _rounded(builder, x), _at(builder, place, 32 * j, HALVES), align=2
+                        _rounded(builder, x), pointer_at(builder, place, 32 * j, HALVES), align=2
                     )
                 else:
-                    builder.store(x, _at(builder, place, 64 * j, FLOATS), align=4)
+                    builder.store(x, pointer_at(builder, place, 64 * j, FLOATS), align=4)
         return context.get_dummy_value()
 
     return types.void(tile, types.intp, types.intp), build
@@ -195,7 +199,7 @@ def put_sums(typing_context, tile, out, stride):
             for j in range(VECTORS):
                 builder.store(
                     builder.extract_value(sums, row * VECTORS + j),
-                    _at(builder, place, 64 * j, FLOATS),
+                    pointer_at(builder, place, 64 * j, FLOATS),
                     align=4,
                 )
         return context.get_dummy_value()
@@ -336,3 +340,28 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = No
         n, num_panels * COLUMNS, steps * pair, x, packed, 0 if bias is None else bias, out
     )
     return out
+
+
+class PackedLinear:
+    """A matrix [size, width] as panels, made once when weights are loaded; called, `linear` with it.
+    It takes what `serves` takes.
+    """
+
+    serves = staticmethod(serves)
+
+    def __init__(self, weight: torch.Tensor):
+        self.panels = pack(weight)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        "[n, width] -> [n, size]."
+        return linear(x, self.panels, bias)
+
+    def unpack(self) -> torch.Tensor:
+        "The matrix as it was."
+        num_panels, steps, columns, pair = self.panels.shape
+        return self.panels.transpose(1, 2).reshape(num_panels * columns, steps * pair)
+
+    @property
+    def nbytes(self) -> int:
+        "Of the panels."
+        return self.panels.nbytes

@@ -20,9 +20,9 @@ import torch
 from numba import types
 from numba.core import cgutils
 
-from .backend import AttentionBackend
-from .cpu import HEAD_FIRST
-from teachvllm.attention.numba_chunks import (
+from ..attention.backend import AttentionBackend
+from ..attention.cpu import HEAD_FIRST
+from teachvllm.cpu_kernels.chunks import (
     ATTEND,
     MOST_BYTES,
     PACK,
@@ -32,7 +32,7 @@ from teachvllm.attention.numba_chunks import (
     serves,
     tile_numbers,
 )
-from teachvllm.model_executor.numba_linear import (
+from teachvllm.cpu_kernels.linear import (
     COLUMNS,
     FLOATS,
     HALVES,
@@ -40,14 +40,14 @@ from teachvllm.model_executor.numba_linear import (
     LANES,
     VECTORS,
     WORDS,
-    _at,
-    _each,
-    _spread,
+    pointer_at,
+    in_each_lane,
+    spread,
     dtypes_served,
     put_sums,
     zeros,
 )
-from teachvllm.attention.numba_prefill import (
+from teachvllm.cpu_kernels.prefill import (
     CACHE_DTYPES,
     GATHER,
     MERGE_TILES,
@@ -57,7 +57,7 @@ from teachvllm.attention.numba_prefill import (
     prefill,
     squash,
 )
-from teachvllm.attention.numba_utils import (
+from teachvllm.cpu_kernels.utils import (
     DTYPES,
     FLOAT,
     GRAIN,
@@ -113,9 +113,11 @@ def dot4(q, row):
 def _sixteen(builder, address, offset, dtype):
     "Sixteen numbers of an array, as float32."
     if dtype == types.float32:
-        return builder.load(_at(builder, address, 4 * offset, FLOATS), align=4)
-    bits = builder.zext(builder.load(_at(builder, address, 2 * offset, HALVES), align=2), WORDS)
-    return builder.bitcast(builder.shl(bits, _each(16)), FLOATS)
+        return builder.load(pointer_at(builder, address, 4 * offset, FLOATS), align=4)
+    bits = builder.zext(
+        builder.load(pointer_at(builder, address, 2 * offset, HALVES), align=2), WORDS
+    )
+    return builder.bitcast(builder.shl(bits, in_each_lane(16)), FLOATS)
 
 
 @operation
@@ -163,7 +165,7 @@ def add_row(typing_context, tile, weights, stride, row, dtype):
         )
         for r in range(4):
             place = builder.add(weights, builder.mul(stride, llvmlite.ir.Constant(I64, r)))
-            weight = _spread(builder, builder.load(_at(builder, place, 0, FLOAT), align=4))
+            weight = spread(builder, builder.load(pointer_at(builder, place, 0, FLOAT), align=4))
             for j, x in enumerate(loaded):
                 new = builder.call(fma, [weight, x, builder.extract_value(sums, VECTORS * r + j)])
                 sums = builder.insert_value(sums, new, VECTORS * r + j)
@@ -195,7 +197,9 @@ def put_totals(typing_context, tile, out, stride):
                 vectors[0], vectors[0], llvmlite.ir.Constant(four, [4 * r + k for k in range(4)])
             )
             place = builder.add(out, builder.mul(stride, llvmlite.ir.Constant(I64, r)))
-            builder.store(some, _at(builder, place, 0, llvmlite.ir.VectorType(FLOAT, 4)), align=4)
+            builder.store(
+                some, pointer_at(builder, place, 0, llvmlite.ir.VectorType(FLOAT, 4)), align=4
+            )
         return context.get_dummy_value()
 
     return types.void(tile, types.intp, types.intp), build

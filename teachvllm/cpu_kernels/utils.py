@@ -36,15 +36,14 @@ FAST: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "err
 
 @cache
 def kernel_folder() -> str:
-    """Where compiled functions are kept: its name changes with any module that has some. Numba
+    """Where compiled functions are kept: its name changes with any module of `cpu_kernels/`. Numba
     itself looks only at the file that a function is in, but what it calls is compiled into it,
     wherever that comes from.
     """
     package = Path(sys.modules["teachvllm"].__file__ or "").parent
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        if b"numba_utils" in (text := path.read_bytes()):
-            digest.update(text)
+    for path in sorted((package / "cpu_kernels").glob("*.py")):
+        digest.update(path.read_bytes())
     folder = package / "__pycache__" / f"kernels-{digest.hexdigest()[:12]}"
     for old in folder.parent.glob("kernels-*"):
         if old != folder:

@@ -12,8 +12,8 @@ import math
 import numpy as np
 import torch
 
-from .backend import FLOAT8
-from teachvllm.attention.numba_utils import (
+from ..attention.backend import FLOAT8
+from teachvllm.cpu_kernels.utils import (
     DTYPES,
     GRAIN,
     Kernel,

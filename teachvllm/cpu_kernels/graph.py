@@ -5,19 +5,21 @@
 # %% auto #0
 __all__ = ['aten', 'MAKES', 'NAMES', 'LOOK_UP', 'NORMALIZE', 'PRODUCT', 'ROTATE', 'KEEP', 'ATTEND', 'COMBINE', 'OPEN', 'PLUS',
            'WORDS', 'RUN_ORDERS', 'Pool', 'NotRecordable', 'Recorder', 'carry_out', 'carry_out_all', 'orders_of',
-           'tensors_of', 'CpuGraphRunner', 'record']
+           'ModelWatch', 'attempt', 'CpuGraphRunner', 'record']
 
 # %% ../../nbs/43a_cpu_graph.ipynb #af273dad
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
+from operator import eq, itemgetter
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.modules.module as module_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from teachvllm.attention.numba_attention import (
+from teachvllm.cpu_kernels.attention import (
     DECODE,
     MERGE,
     WRITE,
@@ -26,7 +28,7 @@ from teachvllm.attention.numba_attention import (
     merge,
     write,
 )
-from teachvllm.attention.numba_utils import (
+from teachvllm.cpu_kernels.utils import (
     DTYPES,
     MAX_ARGUMENTS,
     Kernel,
@@ -36,7 +38,7 @@ from teachvllm.attention.numba_utils import (
     compile_all,
     compiled,
 )
-from teachvllm.model_executor.fused_ops import (
+from teachvllm.cpu_kernels.fused_ops import (
     ADD,
     GATE,
     NORM,
@@ -48,9 +50,9 @@ from teachvllm.model_executor.fused_ops import (
     take_rows,
     turn_rows,
 )
-from ..model_executor.layers import ForwardContext
-from ..model_executor.numba_linear import LINEAR, dtypes_served, linear_rows
-from .model_runner import Batch, ModelRunner, to_device
+from .linear import LINEAR, dtypes_served, linear_rows
+from ..model_executor.layers import ForwardContext, LinearBase
+from ..worker.model_runner import Batch, ModelRunner, to_device
 
 # %% ../../nbs/43a_cpu_graph.ipynb #0a2e6dc0
 class Pool:
@@ -201,18 +203,77 @@ def _run_orders(dtype):
 RUN_ORDERS = {dtype: _run_orders(seen) for dtype, seen in DTYPES.items()}
 
 # %% ../../nbs/43a_cpu_graph.ipynb #129fb8fb
-def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    "Parameters and buffers, and what else modules keep, such as packed weights."
-    for module in model.modules():
-        yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        yield from (x for x in vars(module).values() if isinstance(x, torch.Tensor))
+class ModelWatch:
+    """Notices that a model is not what it was when this was made: a module, a parameter, a hook, a
+    method or an attribute of a module was replaced, or a parameter got other memory or was written
+    to (not through `.data`).
+    """
+
+    # what torch itself keeps in a module; of that, only the dictionaries below are compared
+    TORCHS = frozenset(vars(torch.nn.Module()))
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        modules = list(model.modules())
+        own = [vars(module) for module in modules]
+        parts = [d for m in modules for d in (m._parameters, m._buffers, m._modules)]
+        hooks = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
+        helpers = [x for d in own for x in (d.get("linear_method"), d.get("backend")) if x]
+        kinds = {kind for x in (*modules, *helpers) for kind in type(x).__mro__}
+        classes = [
+            vars(k) for k in kinds if k.__module__.split(".")[0] not in ("torch", "builtins")
+        ]
+        self.hooks = hooks
+        self.empty = [d for d in (*parts, *hooks) if not d]
+        self.full = [*(d for d in (*parts, *hooks) if d), *map(vars, helpers), *classes]
+        self.copies = [dict(d) for d in self.full]
+        self.own = own
+        self.lengths = list(map(len, own))
+        names = [[name for name in d if name not in self.TORCHS] for d in own]
+        self.chosen = [(itemgetter(*some), d) for some, d in zip(names, own) if some]
+        self.values = [get(d) for get, d in self.chosen]
+        self.tensors = [*model.parameters(), *model.buffers()]
+        self.places = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.written = [x for x in self.tensors if not x.is_inference()]
+        self.versions = [x._version for x in self.written]
+
+    def changed(self) -> bool:
+        "Whether anything is different now."
+        try:
+            return not (
+                not any(self.empty)
+                and self.places == list(map(torch.Tensor.data_ptr, self.tensors))
+                and self.versions == [x._version for x in self.written]
+                and all(map(eq, self.full, self.copies))
+                and self.lengths == list(map(len, self.own))
+                and self.values == [get(d) for get, d in self.chosen]
+            )
+        except (
+            KeyError,
+            RuntimeError,
+            ValueError,
+        ):  # one is gone; or tensors, which are not compared
+            return True
 
 # %% ../../nbs/43a_cpu_graph.ipynb #7a6d3f96
+def attempt(make: Callable[[], Any]) -> Any:
+    "What `make` returns; None if it cannot record a model's steps: the log says why."
+    log = logging.getLogger("teachvllm")
+    try:
+        return make()
+    except NotRecordable as error:
+        log.info("steps are run operation by operation: %s", error)
+    except Exception:  # whatever a model does that a recording has not got: without one it runs
+        log.warning("steps are run operation by operation: recording failed", exc_info=True)
+    return None
+
+
 class CpuGraphRunner:
     """Steps in which up to `max_num_seqs` sequences decode, as one recorded list of orders.
 
-    `NotRecordable` if the model needs more than our kernels. Weights and `kv_caches` must stay
-    where they are; they are kept.
+    `NotRecordable` if the model needs more than our kernels. `kv_caches` must stay where they are. A
+    model that has changed is recorded anew before the next step.
     """
 
     INPUTS = "token_ids", "positions", "slot_mapping"
@@ -220,11 +281,24 @@ class CpuGraphRunner:
     PLANNED = slice(1, 12)
     SCRATCH = 8
 
-    @torch.inference_mode()
     def __init__(self, runner: ModelRunner, kv_caches: list[torch.Tensor], max_num_seqs: int):
         self.runner = runner
         self.kv_caches = kv_caches
         self.max_num_seqs = max_num_seqs
+        self.record()
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        "Note the orders of a step of the model as it is now."
+        runner = self.runner
+        max_num_seqs = self.max_num_seqs
+        self.recorded = False
+        for module in runner.model.modules():
+            if isinstance(module, LinearBase):
+                module.linear_method.refresh(module)
+        self.watch = ModelWatch(runner.model)
+        if any(self.watch.hooks):
+            raise NotRecordable("a forward hook is called in every step")
         x = {
             name: torch.zeros(max_num_seqs, dtype=torch.int64)
             for name in (*self.INPUTS, "token_indices")
@@ -239,17 +313,8 @@ class CpuGraphRunner:
             if not isinstance(plan, NumbaPlan):
                 raise NotRecordable("attention is not chapter 21f's")
             plan.splits = 2  # so that merging is noted; with one split it returns at once
-        self.hooks = [
-            hooks
-            for m in runner.model.modules()
-            for hooks in (m._forward_hooks, m._forward_pre_hooks)
-        ]
-        if any(self.hooks):
-            raise NotRecordable("a forward hook is called in every step")
-        # the memory that orders point to
-        self.kept = [tensor.detach() for tensor in tensors_of(runner.model)]
         with Recorder() as recorder:
-            step = ForwardContext(x["positions"], meta, kv_caches)
+            step = ForwardContext(x["positions"], meta, self.kv_caches)
             self.hidden = runner.model(x["token_ids"], step)
         self.pool = recorder.pool
         kernels = orders_of(runner.context.dtype)
@@ -275,13 +340,19 @@ class CpuGraphRunner:
         }
         self.run_orders = RUN_ORDERS[runner.context.dtype]
         compile_all([self.run_orders], "a whole decode step")
+        self.recorded = True
 
     def can_run(self, batch: Batch) -> bool:
         """Whether all sequences of `batch` decode, with no embeddings and no adapters, and are not
-        too many; and no module has got a forward hook meanwhile.
+        too many; and there are orders for the model as it is now.
         """
-        fits = len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs
-        return fits and not batch.extras and not any(self.hooks)
+        if not len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs:
+            return False
+        if batch.extras:
+            return False
+        if self.watch.model is not self.runner.model or self.watch.changed():
+            attempt(self.record)
+        return self.recorded
 
     @torch.inference_mode()
     def run(
@@ -312,14 +383,5 @@ def record(runner: ModelRunner, kv_caches: list[torch.Tensor]) -> CpuGraphRunner
     dtype = runner.context.dtype
     if dtype not in dtypes_served() or runner.parallel.size > 1 or not runner.attention_layers:
         return None
-    try:
-        return CpuGraphRunner(
-            runner, kv_caches, min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        )
-    except NotRecordable as error:
-        logging.getLogger("teachvllm").info("steps are run operation by operation: %s", error)
-    except Exception:  # whatever a model does that a recording has not got: without one it runs
-        logging.getLogger("teachvllm").warning(
-            "steps are run operation by operation: recording failed", exc_info=True
-        )
-    return None
+    most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    return attempt(lambda: CpuGraphRunner(runner, kv_caches, most))

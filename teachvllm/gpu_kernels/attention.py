@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 
-from .backend import AttentionBackend, AttentionMetadata, visible
-from teachvllm.attention.triton_utils import (
+from ..attention.backend import AttentionBackend, AttentionMetadata, visible
+from teachvllm.gpu_kernels.utils import (
     LOG2_E,
     dot,
     find_sequence,

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['GATES', 'MAKERS', 'GATE', 'NORM', 'TURN', 'TAKE', 'ADD', 'gate_rows', 'norm_rows', 'turn_rows', 'take_rows',
-           'add_rows', 'serves', 'compile', 'sigmoid_and_mul', 'rms_norm', 'rotary_embedding', 'embedding', 'add']
+           'add_rows', 'serves', 'unsupported', 'compile', 'sigmoid_and_mul', 'rms_norm', 'rotary_embedding',
+           'embedding', 'add']
 
 # %% ../../nbs/30b_fused_ops.ipynb #5811e8e2
 import math
@@ -12,7 +13,7 @@ import math
 import numpy as np
 import torch
 
-from teachvllm.attention.numba_utils import (
+from teachvllm.cpu_kernels.utils import (
     DTYPES,
     GRAIN,
     Kernel,
@@ -26,6 +27,7 @@ from teachvllm.attention.numba_utils import (
     share,
     store,
 )
+from ..kernels import takes
 
 # %% ../../nbs/30b_fused_ops.ipynb #6b1cf9f2
 GATES = {  # activation(x) = x * sigmoid(x * (a + b * x * x)): a, b
@@ -194,12 +196,17 @@ def serves(x: torch.Tensor, *others: torch.Tensor) -> bool:
     float32, on a CPU whose threads they can use; the numbers of a row side by side, and a token's
     heads; the others contiguous and of x's dtype.
     """
-    if x.device.type != "cpu" or x.dtype not in NORM or x.stride(-1) != 1 or find_openmp() is None:
+    if x.device.type != "cpu" or x.dtype not in NORM or x.stride(-1) != 1:
         return False
     for other in others:
         if other.dtype != x.dtype or not other.is_contiguous():
             return False
     return x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2])
+
+
+def unsupported() -> str | None:
+    "Why these functions cannot run on this machine; None if they can."
+    return None if find_openmp() else "torch's threads are not GNU OpenMP's"
 
 
 def compile(dtype: torch.dtype) -> None:
@@ -211,6 +218,7 @@ def compile(dtype: torch.dtype) -> None:
         )
 
 # %% ../../nbs/30b_fused_ops.ipynb #9a148573
+@takes(lambda x, name: name in GATES and x.is_contiguous() and serves(x))
 def sigmoid_and_mul(x: torch.Tensor, name: str) -> torch.Tensor:
     """act(gate) * up, for x [n, 2 * size] with gate first; `name` is one of `GATES`. vLLM:
     `silu_and_mul`, `gelu_tanh_and_mul`.
@@ -221,6 +229,7 @@ def sigmoid_and_mul(x: torch.Tensor, name: str) -> torch.Tensor:
     return out
 
 
+@takes(lambda x, weight, added=None: serves(x, weight, *([] if added is None else [added])))
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,6 +275,7 @@ def rms_norm(
     return out, total
 
 # %% ../../nbs/30b_fused_ops.ipynb #408cf810
+@takes(lambda x, cos, sin: len(cos) == len(x) and serves(x, cos, sin))
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn the first dimensions of every head of x [n, heads, size]; cos and sin [n, 1, rotary_dim]
     as chapter 31a has them.
@@ -290,6 +300,11 @@ def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
     return out
 
 
+@takes(
+    lambda table, rows: (
+        rows.dim() == 1 and rows.dtype == torch.int64 and rows.is_contiguous() and serves(table)
+    )
+)
 def embedding(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The rows [n] int64 of `table` [num_rows, size]. None is checked: one outside of the table is
     its first or last.
@@ -308,6 +323,7 @@ def embedding(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@takes(lambda x, y: x.dim() == 2 and x.shape == y.shape and x.is_contiguous() and serves(x, y))
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     "x + y, both [n, size] and contiguous."
     assert (
