@@ -461,7 +461,7 @@ def test_the_same_answers(folder: str, expected: Answers, options: dict[str, Any
         assert answer(llm, make_requests()) == expected
         metrics = llm.get_metrics()
         if options.get("num_blocks", 400) < 100:
-            assert metrics["num_preemptions"] >= 3
+            assert metrics["num_preemptions"] >= 2
             assert (metrics["num_swapped_out_blocks"] > 0) == (
                 options.get("preemption_mode") != "recompute"
             )
@@ -882,7 +882,7 @@ def test_generate_works_after_what_was_given_up(
             engine.add_request("b", [9] * 20, replace(GREEDY, temperature=1, n=2))
             for _ in range(num_steps):
                 engine.step()
-            ahead = num_steps > 1  # two samples of one prompt: the fork waits for its tokens
+            ahead = num_steps > 0  # the fork waits for its tokens, the other request goes on
             assert bool(core_of(llm).in_flight) == ahead
             engine.abort_request(["a", "b"])
             assert (

@@ -95,9 +95,9 @@ def _fill_slots(answer: Any) -> str:
     num_slots = 0
 
     class Filled(Batch):
-        def __init__(self, state: Any, num_scheduled_tokens: dict[int, int]):
+        def __init__(self, state: Any, num_scheduled_tokens: dict[int, int], *drafts: Any):
             nonlocal num_slots
-            super().__init__(state, num_scheduled_tokens)
+            super().__init__(state, num_scheduled_tokens, *drafts)
             rows = np.repeat(self.req_indices, self.num_scheduled).tolist()
             for i, (row, position) in enumerate(zip(rows, self.positions.tolist())):
                 table = state.block_table[row, : state.num_blocks[row]].tolist()

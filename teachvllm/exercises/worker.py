@@ -214,8 +214,8 @@ class _LaidOut(Batch):
 
     lay_out: Any
 
-    def __init__(self, state: Any, num_scheduled_tokens: dict[int, int]):
-        super().__init__(state, num_scheduled_tokens)
+    def __init__(self, state: Any, num_scheduled_tokens: dict[int, int], *drafts: Any):
+        super().__init__(state, num_scheduled_tokens, *drafts)
         index = self.req_indices
         tables = [
             row[:n].tolist()
