@@ -7,7 +7,11 @@ import random
 import pytest
 from test_blocks import Simulation, load, random_options, with_tokens
 
+from teachvllm.config import SchedulerConfig
 from teachvllm.core.block_manager import AllocStatus, BlockSpaceManager
+from teachvllm.core.extensions import LookAhead, ParallelSampling
+from teachvllm.core.scheduler import Scheduler, SchedulerOutput
+from teachvllm.messages import ModelRunnerOutput
 from teachvllm.sampling_params import BeamSearchParams, SamplingParams
 from teachvllm.sequence import Sequence, SequenceGroup
 
@@ -188,6 +192,117 @@ def test_a_threshold_bounds_each_chunk() -> None:
         chunks.append(min(prompt_tokens(simulation, name), 23) - before)
     assert chunks == [5, 5, 5, 5, 3]
     simulation.finish()
+
+
+# Drafts of a group's sequences, and what else may go wrong beside them
+
+
+def forked(num_blocks: int, num_prompt: int, budget: int = 64) -> tuple[Scheduler, list[Sequence]]:
+    "A scheduler with one request of two sequences, which both decode."
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=budget)
+    scheduler = Scheduler(config, BlockSpaceManager(4, num_blocks, watermark=0))
+    seq = scheduler.make_seq([1] * num_prompt, seed=0, max_len=60)
+    group = SequenceGroup("a", seq, SamplingParams(n=2), num_seqs=2, num_samples=2)
+    group.fork_rule = ParallelSampling()
+    scheduler.add_request(group)
+    while scheduler.seqs and len(group.seqs) == 1:
+        out = scheduler.schedule()
+        done = seq.num_new_tokens == 0
+        scheduler.update_from_output(
+            ModelRunnerOutput(*(([0, 0], [[2], [3]]) if done else ([], [])))
+        )
+        assert out.num_scheduled_tokens
+    return scheduler, group.unfinished
+
+
+@pytest.mark.parametrize("num_blocks", range(3, 8))
+@pytest.mark.parametrize("num_prompt", range(3, 9))
+@pytest.mark.parametrize("drafts", [{0: 6}, {1: 6}, {0: 3, 1: 9}])
+def test_drafts_take_no_block_that_a_sibling_needs(
+    num_blocks: int, num_prompt: int, drafts: dict[int, int]
+) -> None:
+    "Step after step, with drafts that are all wrong, until both have ended."
+    try:
+        scheduler, seqs = forked(num_blocks, num_prompt)
+    except ValueError as error:
+        assert "needs" in str(error) and "blocks" in str(error)
+        return
+    while scheduler.has_unfinished_requests():
+        ids = [seq.seq_id for seq in seqs]
+        scheduler.update_draft_token_ids(
+            {ids[i]: [7] * n for i, n in drafts.items() if i < len(ids)}
+        )
+        out = scheduler.schedule()
+        scheduler.block_manager.check_integrity()
+        live = [i for i in out.num_scheduled_tokens if i in scheduler.seqs]
+        scheduler.update_from_output(ModelRunnerOutput(live, [[5]] * len(live)))
+    assert scheduler.block_manager.get_num_free_gpu_blocks() == num_blocks
+
+
+def test_drafts_leave_a_token_to_each_sequence() -> None:
+    "A budget of four, two sequences with three drafts each: both get on in every step."
+    scheduler, seqs = forked(num_blocks=40, num_prompt=6, budget=4)
+    for _ in range(6):
+        scheduler.update_draft_token_ids({seq.seq_id: [7, 8, 9] for seq in seqs})
+        out = scheduler.schedule()
+        assert set(out.num_scheduled_tokens) == {seq.seq_id for seq in seqs}
+        assert out.total_num_scheduled_tokens == 4
+        scheduler.update_from_output(ModelRunnerOutput([seq.seq_id for seq in seqs], [[5], [5]]))
+
+
+def test_a_grammar_that_fails_ends_its_request_only() -> None:
+    class Broken:
+        def bitmask(self, output_token_ids: list[int], drafts: list[int]) -> list[bytes]:
+            raise RuntimeError("no state left")
+
+    scheduler = Scheduler(SchedulerConfig(64), BlockSpaceManager(4, 20))
+    for name in ("sound", "broken"):
+        group = SequenceGroup(name, scheduler.make_seq([1] * 5, 0, max_len=7), SamplingParams())
+        group.grammar = Broken() if name == "broken" else None
+        scheduler.add_request(group)
+    outputs = []
+    while scheduler.has_unfinished_requests():
+        live = [i for i in scheduler.schedule().num_scheduled_tokens if i in scheduler.seqs]
+        outputs += scheduler.update_from_output(ModelRunnerOutput(live, [[5]] * len(live)))
+    ends = {one.request_id: one for one in outputs if one.finish_reason}
+    assert ends["sound"].finish_reason == "length"
+    assert ends["broken"].finish_reason == "error" and "no state left" in ends["broken"].stop_reason
+    assert scheduler.block_manager.get_num_free_gpu_blocks() == 20
+
+
+def test_what_becomes_ready_does_not_preempt_a_request_in_flight() -> None:
+    class ReadyAt:
+        name = "grammar"
+        polls = 3
+
+        def is_ready(self) -> bool:
+            self.polls -= 1
+            return self.polls <= 0
+
+    config = SchedulerConfig(64, max_num_seqs=1, policy="priority")
+    scheduler = Scheduler(config, BlockSpaceManager(4, 20))
+    look_ahead = LookAhead(scheduler)
+    for name, priority in (("low", 1), ("high", 0)):
+        group = SequenceGroup(name, scheduler.make_seq([1] * 5, 0, max_len=20), SamplingParams())
+        group.priority = priority
+        group.prerequisites = [ReadyAt()] if name == "high" else []
+        scheduler.add_request(group)
+    in_flight: list[SchedulerOutput] = []
+    ended = set()
+    while scheduler.has_unfinished_requests():
+        if not in_flight:
+            in_flight.append(scheduler.schedule())
+            look_ahead.expect(in_flight[-1])
+        if look_ahead.can_run_ahead():
+            ahead = scheduler.schedule()
+            assert not ahead.preempted_request_ids
+            look_ahead.expect(ahead)
+            in_flight.append(ahead)
+        out = in_flight.pop(0)
+        done = [i for i in out.num_scheduled_tokens if i in scheduler.seqs]
+        outputs = scheduler.update_from_output(ModelRunnerOutput(done, [[5]] * len(done)))
+        ended |= {one.request_id for one in outputs if one.finish_reason}
+    assert ended == {"low", "high"}
 
 
 # A full pool

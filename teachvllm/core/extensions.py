@@ -106,8 +106,10 @@ class LookAhead:
             for seq in group.unfinished
         ):
             return False
-        first = scheduler.admission.next_group()
-        if first and scheduler.policy.may_preempt(first, scheduler.running.last()):
+        # one that becomes ready meanwhile may take the place of a request, too
+        first = [scheduler.admission.next_group(), *scheduler.not_ready]
+        last = scheduler.running.last()
+        if any(group and scheduler.policy.may_preempt(group, last) for group in first):
             return False
         return scheduler.preemption.all_fit()
 

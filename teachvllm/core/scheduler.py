@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from ..config import SchedulerConfig, require
-from .block_manager import AllocStatus, BlockSpaceManager
+from .block_manager import AllocStatus, BlockSpaceManager, num_blocks_for
 from .request_queue import RequestQueue, make_policy
 from teachvllm.messages import (
     EngineCoreOutput,
@@ -240,7 +240,8 @@ class Admission:
         """
         waiting = self.waiting.peek()
         if prefills is not None and waiting is not None and not prefills.may_begin(waiting):
-            waiting = next(filter(prefills.may_begin, self.waiting), None)
+            full = prefills.num_begun >= prefills.most
+            waiting = None if full else next(filter(prefills.may_begin, self.waiting), None)
         heads = [group for group in (waiting, self.swapped.peek()) if group]
         return min(heads, key=self.policy.key, default=None)
 
@@ -411,12 +412,19 @@ class StepBuilder:
         self.orders = scheduler.orders
         self.running = scheduler.running
         self.num_cow_copies = 0
+        self.failed: dict[SequenceGroup, str] = {}  # groups that end with an error after the step
 
-    def schedule_group(self, group: SequenceGroup, budget: SchedulingBudget, most: int) -> None:
-        "The tokens that the group's sequences lack, at most `most` of one of them."
+    def schedule_group(
+        self, group: SequenceGroup, budget: SchedulingBudget, most: int, reserved: int = 0
+    ) -> None:
+        """The tokens that the group's sequences lack, at most `most` of one of them. It leaves
+        `reserved` tokens of the budget, and one for each of its sequences that is still to come.
+        """
         begun = self.block_manager.block_tables
         behind = False  # whether one computes what those after it may share
+        num_to_come = len(group.unfinished)
         for seq in group.unfinished:
+            num_to_come -= 1
             if seq.seq_id not in begun:
                 if behind or not self._begin(group, seq):
                     budget.num_seqs = 0  # blocks are short: none is admitted before it has begun
@@ -426,9 +434,11 @@ class StepBuilder:
                 behind = behind or is_behind([seq])
                 continue
             if num_tokens > 1:
-                num_tokens = self._fitting(group, seq, num_tokens)
+                left = budget.num_tokens - reserved - num_to_come
+                num_tokens = self._fitting(group, seq, max(1, min(num_tokens, left)), num_to_come)
+            if not self._schedule_tokens(group, seq, num_tokens):
+                return
             budget.num_tokens -= num_tokens
-            self._schedule_tokens(group, seq, num_tokens)
             behind = behind or seq.num_computed_tokens < seq.num_tokens
 
     def _begin(self, group: SequenceGroup, seq: Sequence) -> bool:
@@ -447,17 +457,39 @@ class StepBuilder:
             return sum(map(self.block_manager.num_missing_blocks, others))
         return sum(len(other.unfinished) for other in others)
 
-    def _fitting(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> int:
-        "As many of `num_tokens` tokens as there are blocks for: one in any case."
+    def _fitting(
+        self, group: SequenceGroup, seq: Sequence, num_tokens: int, num_to_come: int
+    ) -> int:
+        """As many of `num_tokens` tokens as there are blocks for, one in any case: it leaves a block
+        to each of the group's sequences that are still to come.
+        """
         manager = self.block_manager
-        num_blocks = len(manager.block_tables[seq.seq_id])
-        if seq.num_computed_tokens + num_tokens <= num_blocks * manager.block_size:
+        needed = self._num_new_blocks(seq, num_tokens)
+        if needed == 0:
             return num_tokens
-        return max(1, min(num_tokens, manager.max_new_tokens(seq, self._headroom(group))))
+        headroom = self._headroom(group) + num_to_come
+        if needed <= manager.get_num_free_gpu_blocks() - headroom:
+            return num_tokens
+        num_tokens = max(1, min(num_tokens, manager.max_new_tokens(seq, headroom)))
+        spare = manager.get_num_free_gpu_blocks() - headroom
+        return num_tokens if self._num_new_blocks(seq, num_tokens) <= spare else 1
 
-    def _schedule_tokens(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> None:
-        "The step computes the next `num_tokens` tokens of `seq`."
+    def _num_new_blocks(self, seq: Sequence, num_tokens: int) -> int:
+        "How many blocks it takes to write so many tokens: new ends, and copies of shared ones."
+        manager = self.block_manager
+        table = manager.block_tables[seq.seq_id]
+        first = seq.num_computed_tokens // manager.block_size
+        end = num_blocks_for(seq.num_computed_tokens + num_tokens, manager.block_size)
+        shared = [i for i in table[first:end] if manager.gpu_allocator.ref_count(i) > 1]
+        return max(0, end - len(table)) + len(shared)
+
+    def _schedule_tokens(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> bool:
+        """The step computes the next `num_tokens` tokens of `seq`; False: its grammar failed, and
+        nothing was done.
+        """
         out = self.orders.next
+        if group.grammar is not None and not self._set_bitmask(group, seq, num_tokens):
+            return False
         size = self.block_manager.block_size
         before = seq.num_computed_tokens
         if num_tokens > 1 or before % size == 0 or len(group.unfinished) > 1:
@@ -478,12 +510,23 @@ class StepBuilder:
             seq.num_draft_tokens = len(drafts)
             if drafts:
                 out.scheduled_spec_decode_tokens[seq.seq_id] = drafts
-        if group.grammar is not None and after >= seq.num_tokens:
-            masks = group.grammar.bitmask(seq.output_token_ids, drafts)
-            out.grammar_bitmask[seq.seq_id] = masks
         if after // size != before // size:
             # a request admitted in this very step may read them
             self.block_manager.cache_full_blocks(seq)
+        return True
+
+    def _set_bitmask(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> bool:
+        "What the grammar allows after these tokens; an exception in it ends its request only."
+        num_drafts = seq.num_computed_tokens + num_tokens - seq.num_tokens
+        if num_drafts >= 0:  # a token is sampled, and one after each draft
+            drafts = seq.spec_token_ids[:num_drafts]
+            try:
+                masks = group.grammar.bitmask(seq.output_token_ids, drafts)
+            except Exception as error:
+                self.failed[group] = f"{type(error).__name__}: {error}"
+                return False
+            self.orders.next.grammar_bitmask[seq.seq_id] = masks
+        return True
 
 # %% ../../nbs/12_scheduler.ipynb #5cd2bfce
 class Sample(NamedTuple):
@@ -655,9 +698,7 @@ class RequestTable:
         """Sequences (by seq_id) that sample nothing are complete: all that was asked of them is a
         vector; empty: there were NaNs.
         """
-        nan = (
-            "the model's hidden states are not numbers (NaN): its weights or its dtype are at fault"
-        )
+        nan = NOT_A_NUMBER.format("hidden states")
         for seq_id, vector in pooled.items():
             if seq_id not in self.seqs:  # it was aborted while the step was under way
                 continue
@@ -833,7 +874,7 @@ class Scheduler:
         num_seqs = sum(len(group.unfinished) for group in few)
         for group in few:
             num_seqs -= len(group.unfinished)
-            self.builder.schedule_group(group, budget, budget.num_tokens - num_seqs)
+            self.builder.schedule_group(group, budget, budget.num_tokens, reserved=num_seqs)
         self.prefills.start_step(many)
         share = self.prefills.share(budget.num_tokens, len(many) + len(self.waiting))
         for group in many:
@@ -843,7 +884,10 @@ class Scheduler:
                 self.builder.schedule_group(group, budget, share)
         self._admit_requests(budget, share)
         self._note_blocks()
-        return self.orders.take()
+        out = self.orders.take()
+        while self.builder.failed:  # the next step tells the workers
+            self.requests.finish_with_error(*self.builder.failed.popitem())
+        return out
 
     def _queue_ready_requests(self) -> None:
         "Requests that have all that they need wait from now on, in their places."
@@ -866,9 +910,9 @@ class Scheduler:
         has_drafts = False
         for group in self.running:
             (many if is_behind(group.unfinished) else few).append(group)
-            has_drafts = has_drafts or bool(group.unfinished[0].spec_token_ids)
+            has_drafts = has_drafts or any(seq.spec_token_ids for seq in group.unfinished)
         if has_drafts:  # single tokens first: attention has a way of its own for them
-            few.sort(key=lambda group: len(group.unfinished[0].spec_token_ids))
+            few.sort(key=lambda group: max(len(seq.spec_token_ids) for seq in group.unfinished))
         return few, many
 
     def _note_blocks(self) -> None:
@@ -900,6 +944,7 @@ class Scheduler:
                 continue
             num_seqs = group.get_max_num_running_seqs()
             if num_seqs > budget.num_seqs or status is AllocStatus.LATER:
+                budget.num_seqs = 0  # nor in the rest of the step
                 return
             if not self.admission.has_tokens(group, self.orders.next, budget.num_tokens):
                 return
@@ -913,9 +958,7 @@ class Scheduler:
     # A step's tokens arrive
 
     def update_from_output(self, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Give each sequence the tokens that a step sampled for it, and end what is complete;
-        returns what the front must know.
-        """
+        "Give each sequence its new tokens, and end what is complete; returns what the front hears."
         forking: dict[SequenceGroup, list[Sample]] = {}
         for seq_id, scores in sampled.prompt_logprobs.items():
             if seq_id in self.seqs and (known := self.seqs[seq_id][0].prompt_logprobs) is not None:
@@ -975,26 +1018,28 @@ class Scheduler:
         scores = scores[: len(token_ids)]
         for logprob, _, _ in scores:
             seq.cumulative_logprob += logprob
-        self._tokens_known(seq, token_ids, sampled and not num_drafts)
+        self._tokens_known(seq, token_ids, workers_know=sampled and not num_drafts)
         if status:
             self.requests.finish_seq(group, seq, status)
         self.reports.add(group, seq, token_ids, scores)
         self.requests.drop_if_finished(group)
 
-    def _tokens_known(self, seq: Sequence, token_ids: list[int], sampled: bool) -> None:
+    def _tokens_known(self, seq: Sequence, token_ids: list[int], workers_know: bool) -> None:
         "The newest tokens of `seq` are `token_ids`; a step may have computed some of them already."
         if seq.num_output_placeholders:
             seq.num_output_placeholders -= len(token_ids)
             self.block_manager.cache_full_blocks(seq)
-        elif not sampled:
+        elif not workers_know:
             self.block_manager.cache_full_blocks(seq)
-        if not sampled or self.num_virtual_engines > 1:  # of a pipeline only the last stage samples
+        if (
+            not workers_know or self.num_virtual_engines > 1
+        ):  # of a pipeline only the last stage samples
             self.orders.tell_tokens(seq, token_ids)
 
     def set_token(self, seq: Sequence, token_id: int) -> None:
         "The next token of `seq`, which the workers are told of: it is not the one they sampled."
         seq.token_ids.append(token_id)
-        self._tokens_known(seq, [token_id], sampled=False)
+        self._tokens_known(seq, [token_id], workers_know=False)
 
     def _finish_last_seq(self, group: SequenceGroup) -> None:
         "The pool is too small for the group: its last sequence ends."
@@ -1049,9 +1094,7 @@ class Scheduler:
                 self.requests.finish_with_error(group, message)
 
     def reset_prefix_cache(self) -> bool:
-        """Find nothing again that was computed before now. False, and nothing is forgotten, while
-        requests hold blocks.
-        """
+        "Find nothing again that was computed before now; False while requests hold blocks."
         idle = not self.running and not self.swapped
         if idle:
             self.block_manager.reset_prefix_cache()

@@ -366,6 +366,8 @@ class EngineCore:
         )
         waits = scheduler.not_ready or not scheduler.has_unfinished_requests()
         assert progress or waits, "no request makes progress"
+        if not progress and scheduler.not_ready:
+            time.sleep(0.001)  # there is nothing to do but to wait
         with let_interrupts_in():  # some workers compute the step now
             self.executor.submit(out)
         step = InFlight(scheduler, out, begin, scheduled, time.perf_counter())
@@ -387,7 +389,8 @@ class EngineCore:
         if self.drafter:
             step.scheduler.update_draft_token_ids(self.drafter(step.scheduler))
         if self.stat_logger:
-            self.stat_logger.step(step.out, len(sampled.seq_ids), self.get_stats)
+            num_tokens = sum(map(len, sampled.sampled_token_ids))
+            self.stat_logger.step(step.out, num_tokens, self.get_stats)
         if self.recorder and step.trace:  # else it was sent before the recording began
             self.recorder.processed(step, arrived - begin, arrived, sampled.device_span)
             outputs.trace = step.trace
