@@ -147,7 +147,7 @@ class EngineArgs(ShowAsTable):
     max_num_partial_prefills: int = arg(1, "prompts that share the tokens of a step")
     max_long_partial_prefills: int = arg(1, "of these, how many may be long: others overtake")
     long_prefill_token_threshold: int = arg(
-        0, "longer prompts are long, and get no more in a step; default: 4 % of max_model_len"
+        0, "longer prompts are long, and get no more in a step; 0: no limit"
     )
     scheduling_policy: Any = arg(
         "fcfs", "fcfs, priority, or a class: which request comes first", cli=str
