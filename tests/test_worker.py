@@ -559,8 +559,9 @@ def test_rank_one_works_on_its_own_gpu_in_any_thread() -> None:
     assert worker.device == "cuda:1"
     worker.cache_engines = [SimpleNamespace(swap_out=len, swap_in=len, copy=len, gpu_cache=[])]  # type: ignore[list-item]
     runs = lambda *_: current.append("runs")  # noqa: E731
+    compiled = SimpleNamespace(compile=lambda *_: None)
     context = SimpleNamespace(
-        attn_backend=SimpleNamespace(compile=lambda *_: None), dtype=None, kv_cache_dtype=None
+        attn_backend=compiled, kernels=compiled, dtype=None, kv_cache_dtype=None
     )
     worker.model_runner = SimpleNamespace(
         execute_model=runs, load_model=runs, model=None, context=context

@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from fastcore import docments
 from nbdev.config import get_config
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve import proc_nbs
@@ -110,9 +112,23 @@ def show_arguments_of_kernels() -> None:
         kind.__signature__ = property(lambda kernel: inspect.signature(kernel.fn))
 
 
+def show_names_of_later_classes() -> None:
+    "An annotation may name a class that a later cell defines: it is shown as it is written."
+    evaluated = docments.signature
+
+    def signature(symbol: Any, **options: Any) -> inspect.Signature:
+        try:
+            return evaluated(symbol, **options)
+        except NameError:
+            return inspect.signature(symbol)
+
+    docments.signature = signature
+
+
 def main() -> None:
     refresh_quarto_yml()
     show_arguments_of_kernels()
+    show_names_of_later_classes()
     # a process of its own for each would import torch each time
     processed = proc_nbs(force=True, n_workers=0)
     for_the_site(processed)
