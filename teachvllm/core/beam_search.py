@@ -49,7 +49,8 @@ class BeamSearch:
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
         "What a continuation of `num_tokens` tokens is worth: higher is better."
         try:
-            return cumulative_logprob / max(1, num_tokens) ** self.params.length_penalty
+            length: float = max(1, num_tokens) ** self.params.length_penalty
+            return cumulative_logprob / length
         except OverflowError:
             # a length that no float can hold: nothing is left of the log-probability
             return -0.0

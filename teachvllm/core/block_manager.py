@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .block_allocator import BlockAllocator
 from ..sequence import Sequence, SequenceGroup
@@ -26,7 +26,9 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 # %% ../../nbs/11_block_manager.ipynb #888e066e
-def hash_block_tokens(parent: bytes, token_ids: list[int], extra_keys: tuple = ()) -> bytes:
+def hash_block_tokens(
+    parent: bytes, token_ids: list[int], extra_keys: tuple[Any, ...] = ()
+) -> bytes:
     """The hash of a full block's content: its tokens, what else its keys and values depend on,
     and through `parent`, the hash of the block before, all that comes before it.
 
@@ -37,14 +39,14 @@ def hash_block_tokens(parent: bytes, token_ids: list[int], extra_keys: tuple = (
     return sha256(content + repr(extra_keys).encode() if extra_keys else content).digest()
 
 
-def block_extra_keys(seq: Sequence, begin: int, end: int) -> tuple:
+def block_extra_keys(seq: Sequence, begin: int, end: int) -> tuple[Any, ...]:
     """What the keys and values of the tokens begin to end of `seq` depend on beside the tokens, each
     with its kind: no salt is taken for an adapter. vLLM V1: `generate_block_hash_extra_keys` in
     `v1/core/kv_cache_utils.py`.
 
     What holds for a whole sequence stands in its first block: the others are chained to it.
     """
-    keys: list[tuple] = []
+    keys: list[tuple[Any, ...]] = []
     if begin == 0:
         whole = {
             "salt": seq.cache_salt,

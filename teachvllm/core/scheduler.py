@@ -563,7 +563,7 @@ def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
 class Reports:
     "What the front must hear: the new tokens of each sequence, and its end."
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.outputs: list[EngineCoreOutput] = []
 
     def take(self) -> list[EngineCoreOutput]:

@@ -269,14 +269,17 @@ class RayDistributedExecutor(ExecutorBase):
         if self.dead:
             raise EngineDeadError(self.dead)
 
-    def _pickle(self, method: str | Callable, args: tuple, kwargs: dict) -> bytes:
-        return self.ray.cloudpickle.dumps((method, args, kwargs))  # lambdas, too
+    def _pickle(
+        self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bytes:
+        order: bytes = self.ray.cloudpickle.dumps((method, args, kwargs))  # lambdas, too
+        return order
 
     def _send(
         self,
-        method: str | Callable,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        method: str | Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
         rank: int | None = None,
     ) -> list[Any]:
         """Give all workers an order; references to the answers. With a `rank` only that worker's
@@ -297,7 +300,8 @@ class RayDistributedExecutor(ExecutorBase):
         self._check()
         errors = self.ray.exceptions
         try:
-            return self.ray.get(refs, timeout=timeout)
+            answers: list[Any] = self.ray.get(refs, timeout=timeout)
+            return answers
         except errors.GetTimeoutError:
             done = self.ray.wait(refs, num_returns=len(refs), timeout=0)[0]
             late = sorted({i % len(self.workers) for i, ref in enumerate(refs) if ref not in done})
@@ -321,10 +325,10 @@ class RayDistributedExecutor(ExecutorBase):
 
     def collective_rpc(
         self,
-        method: str | Callable,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """As every executor. An answer that comes after `TimeoutError` is dropped. A function
         travels by value.
@@ -366,9 +370,9 @@ class RayDistributedExecutor(ExecutorBase):
 
     def _result(self, refs: list[Any]) -> ModelRunnerOutput:
         try:
-            return self._get(refs, "execute_model", self.step_timeout)[
-                self.output_rank - len(self.workers)
-            ]
+            answers = self._get(refs, "execute_model", self.step_timeout)
+            output: ModelRunnerOutput = answers[self.output_rank - len(self.workers)]
+            return output
         except Exception as error:
             self.failure = self.failure or f"{type(error).__name__}: {error}"
             raise

@@ -693,7 +693,8 @@ class ModelRunner:
         context = ForwardContext(
             x["positions"], meta, kv_caches, before, embeds, x.get("adapter_ids")
         )
-        return self.model(token_ids, context)
+        hidden: torch.Tensor = self.model(token_ids, context)
+        return hidden
 
     def model_inputs(
         self, x: dict[str, torch.Tensor], num_decodes: int, batch: Batch | None = None
