@@ -3,6 +3,7 @@ priorities, a full pool.
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from test_blocks import Simulation, load, random_options, with_tokens
@@ -335,3 +336,134 @@ def test_blocks_promised_to_a_prompt_are_not_taken_behind_it() -> None:
         )
     assert simulation.preempted
     simulation.finish()
+
+
+# Drafts and partial prefills, beside a worker whose every token is a 5
+
+
+def add_request(
+    scheduler: Scheduler, name: str, prompt: list[int], max_len: int, priority: int = 0
+) -> SequenceGroup:
+    group = SequenceGroup(name, scheduler.make_seq(prompt, 0, max_len), SamplingParams())
+    group.priority = priority
+    scheduler.add_request(group)
+    return group
+
+
+def run_step(scheduler: Scheduler, draft: list[int] | None = None) -> SchedulerOutput:
+    "One step; where `draft` is given, each sequence gets it before, and 5s in it are right."
+    if draft:
+        scheduler.update_draft_token_ids(dict.fromkeys(scheduler.seqs, draft))
+    out = scheduler.schedule()
+    seq_ids = [i for i in out.num_scheduled_tokens if scheduler.seqs[i][1].num_new_tokens <= 0]
+    sampled = []
+    for seq_id in seq_ids:
+        drafts = out.scheduled_spec_decode_tokens.get(seq_id, [])
+        right = next((i for i, token_id in enumerate(drafts) if token_id != 5), len(drafts))
+        sampled.append([5] * (right + 1))
+    scheduler.update_from_output(ModelRunnerOutput(seq_ids, sampled))
+    scheduler.block_manager.check_integrity()
+    return out
+
+
+def test_a_sequence_has_hashes_of_its_own_tokens_only() -> None:
+    "Also where its sibling is longer, as it is after drafts of the sibling's that were right."
+    manager = BlockSpaceManager(4, 20, enable_caching=True)
+    longer = Sequence(0, list(range(13)))
+    group = SequenceGroup("a", longer, SamplingParams(n=2))
+    shorter = group.fork(longer, 1)
+    shorter.token_ids = list(range(10))
+    assert manager.num_needed_blocks(group) == (3 + 2, 3 + 2)
+    assert len(longer.block_hashes) == 3 and shorter.block_hashes == longer.block_hashes[:2]
+    shorter.token_ids += [77, 78, 79]
+    manager.num_needed_blocks(group)
+    assert shorter.block_hashes[2] != longer.block_hashes[2]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 5, 9])
+def test_drafts_that_were_right_leave_a_windows_blocks(num_drafts: int) -> None:
+    "What is behind the window then is free in the next step: no answer ends early for it."
+    scheduler = Scheduler(
+        SchedulerConfig(64, 1, 32), BlockSpaceManager(4, 4, window=8, watermark=0)
+    )
+    group = add_request(scheduler, "a", [1, 2, 3, 4, 5], 50)
+    for _ in range(60):
+        run_step(scheduler, [5] * num_drafts)
+    assert group.first_seq.get_len() == 50 and not scheduler.has_unfinished_requests()
+
+
+def test_drafts_that_were_wrong_keep_no_blocks() -> None:
+    scheduler = Scheduler(SchedulerConfig(200, 2, 64), BlockSpaceManager(4, 40))
+    seq = add_request(scheduler, "a", [1, 2, 3], 150).first_seq
+    for _ in range(20):
+        run_step(scheduler, [5, 5, *[6] * 9])
+        assert len(scheduler.block_manager.block_tables[seq.seq_id]) == -(-seq.get_len() // 4)
+    assert seq.get_len() > 40
+
+
+def test_drafts_do_not_starve_prompts() -> None:
+    "A running prompt, and one that waits: both go on where drafts could fill each step."
+    scheduler = Scheduler(SchedulerConfig(4000, 8, 32), BlockSpaceManager(16, 2000))
+    for i in range(6):
+        add_request(scheduler, str(i), [i] * 2, 3000)
+    run_step(scheduler)
+    prompt = add_request(scheduler, "prompt", list(range(1000)), 1010)
+    waiting = add_request(scheduler, "waiting", [7] * 10, 20)
+    for _ in range(100):
+        out = run_step(scheduler, [5, 5, 5, 5])
+    assert prompt.is_finished() and waiting.is_finished()
+    assert all(num == 5 for num in out.num_scheduled_tokens.values())  # no prompt: all drafts
+
+
+def partial_prefills(**options: int) -> Scheduler:
+    config = SchedulerConfig(4000, policy="priority", **options)
+    return Scheduler(config, BlockSpaceManager(16, 2000))
+
+
+def test_none_is_preempted_for_a_prompt_that_may_not_begin() -> None:
+    scheduler = partial_prefills(
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_num_partial_prefills=2,
+        long_prefill_token_threshold=20,
+    )
+    low = add_request(scheduler, "low", [1] * 10, 2000, priority=5)
+    run_step(scheduler)
+    add_request(scheduler, "long", list(range(1000)), 1010)
+    run_step(scheduler)
+    second = add_request(scheduler, "second long", list(range(1000, 2000)), 1010)
+    for _ in range(30):
+        run_step(scheduler)
+    assert low.num_preemptions == 0 and second.first_seq.num_computed_tokens == 0
+
+
+def test_prompts_that_may_not_begin_have_no_share() -> None:
+    scheduler = partial_prefills(
+        max_num_seqs=8, max_num_batched_tokens=64, max_num_partial_prefills=4
+    )
+    for i in range(4):  # one of them at a time
+        add_request(scheduler, str(i), list(range(1000)), 1010)
+    assert run_step(scheduler).total_num_scheduled_tokens == 64
+
+
+def test_right_drafts_before_a_nan_stand() -> None:
+    scheduler = Scheduler(SchedulerConfig(100, 8, 32), BlockSpaceManager(4, 20))
+    add_request(scheduler, "a", [1] * 5, 50)
+    run_step(scheduler)
+    scheduler.update_draft_token_ids({0: [4, 5, 6]})
+    scheduler.schedule()
+    outputs = scheduler.update_from_output(ModelRunnerOutput([0], [[4, 5, -1]]))
+    assert [output.new_token_ids for output in outputs] == [[4, 5], []]
+    assert outputs[-1].finish_reason == "error" and not scheduler.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("masks", [[], [b"\xff" * 4] * 2, [b"\xff" * 3]])
+def test_masks_of_another_number_or_size_end_their_request_only(masks: list[bytes]) -> None:
+    scheduler = Scheduler(SchedulerConfig(100, 8, 32), BlockSpaceManager(4, 20))
+    scheduler.builder.mask_size = 4
+    good = add_request(scheduler, "good", [1] * 5, 50)
+    bad = add_request(scheduler, "bad", [2] * 5, 50)
+    bad.grammar = SimpleNamespace(bitmask=lambda *_: masks)
+    for _ in range(3):
+        run_step(scheduler)
+    assert bad.is_finished() and good.first_seq.get_len() == 8

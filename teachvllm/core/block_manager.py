@@ -84,6 +84,7 @@ class PrefixCache:
         """
         hashes = seq.block_hashes
         size = self.block_size
+        assert num_tokens <= seq.get_len(), "a hash of tokens that are not there"
         for end in range((len(hashes) + 1) * size, num_tokens + 1, size):
             parent = hashes[-1] if hashes else b""
             keys = block_extra_keys(seq, end - size, end)
@@ -233,11 +234,11 @@ class BlockSpaceManager:
         seqs = group.unfinished
         total = self.num_required_blocks(seqs[0].get_len())
         if len(seqs) > 1:  # they share full blocks only: the last block of each is its own
-            num_tokens = seqs[0].get_len() - 1
-            num_skipped = self.num_skipped_blocks(num_tokens)
             shared: set[bytes] = set()
             for seq in seqs:
-                shared |= set(self.prefix_cache.get_block_hashes(seq, num_tokens)[num_skipped:])
+                num_tokens = seq.get_len() - 1
+                hashes = self.prefix_cache.get_block_hashes(seq, num_tokens)
+                shared |= set(hashes[self.num_skipped_blocks(num_tokens) :])
             total = len(shared) + len(seqs)
         found = {block_id for seq in seqs for block_id in self.get_computed_blocks(seq)}
         found.discard(NULL_BLOCK)
@@ -300,17 +301,40 @@ class BlockSpaceManager:
         """Room for the next `num_tokens` tokens of `seq`: its table grows, and each block that they
         would be written to and that other sequences hold, too, is replaced by a copy.
         """
+        num_new, shared = self._lacking(seq, num_tokens)
+        if num_new == 0 and not shared:
+            return NOTHING_NEW
+        self._report_for(seq)
+        table = self.block_tables[seq.seq_id]
+        new = [self.gpu_allocator.allocate() for _ in range(num_new)]
+        table += new
+        return NewSlots(new, [self._copy_on_write(table, index) for index in shared])
+
+    def num_new_blocks(self, seq: Sequence, num_tokens: int) -> int:
+        "How many blocks `allocate_slots(seq, num_tokens)` takes."
+        num_new, shared = self._lacking(seq, num_tokens)
+        return num_new + len(shared)
+
+    def _lacking(self, seq: Sequence, num_tokens: int) -> tuple[int, list[int]]:
+        "To write `num_tokens` more: how many blocks the table lacks, and where it has shared ones."
         table = self.block_tables[seq.seq_id]
         first = seq.num_computed_tokens // self.block_size
         end = num_blocks_for(seq.num_computed_tokens + num_tokens, self.block_size)
         ref_count = self.gpu_allocator.ref_count
         shared = [i for i in range(first, min(end, len(table))) if ref_count(table[i]) > 1]
-        if not shared and end <= len(table):
-            return NOTHING_NEW
+        return max(0, end - len(table)), shared
+
+    def remove_draft_blocks(self, seq: Sequence) -> None:
+        """Drafts of `seq` were looked at: free the blocks behind its tokens, which only wrong ones
+        needed, and those that right ones have left behind the window. The workers, which are told
+        the tokens, cut their copy of the table in the same way.
+        """
         self._report_for(seq)
-        new = [self.gpu_allocator.allocate() for _ in range(end - len(table))]
-        table += new
-        return NewSlots(new, [self._copy_on_write(table, index) for index in shared])
+        table = self.block_tables[seq.seq_id]
+        num_blocks = num_blocks_for(seq.get_len(), self.block_size)
+        self._free_blocks(table[num_blocks:], self.gpu_allocator)
+        del table[num_blocks:]
+        self.remove_skipped_blocks(seq)
 
     def _copy_on_write(self, table: list[int], index: int) -> tuple[int, int, int]:
         source = table[index]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NOT_A_NUMBER', 'NewSequenceData', 'ForkedSequenceData', 'SchedulerOutput', 'Orders', 'SchedulingBudget', 'is_behind',
-           'PartialPrefills', 'Admission', 'Preemption', 'StepBuilder', 'check_stop', 'Reports', 'RequestTable',
-           'check_fits', 'Prerequisite', 'Grammar', 'Scheduler']
+           'PartialPrefills', 'Admission', 'Preemption', 'check_masks', 'StepBuilder', 'check_stop', 'Reports',
+           'RequestTable', 'check_fits', 'Prerequisite', 'Grammar', 'Scheduler']
 
 # %% ../../nbs/12_scheduler.ipynb #9869aac1
 import time
@@ -183,8 +183,8 @@ class PartialPrefills:
     """
 
     def __init__(self, config: SchedulerConfig):
-        self.most = config.max_num_partial_prefills
-        self.most_long = config.max_long_partial_prefills
+        self.max_prompts = config.max_num_partial_prefills
+        self.max_long_prompts = config.max_long_partial_prefills
         self.threshold = config.long_prefill_token_threshold
         self.long = self.threshold or int(0.04 * config.max_model_len)  # longer ones are long
         self.num_begun = 0
@@ -201,19 +201,35 @@ class PartialPrefills:
 
     def may_begin(self, group: SequenceGroup) -> bool:
         "Whether the prompt of `group` may be begun beside those that are under way."
-        if self.most == 1:
+        if self.max_prompts == 1:
             return True
-        too_long = self.is_long(group) and self.num_long_begun >= self.most_long
-        return self.num_begun < self.most and not too_long
+        too_long = self.is_long(group) and self.num_long_begun >= self.max_long_prompts
+        return self.num_begun < self.max_prompts and not too_long
 
     def begin(self, group: SequenceGroup) -> None:
-        "The prompt of `group` is begun."
-        self.num_begun += 1
-        self.num_long_begun += self.is_long(group)
+        "`group` runs from now on: perhaps with a prompt to compute."
+        if is_behind(group.unfinished):
+            self.num_begun += 1
+            self.num_long_begun += self.is_long(group)
+
+    def num_prompts(self, waiting: Iterable[SequenceGroup]) -> int:
+        "Prompts of this step: those under way, and of `waiting` as many as may begin beside them."
+        if self.max_prompts == 1:
+            return 1
+        num = self.num_begun
+        num_long = self.num_long_begun
+        for group in waiting:
+            if num >= self.max_prompts:
+                break
+            is_long = self.is_long(group)
+            if not is_long or num_long < self.max_long_prompts:
+                num += 1
+                num_long += is_long
+        return max(1, num)
 
     def share(self, num_tokens: int, num_prompts: int) -> int:
         "The most tokens of one of `num_prompts` prompts, where the step has `num_tokens` for them."
-        share = max(1, num_tokens // max(1, min(self.most, num_prompts)))
+        share = max(1, num_tokens // num_prompts)
         return min(share, self.threshold or share)
 
 # %% ../../nbs/12_scheduler.ipynb #c12000a4
@@ -240,7 +256,7 @@ class Admission:
         """
         waiting = self.waiting.peek()
         if prefills is not None and waiting is not None and not prefills.may_begin(waiting):
-            full = prefills.num_begun >= prefills.most
+            full = prefills.num_begun >= prefills.max_prompts
             waiting = None if full else next(filter(prefills.may_begin, self.waiting), None)
         heads = [group for group in (waiting, self.swapped.peek()) if group]
         return min(heads, key=self.policy.key, default=None)
@@ -374,11 +390,13 @@ class Preemption:
             seq.reset_for_recompute()
         self.waiting.add(group)
 
-    def make_way(self, admission: Admission, out: SchedulerOutput) -> None:
+    def make_way(
+        self, admission: Admission, prefills: PartialPrefills, out: SchedulerOutput
+    ) -> None:
         """Where the policy allows it, preempt the last running requests for one that waits, if that
         makes it fit.
         """
-        group = admission.next_group()
+        group = admission.next_group(prefills)
         key = self.policy.key
         if group is None or not self.running:
             return
@@ -389,19 +407,38 @@ class Preemption:
         ]
         others = [g for g in self.running if g not in lower]
         num_seqs = group.get_max_num_running_seqs()
-        freed = self.block_manager.get_freed_blocks(lower)
-        if others:  # would it fit if all of `lower` went?
-            if admission.num_free_seqs(others) < num_seqs:
-                return
-            if admission.can_admit(group, freed) is not AllocStatus.OK:
-                return
+        if others and admission.num_free_seqs(others) < num_seqs:
+            return
+        if others and not self._would_fit(admission, group, lower):
+            return
         while lower and (
             admission.num_free_seqs(self.running) < num_seqs
             or admission.can_admit(group) is AllocStatus.LATER
         ):
             self.preempt(lower.pop(), out)
 
+    def _would_fit(
+        self, admission: Admission, group: SequenceGroup, lower: list[SequenceGroup]
+    ) -> bool:
+        "Whether the waiting `group` had its blocks if all of the running groups `lower` went."
+        manager = self.block_manager
+        tables = [manager.block_tables.get(s.seq_id, ()) for g in lower for s in g.unfinished]
+        most = manager.get_num_free_gpu_blocks() + sum(map(len, tables))
+        if (
+            group.status is not SequenceStatus.SWAPPED
+            and manager.num_needed_blocks(group)[1] > most
+        ):
+            return False  # without a look at each block of each table
+        return admission.can_admit(group, manager.get_freed_blocks(lower)) is AllocStatus.OK
+
 # %% ../../nbs/12_scheduler.ipynb #c12000a7
+def check_masks(masks: list[bytes], num_tokens: int, mask_size: int | None) -> None:
+    "Raise `ValueError` unless a grammar gave a mask of `mask_size` bytes for each token."
+    sizes = [len(mask) for mask in masks]
+    wanted = [len(masks[0]) if mask_size is None and masks else mask_size] * num_tokens
+    require(sizes == wanted, f"the grammar's masks have {sizes} bytes, and must have {wanted}")
+
+
 class StepBuilder:
     """Gives the sequences of a running group their tokens of the step, and room for them."""
 
@@ -409,7 +446,9 @@ class StepBuilder:
         self.block_manager = scheduler.block_manager
         self.orders = scheduler.orders
         self.running = scheduler.running
+        self.num_running_seqs = 0  # at the beginning of the step, and those admitted in it
         self.num_cow_copies = 0
+        self.mask_size: int | None = None  # bytes of a grammar's mask; None: not known
         self.failed: dict[SequenceGroup, str] = {}  # groups that end with an error after the step
 
     def schedule_group(
@@ -436,7 +475,7 @@ class StepBuilder:
                 num_tokens = self._fitting(group, seq, max(1, min(num_tokens, left)), num_to_come)
             if not self._schedule_tokens(group, seq, num_tokens):
                 return
-            budget.num_tokens -= num_tokens
+            budget.take(num_tokens)
             behind = behind or seq.num_computed_tokens < seq.num_tokens
 
     def _begin(self, group: SequenceGroup, seq: Sequence) -> bool:
@@ -450,10 +489,10 @@ class StepBuilder:
 
     def _headroom(self, group: SequenceGroup) -> int:
         "Blocks that running groups leave to the others; the first leaves what they need now."
-        others = [other for other in self.running if other is not group]
         if group is self.running[0]:
+            others = (other for other in self.running if other is not group)
             return sum(map(self.block_manager.num_missing_blocks, others))
-        return sum(len(other.unfinished) for other in others)
+        return self.num_running_seqs - len(group.unfinished)
 
     def _fitting(
         self, group: SequenceGroup, seq: Sequence, num_tokens: int, num_to_come: int
@@ -462,24 +501,15 @@ class StepBuilder:
         to each of the group's sequences that are still to come.
         """
         manager = self.block_manager
-        needed = self._num_new_blocks(seq, num_tokens)
+        needed = manager.num_new_blocks(seq, num_tokens)
         if needed == 0:
             return num_tokens
         headroom = self._headroom(group) + num_to_come
-        if needed <= manager.get_num_free_gpu_blocks() - headroom:
+        spare = manager.get_num_free_gpu_blocks() - headroom
+        if needed <= spare:
             return num_tokens
         num_tokens = max(1, min(num_tokens, manager.max_new_tokens(seq, headroom)))
-        spare = manager.get_num_free_gpu_blocks() - headroom
-        return num_tokens if self._num_new_blocks(seq, num_tokens) <= spare else 1
-
-    def _num_new_blocks(self, seq: Sequence, num_tokens: int) -> int:
-        "How many blocks it takes to write so many tokens: new ends, and copies of shared ones."
-        manager = self.block_manager
-        table = manager.block_tables[seq.seq_id]
-        first = seq.num_computed_tokens // manager.block_size
-        end = num_blocks_for(seq.num_computed_tokens + num_tokens, manager.block_size)
-        shared = [i for i in table[first:end] if manager.gpu_allocator.ref_count(i) > 1]
-        return max(0, end - len(table)) + len(shared)
+        return num_tokens if manager.num_new_blocks(seq, num_tokens) <= spare else 1
 
     def _schedule_tokens(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> bool:
         """The step computes the next `num_tokens` tokens of `seq`; False: its grammar failed, and
@@ -520,6 +550,7 @@ class StepBuilder:
             drafts = seq.spec_token_ids[:num_drafts]
             try:
                 masks = group.grammar.bitmask(seq.output_token_ids, drafts)
+                check_masks(masks, 1 + len(drafts), self.mask_size)
             except Exception as error:
                 self.failed[group] = f"{type(error).__name__}: {error}"
                 return False
@@ -858,31 +889,49 @@ class Scheduler:
         out = self.orders.next
         budget = SchedulingBudget(self.config.max_num_batched_tokens)
         self._queue_ready_requests()
-        self.preemption.make_way(self.admission, out)
+        few, many = self._in_order()
+        self.prefills.start_step(many)
+        self.preemption.make_way(self.admission, self.prefills, out)
         num_preempted = len(out.preempted_request_ids)
         while (group := self.preemption.make_room(out)) is not None:
             self._finish_last_seq(group)
         # in a step that preempts none is admitted
         if len(out.preempted_request_ids) == num_preempted and (self.waiting or self.swapped):
             budget.num_seqs = self.admission.num_free_seqs(self.running)
-        few, many = self._in_order()
-        num_seqs = sum(len(group.unfinished) for group in few)
-        for group in few:
-            num_seqs -= len(group.unfinished)
-            self.builder.schedule_group(group, budget, budget.num_tokens, reserved=num_seqs)
-        self.prefills.start_step(many)
-        share = self.prefills.share(budget.num_tokens, len(many) + len(self.waiting))
+        if out.preempted_request_ids:
+            few, many = self._in_order()
+            self.prefills.start_step(many)
+        self._schedule_few(few, budget, has_prompts=bool(many or budget.num_seqs))
+        share = self.prefills.share(budget.num_tokens, self.prefills.num_prompts(self.waiting))
         for group in many:
             self._admit_requests(budget, share, before=group)
-            missing = self.block_manager.num_missing_blocks(group)
-            if missing <= self.block_manager.get_num_free_gpu_blocks():
-                self.builder.schedule_group(group, budget, share)
+            self._schedule_prompt(group, budget, share)
         self._admit_requests(budget, share)
         self._note_blocks()
         out = self.orders.take()
         while self.builder.failed:  # the next step tells the workers
             self.requests.finish_with_error(*self.builder.failed.popitem())
         return out
+
+    def _schedule_few(
+        self, few: list[SequenceGroup], budget: SchedulingBudget, has_prompts: bool
+    ) -> None:
+        """A token for each of their sequences, and what is left for drafts: where prompts have
+        something to compute, half of it, for a prompt's tokens are sure to be needed.
+        """
+        self.builder.num_running_seqs = sum(len(group.unfinished) for group in self.running)
+        num_seqs = sum(len(group.unfinished) for group in few)
+        for_prompts = num_blocks_for(budget.num_tokens - num_seqs, 2) if has_prompts else 0
+        for group in few:
+            num_seqs -= len(group.unfinished)
+            reserved = num_seqs + for_prompts
+            self.builder.schedule_group(group, budget, budget.num_tokens, reserved)
+
+    def _schedule_prompt(self, group: SequenceGroup, budget: SchedulingBudget, share: int) -> None:
+        "At most `share` tokens of what the group lacks, if there are blocks for one of each sequence."
+        missing = self.block_manager.num_missing_blocks(group)
+        if missing <= self.block_manager.get_num_free_gpu_blocks():
+            self.builder.schedule_group(group, budget, share)
 
     def _queue_ready_requests(self) -> None:
         "Requests that have all that they need wait from now on, in their places."
@@ -905,7 +954,9 @@ class Scheduler:
         has_drafts = False
         for group in self.running:
             (many if is_behind(group.unfinished) else few).append(group)
-            has_drafts = has_drafts or any(seq.spec_token_ids for seq in group.unfinished)
+            for seq in group.unfinished:
+                if seq.spec_token_ids:
+                    has_drafts = True
         if has_drafts:  # single tokens first: attention has a way of its own for them
             few.sort(key=lambda group: max(len(seq.spec_token_ids) for seq in group.unfinished))
         return few, many
@@ -946,9 +997,8 @@ class Scheduler:
             budget.num_seqs -= num_seqs
             self.prefills.begin(group)
             self.admission.admit(group)
-            missing = self.block_manager.num_missing_blocks(group)
-            if missing <= self.block_manager.get_num_free_gpu_blocks():
-                self.builder.schedule_group(group, budget, share)
+            self.builder.num_running_seqs += len(group.unfinished)
+            self._schedule_prompt(group, budget, share)
 
     # A step's tokens arrive
 
@@ -966,6 +1016,8 @@ class Scheduler:
                 continue
             group, seq = self.seqs[seq_id]
             if token_ids[-1] < 0:
+                if len(token_ids) > 1:  # drafts that were right stand
+                    self.append_tokens(group, seq, token_ids[:-1], sampled.logprobs.get(i, ()))
                 nan = NOT_A_NUMBER.format("logits")
                 self.requests.finish_with_error(group, sampled.errors.get(i, nan))
             elif group.fork_rule is None:
@@ -1016,15 +1068,15 @@ class Scheduler:
         self._tokens_known(seq, token_ids, workers_know=sampled and not num_drafts)
         if status:
             self.requests.finish_seq(group, seq, status)
+        elif num_drafts:
+            self.block_manager.remove_draft_blocks(seq)
         self.reports.add(group, seq, token_ids, scores)
         self.requests.drop_if_finished(group)
 
     def _tokens_known(self, seq: Sequence, token_ids: list[int], workers_know: bool) -> None:
         "The newest tokens of `seq` are `token_ids`; a step may have computed some of them already."
-        if seq.num_output_placeholders:
-            seq.num_output_placeholders -= len(token_ids)
-            self.block_manager.cache_full_blocks(seq)
-        elif not workers_know:
+        if seq.num_output_placeholders or not workers_know:
+            seq.num_output_placeholders = max(0, seq.num_output_placeholders - len(token_ids))
             self.block_manager.cache_full_blocks(seq)
         in_pipeline = self.num_virtual_engines > 1  # only its last stage samples
         if in_pipeline or not workers_know:

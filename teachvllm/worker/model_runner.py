@@ -124,7 +124,8 @@ class InputBatch:
         the device, if one is.
 
         A step that looked at drafts has computed more than turned out to be theirs. Of what they
-        have now the last token is to be computed, at least.
+        have now the last token is to be computed, at least; and blocks behind it, which only wrong
+        drafts needed, are theirs no more (`BlockSpaceManager.remove_draft_blocks`).
         """
         placed = []
         for seq_id, token_ids in new_token_ids.items():
@@ -134,6 +135,7 @@ class InputBatch:
             self.token_ids[slot, start:end] = token_ids
             self.num_tokens[slot] = end
             self.num_computed_tokens[slot] = min(self.num_computed_tokens[slot], end - 1)
+            self.num_blocks[slot] = min(self.num_blocks[slot], num_blocks_for(end, self.block_size))
             self.on_device[slot] = False
             placed += [(slot, place, token_id) for place, token_id in enumerate(token_ids, start)]
         if self.logits_processors.requests:
