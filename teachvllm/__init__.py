@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` do
 __version__ = "0.1.0"
 
 # %% ../nbs/99_package.ipynb #17390f67
-_HOMES = {
+_MODULE_OF = {
     "LLM": "teachvllm.llm",
     "LLMEngine": "teachvllm.engine.llm_engine",
     "AsyncLLM": "teachvllm.engine.async_llm",
@@ -112,11 +112,11 @@ def __getattr__(name: str) -> Any:
         from teachvllm.config import NotSupportedYet
 
         raise NotSupportedYet(f"vLLM's {name} is not in teachvllm yet")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_MODULE_OF])

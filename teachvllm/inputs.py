@@ -137,10 +137,8 @@ class InputProcessor:
             few = asked is None or most < 0 or (vocab_size if asked < 0 else asked) <= most
             require(
                 few,
-                (
-                    f"{name}={asked} is more than max_logprobs={most}: ask for less, or raise "
-                    "max_logprobs"
-                ),
+                f"{name}={asked} is more than max_logprobs={most}: "
+                "ask for less, or raise max_logprobs",
             )
         params.bad_words_token_ids = [
             ids for word in params.bad_words for ids in self._word_token_ids(word)
@@ -176,12 +174,12 @@ class InputProcessor:
             self.tokenizer is not None,
             f"skip_tokenizer_init=True: bad_words=[{word!r}] cannot be tokenized",
         )
-        first, later = (
-            encode(self.tokenizer, space + word.lstrip(), add_special_tokens=False)
-            for space in ("", " ")
-        )
+        first = encode(self.tokenizer, word.lstrip(), add_special_tokens=False)
+        later = encode(self.tokenizer, " " + word.lstrip(), add_special_tokens=False)
         require(len(first) > 0, f"bad_words: {word!r} has no tokens")
-        return [first, later] if later[0] != first[0] and len(later) == len(first) else [first]
+        if later[0] != first[0] and len(later) == len(first):
+            return [first, later]
+        return [first]
 
     def _read(self, prompt: Any, max_len: int | None) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -192,11 +190,9 @@ class InputProcessor:
             known = known and set(prompt) <= {"prompt", "prompt_token_ids", "cache_salt"}
             expected = "a prompt dict has `prompt` or `prompt_token_ids`, and perhaps `cache_salt`"
             require(known, f"{expected}, not {list(prompt)}")
-            return (
-                self._read(prompt["prompt"], max_len)
-                if ids is None
-                else (prompt.get("prompt"), self._read_ids(ids))
-            )
+            if ids is None:
+                return self._read(prompt["prompt"], max_len)
+            return prompt.get("prompt"), self._read_ids(ids)
         return None, self._read_ids(prompt)
 
     def _read_ids(self, ids: Any) -> list[int]:
@@ -226,6 +222,22 @@ def plain_message(message: Any) -> Any:
             )
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
+
+def render_chat(
+    tokenizer: Any, messages: list[dict[str, Any]], template: str, options: dict[str, Any]
+) -> str:
+    "The text that the template makes of `messages`; `ValueError` if it fails."
+    plain = [plain_message(message) for message in messages]
+    try:
+        text: str = tokenizer.apply_chat_template(
+            plain, chat_template=template, tokenize=False, **options
+        )
+    except Exception as error:  # a template is a program: it may fail in any way
+        raise ValueError(
+            f"the chat template cannot take these messages ({error}): {messages!r:.200}"
+        ) from error
+    return text
+
 # %% ../nbs/04_inputs.ipynb #d0d7d20d
 def apply_chat_template(
     tokenizer: Any,
@@ -246,32 +258,18 @@ def apply_chat_template(
         template is not None,
         "this model's tokenizer has no chat template: pass chat_template=, or use generate",
     )
-    plain = [plain_message(message) for message in messages]
-
-    def render(**options: Any) -> str:
-        try:
-            text: str = tokenizer.apply_chat_template(
-                plain, chat_template=template, tokenize=False, **options
-            )
-            return text
-        except Exception as error:  # a template is a program: it may fail in any way
-            raise ValueError(
-                f"the chat template cannot take these messages ({error}): {messages!r:.200}"
-            ) from error
-
     options = {"add_generation_prompt": True} | options
-    text = render(**options)
+    text = render_chat(tokenizer, messages, template, options)
     if options.get("tools"):
         try:
-            ignored = text == render(**options | {"tools": None})
+            without = render_chat(tokenizer, messages, template, options | {"tools": None})
+            ignored = text == without
         except ValueError:  # it fails without them, so it uses them
             ignored = False
         require(
             not ignored,
-            (
-                "tools= has no effect: the model's chat template leaves them out; pass a "
-                "chat_template= with them"
-            ),
+            "tools= has no effect: the model's chat template leaves them out; "
+            "pass a chat_template= with them",
         )
     # the template writes the special tokens itself, so the tokenizer must not add a second BOS
     return encode(tokenizer, text, add_special_tokens=False)
@@ -304,8 +302,11 @@ def get_eos_token_ids(config: ModelConfig, tokenizer: Any = None) -> frozenset[i
         load_generation_config(config).get("eos_token_id"),
     ]
     sources.append(getattr(tokenizer, "eos_token_id", None))
-    lists = [source if isinstance(source, list) else [source] for source in sources]
-    return frozenset(i for ids in lists for i in ids if i is not None)
+    found: set[int] = set()
+    for source in sources:
+        ids = source if isinstance(source, list) else [source]
+        found.update(i for i in ids if i is not None)
+    return frozenset(found)
 
 # %% ../nbs/04_inputs.ipynb #1ee9d77e
 def get_default_sampling_params(config: ModelConfig) -> SamplingParams:
@@ -328,8 +329,10 @@ def decode_without_spaces(tokenizer: Any, token_ids: list[int]) -> str:
     )
     added = tokenizer.added_tokens_decoder
     for special, run in itertools.groupby(token_ids, key=added.__contains__):
-        names = [str(added[i]) for i in run] if special else []
-        text = text.replace(" ".join(names), "".join(names)) if len(names) > 1 else text
+        if not special:
+            continue
+        names = [str(added[i]) for i in run]
+        text = text.replace(" ".join(names), "".join(names))
     return text
 
 # %% ../nbs/04_inputs.ipynb #8e2d680e

@@ -62,17 +62,13 @@ def as_params(
     ok = isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)
     require(
         ok,
-        (
-            f"sampling_params={params!r:.80} must be a SamplingParams, or a list with one for "
-            "each prompt"
-        ),
+        f"sampling_params={params!r:.80} must be a SamplingParams, "
+        "or a list with one for each prompt",
     )
     require(
         len(params) == num_prompts,
-        (
-            f"{len(params)} sampling_params for {num_prompts} prompts: give one for all, or "
-            "one for each"
-        ),
+        f"{len(params)} sampling_params for {num_prompts} prompts: "
+        "give one for all, or one for each",
     )
     return [replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
 
@@ -91,17 +87,12 @@ class ProgressBar:
     def update(self, output: RequestOutput | PoolingRequestOutput) -> None:
         "A prompt is done."
         self.num_in += len(output.prompt_token_ids)
-        self.num_out += (
-            sum(len(o.token_ids) for o in output.outputs)
-            if isinstance(output, RequestOutput)
-            else 0
-        )
+        if isinstance(output, RequestOutput):
+            self.num_out += sum(len(o.token_ids) for o in output.outputs)
         seconds = self.bar.format_dict["elapsed"] or 1e-9
         self.bar.set_postfix_str(
-            (
-                f"est. speed input: {self.num_in / seconds:.2f} toks/s, output: "
-                f"{self.num_out / seconds:.2f} toks/s"
-            ),
+            f"est. speed input: {self.num_in / seconds:.2f} toks/s, "
+            f"output: {self.num_out / seconds:.2f} toks/s",
             refresh=False,
         )
         self.bar.update(1)
@@ -148,7 +139,7 @@ def run_requests(
 
 # %% ../nbs/61_llm.ipynb #95201385
 # argument: the value, or values, that ask for nothing, and why no other is served
-NOT_YET: dict[str, tuple[Any, str]] = {
+METHOD_NOT_YET: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("lora_request", "prompt_adapter_request"), (None, "LoRA is not there")),
     "guided_options_request": (None, "structured output is not there"),
     **dict.fromkeys(
@@ -176,13 +167,11 @@ def check_options(others: dict[str, Any], use_tqdm: Any = True) -> None:
     ok = isinstance(use_tqdm, int) or callable(use_tqdm)
     require(
         ok,
-        (
-            f"use_tqdm={use_tqdm!r:.80} must be True, False, or what makes a bar; token ids go "
-            "by name: prompt_token_ids="
-        ),
+        f"use_tqdm={use_tqdm!r:.80} must be True, False, or what makes a bar; "
+        "token ids go by name: prompt_token_ids=",
     )
     for name, value in others.items():
-        if name not in NOT_YET:
+        if name not in METHOD_NOT_YET:
             raise UnknownArgument(f"neither this method nor vLLM's has an argument `{name}`")
         check_not_yet(LLM, name, value)
 
@@ -275,19 +264,16 @@ class LLM:
     see `NOT_YET`.
     """
 
-    NOT_YET = NOT_YET
+    NOT_YET = METHOD_NOT_YET
 
     def __init__(self, model: str = DEFAULT_MODEL, *, tokenizer: Any = None, **kwargs: Any):
         given = None if isinstance(tokenizer, str | PathLike) else tokenizer  # an object
-        named = (
-            {"skip_tokenizer_init": True}
-            if given
-            else {"tokenizer": str(tokenizer)}
-            if tokenizer
-            else {}
-        )
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **kwargs | named))
-        if given:
+        if given is not None:
+            kwargs["skip_tokenizer_init"] = True
+        elif tokenizer:
+            kwargs["tokenizer"] = str(tokenizer)
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **kwargs))
+        if given is not None:
             self.set_tokenizer(given)
         self._request_counter = count()
         self._running = Lock()

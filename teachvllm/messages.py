@@ -90,7 +90,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 
 # %% ../nbs/08_messages.ipynb #8885cfe7
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
-    """News of one sequence of a request: its new tokens, or that it ended.
+    """What a step brought one sequence of a request: new tokens, or that it ended.
 
     `index` tells the sequences of a request apart. The fields from `num_cached_tokens` to
     `num_preemptions` are about the request: they come with its first tokens and with its end.

@@ -41,7 +41,9 @@ def as_list(name: str, value: Any, kind: type) -> list[Any]:
     def fits(item: Any) -> bool:
         return isinstance(item, accepted) and not isinstance(item, bool)
 
-    values = [] if value is None else [value] if fits(value) else value
+    if value is None:
+        return []
+    values = [value] if fits(value) else value
     ok = isinstance(values, list | tuple | set | frozenset) and all(map(fits, values))
     require(ok, f"{name}={value!r:.80} must be one {kind.__name__} or a list of them")
     return [kind(item) for item in values]
@@ -116,13 +118,15 @@ class SamplingParams(ShowAsTable):
         """The same from a client's JSON: None is a field's default, the ids of `logit_bias` may be
         texts, and its numbers are kept between -100 and 100, as in OpenAI's interface.
         """
-        try:
-            bias = logit_bias and {
-                int(token_id): min(max(value, -100.0), 100.0)
-                for token_id, value in logit_bias.items()
-            }
-        except (AttributeError, TypeError, ValueError):
-            bias = logit_bias  # refused by name
+        bias = logit_bias
+        if logit_bias is not None:
+            try:
+                bias = {
+                    int(token_id): min(max(value, -100.0), 100.0)
+                    for token_id, value in logit_bias.items()
+                }
+            except (AttributeError, TypeError, ValueError):
+                pass  # as it is: the constructor refuses it by name
         return cls(logit_bias=bias, **values)
 
     def clone(self) -> "SamplingParams":
@@ -143,9 +147,9 @@ class SamplingParams(ShowAsTable):
         "structured_outputs": (None, "structured output is not there"),
     }
 
-# %% ../nbs/02_sampling_params.ipynb #dc58a91f
-def check_ranges(p: SamplingParams) -> None:
-    "Raise `ValueError`, naming the field, for the first value of `p` that makes no sense."
+# %% ../nbs/02_sampling_params.ipynb #5d0c41a7
+def check_counts(p: SamplingParams) -> None:
+    "Raise `ValueError` for a number of answers that cannot be given."
     require(p.n >= 1, f"n={p.n} must be at least 1")
     enough = p.best_of is None or p.best_of >= p.n
     require(
@@ -154,16 +158,30 @@ def check_ranges(p: SamplingParams) -> None:
     several = p.num_seqs > 1 and p.temperature == 0
     require(
         not several,
-        (
-            f"n must be 1 when using greedy sampling, got {p.num_seqs}: all answers would be "
-            "the same one"
-        ),
+        f"n must be 1 when using greedy sampling, got {p.num_seqs}: "
+        "all answers would be the same one",
     )
     early = p.output_kind is RequestOutputKind.DELTA and p.num_seqs > p.n
     require(
         not early,
         f"best_of={p.best_of} with output_kind DELTA: which n={p.n} are best shows at the end only",
     )
+
+
+def check_stops(p: SamplingParams) -> None:
+    "Raise `ValueError` for stop strings that would stop at once, or never."
+    require(all(p.stop), f"stop={p.stop}: an empty string would stop everything at once")
+    ok = all(map(is_valid_unicode, p.stop))
+    require(ok, f"stop={p.stop!a:.80} is not valid Unicode: no text contains it")
+    require(
+        not p.stop or p.detokenize,
+        "stop strings need text to look at: detokenize must not be False",
+    )
+
+# %% ../nbs/02_sampling_params.ipynb #dc58a91f
+def check_ranges(p: SamplingParams) -> None:
+    "Raise `ValueError`, naming the field, for the first value of `p` that makes no sense."
+    check_counts(p)
     most = p.max_tokens
     least = p.min_tokens
     require(0 <= p.min_p <= 1, f"min_p={p.min_p} must be between 0 and 1")
@@ -176,13 +194,7 @@ def check_ranges(p: SamplingParams) -> None:
     require(most is None or most >= 1, f"max_tokens={most} must be at least 1, or None")
     require(least >= 0, f"min_tokens={least} must be greater than or equal to 0")
     require(most is None or least <= most, f"min_tokens={least} must not exceed max_tokens={most}")
-    require(all(p.stop), f"stop={p.stop}: an empty string would stop everything at once")
-    ok = all(map(is_valid_unicode, p.stop))
-    require(ok, f"stop={p.stop!a:.80} is not valid Unicode: no text contains it")
-    require(
-        not p.stop or p.detokenize,
-        "stop strings need text to look at: detokenize must not be False",
-    )
+    check_stops(p)
     kind = p.output_kind
     keep = p.truncate_prompt_tokens
     require(
@@ -200,22 +212,23 @@ def as_bias(bias: Any) -> dict[int, float] | None:
         numeric = isinstance(token_id, numbers.Integral) and isinstance(value, numbers.Real)
         return numeric and not any(isinstance(x, bool) for x in (token_id, value))
 
-    ok = bias is None or (isinstance(bias, dict) and all(is_bias(*item) for item in bias.items()))
-    ok = ok and all(abs(value) < 1e30 for value in (bias or {}).values())
+    if bias is None:
+        return None
+    has_numbers = isinstance(bias, dict) and all(is_bias(*item) for item in bias.items())
+    ok = has_numbers and all(abs(value) < 1e30 for value in bias.values())
     require(ok, f"logit_bias={bias!r:.80} must be a dict from token ids to finite numbers")
-    return bias and {int(token_id): float(value) for token_id, value in bias.items()}
+    return {int(token_id): float(value) for token_id, value in bias.items()}
 
 # %% ../nbs/02_sampling_params.ipynb #98dd4945
 def check_logits_fields(p: SamplingParams) -> None:
-    """Raise `ValueError`, naming the field, for a penalty, bias, ban, number of log-probabilities or
-    set of functions that makes no sense.
+    """Raise `ValueError`, naming the field, for a penalty, bias, ban, number of log-probabilities
+    or set of functions that makes no sense.
     """
     for name in ("presence_penalty", "frequency_penalty"):
         require(-2 <= (value := getattr(p, name)) <= 2, f"{name}={value} must be in [-2, 2]")
-    # beyond that, logits overflow
-    ok = 1e-5 <= p.repetition_penalty <= 1e5
+    in_range = 1e-5 <= p.repetition_penalty <= 1e5  # beyond that, logits overflow
     says = "must be greater than zero, and from 1e-5 to 1e5"
-    require(ok, f"repetition_penalty={p.repetition_penalty} {says}")
+    require(in_range, f"repetition_penalty={p.repetition_penalty} {says}")
     for name in ("logprobs", "prompt_logprobs"):
         require(
             (value := getattr(p, name)) is None or value >= -1,
@@ -233,12 +246,16 @@ def check_logits_fields(p: SamplingParams) -> None:
     )
     p.logit_bias = as_bias(p.logit_bias)
     extra = p.extra_args
-    ok = extra is None or (isinstance(extra, dict) and all(isinstance(key, str) for key in extra))
-    require(ok, f"extra_args={extra!r:.80} must be a dict whose keys are strings")
-    ok = functions is None or (
-        isinstance(functions, list | tuple) and all(map(callable, functions))
+    has_names = isinstance(extra, dict) and all(isinstance(key, str) for key in extra)
+    require(
+        extra is None or has_names,
+        f"extra_args={extra!r:.80} must be a dict whose keys are strings",
     )
-    require(ok, f"logits_processors={functions!r:.80} must be a list of functions")
+    can_call = isinstance(functions, list | tuple) and all(map(callable, functions))
+    require(
+        functions is None or can_call,
+        f"logits_processors={functions!r:.80} must be a list of functions",
+    )
 
 # %% ../nbs/02_sampling_params.ipynb #55d33533
 def __getattr__(name: str) -> Any:

@@ -78,12 +78,16 @@ class Sequence:
         return child
 
     def get_len(self) -> int:
-        "Prompt and output tokens."
+        """Prompt and output tokens that are known, so `len(token_ids)`: blocks, hashes and the ends
+        of answers go by it.
+        """
         return len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        "Prompt and output tokens, those in flight included."
+        """The same with the tokens in flight, of which only the number is known: what is still to
+        be computed goes by it.
+        """
         return len(self.token_ids) + self.num_output_placeholders
 
     @property

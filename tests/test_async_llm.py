@@ -221,7 +221,7 @@ def test_many_come_and_go(engine: AsyncLLM, expected: list[list[int]]) -> None:
         assert (
             not engine.collectors
             and not engine.output_processor.request_states
-            and not engine.engine_core.running
+            and not engine.engine_core.live_request_ids
         )
         assert len(asyncio.all_tasks() - {engine.output_handler}) == num_tasks
 

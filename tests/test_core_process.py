@@ -108,7 +108,7 @@ def test_the_same_answers(folder: str, engine: LLMEngine) -> None:
     """
     requests = {str(i): (prompt, params) for i, (prompt, params) in enumerate(zip(PROMPTS, MANY))}
     got = run_requests(engine, requests)
-    assert engine.get_metrics()["num_preemptions"] > 0 and not engine.engine_core.running
+    assert engine.get_metrics()["num_preemptions"] > 0 and not engine.engine_core.live_request_ids
     with LLM(folder, **OPTIONS) as llm:
         expected = run_requests(llm.llm_engine, requests)
     assert answers(expected) == answers(got)
@@ -224,7 +224,7 @@ def test_a_wrongly_typed_request_is_refused_alone(engine: LLMEngine) -> None:
             )
     client.abort_requests([(5, None), ((5, 6), 0)])  # nobody has such an id
     num_tokens = 0
-    while client.running:
+    while client.live_request_ids:
         outputs = client.get_output()
         refused |= dict(outputs.refused)
         num_tokens += sum(len(one.new_token_ids) for one in outputs.outputs)
@@ -389,7 +389,7 @@ def test_stop_strings_leave_nothing(folder: str) -> None:
     )
     for length in (2, 4, 6):
         (stopped,) = run_requests(llm, {"again": ("The capital of France is", stops)})
-        assert stopped.outputs[0].finish_reason == "stop" and not llm.engine_core.running
+        assert stopped.outputs[0].finish_reason == "stop" and not llm.engine_core.live_request_ids
         assert llm.step() == []  # it waits for nothing
         exact = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
         assert (

@@ -183,7 +183,7 @@ class AsyncLLM:
         To stop reading, or to cancel the task that reads, aborts the request: its blocks are free
         by the next step. `ValueError` if the request is wrong, or can never run.
         """
-        # itself: `aclose` must reach it
+        # not an async generator of our own: `aclose()` must reach `_run`
         return self._run(prompt, sampling_params, request_id, priority)
 
     def encode(
@@ -252,7 +252,8 @@ class AsyncLLM:
         """End requests: the last output of each has `finish_reason="abort"`. Unknown and finished
         ones are passed over.
         """
-        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        for one in request_ids:
             if collector := self.collectors.get(one):
                 outputs = self.output_processor.fail_requests([(one, None)], "abort")
                 self._abort(one)
@@ -268,9 +269,11 @@ class AsyncLLM:
     def _tell(self, event: str, *args: Any) -> None:
         "Tell the stat loggers; what fails in one of them is logged, and no request's concern."
         for stat_logger in self.stat_loggers:
+            method = event
+            if event == "fail_request" and not hasattr(stat_logger, "fail_request"):
+                method = "abort_request"
             try:
-                optional = event == "fail_request" and not hasattr(stat_logger, event)
-                getattr(stat_logger, "abort_request" if optional else event)(*args)
+                getattr(stat_logger, method)(*args)
             except Exception:
                 logger.exception("%s.%s failed", type(stat_logger).__name__, event)
 

@@ -157,9 +157,9 @@ class EngineCoreProc:
             self.sock.send_multipart([REFUSED, refused, str(self.num_aborts).encode()])
 
 # %% ../../nbs/54_core_process.ipynb #d27f30ba
-def core_main(address: str, fd: int, parent: int, log_level: int) -> NoReturn:
-    """The life of a core's process. The first message says which core to make; the file `fd` is
-    closed when the process ends.
+def core_main(address: str, _fd: int, parent: int, log_level: int) -> NoReturn:
+    """The life of a core's process. The first message says which core to make. Nothing is read from
+    the file `_fd`: that it closes, however the process ends, is what the client hears.
     """
     begin_process("core", parent, log_level)
     zmq = import_zmq()
@@ -220,17 +220,17 @@ class MPClient:
     def __init__(
         self, config: VllmConfig, executor_class: type[ExecutorBase], log_stats: bool = False
     ):
-        zmq = import_zmq()
+        self.zmq = import_zmq()
         backend = config.parallel_config.distributed_executor_backend
-        why = (
+        require(
+            backend != "external_launcher",
             "distributed_executor_backend=external_launcher: its processes are the workers, "
-            "there is none for a core"
+            "there is none for a core",
         )
-        require(backend != "external_launcher", why)
         self.dead = ""
         self.num_calls = count()
-        self.running = set[str]()  # the requests of which the core may still have news
-        # by which message each was aborted: older news are dropped
+        self.live_request_ids = set[str]()  # of which the core may still have outputs
+        # by which message each was aborted: older outputs are dropped
         self.aborted = dict[str, int]()
         self.num_aborts = 0
         self.arrived = deque[EngineCoreOutputs | Exception]()  # and not given out yet
@@ -238,20 +238,27 @@ class MPClient:
         self.abandoned = set[bytes]()  # calls whose results will be dropped
         self.encode = msgspec.msgpack.Encoder().encode
         self.decode = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
-        self.sock = zmq.Context().socket(zmq.PAIR)
-        self.poller = zmq.Poller()
-        self.zmq = zmq
+        self._open_socket()
+        self._start_core(config, executor_class, log_stats)
+
+    def _open_socket(self) -> None:
+        self.sock = self.zmq.Context().socket(self.zmq.PAIR)
+        self.poller = self.zmq.Poller()
         self.sock.set_hwm(0)
         # before it binds: set later, messages to a dead core could hold `term` for ever
         self.sock.linger = 0
         # the system allows a socket's name about 100 characters
         is_long = len(tempfile.gettempdir()) > 60
         self.folder = tempfile.mkdtemp(prefix="teachvllm-", dir="/tmp" if is_long else None)
+
+    def _start_core(self, *core_args: Any) -> None:
+        "Have a process make an `EngineCore` of these, and wait until it is ready."
+        address = f"ipc://{self.folder}/core"
         try:
-            self.sock.bind(f"ipc://{self.folder}/core")
-            self._start_process(f"ipc://{self.folder}/core")
+            self.sock.bind(address)
+            self._start_process(address)
             self._result(b"connect", 120.0)
-            self._send(cloudpickle.dumps((config, executor_class, log_stats), 5))
+            self._send(cloudpickle.dumps(core_args, 5))
             # a socket that is connected needs its name no more
             shutil.rmtree(self.folder, ignore_errors=True)
             self._result(b"start", self.start_timeout)
@@ -267,18 +274,16 @@ class MPClient:
         """
         self.life, theirs = socket.socketpair()
         with theirs:
-            args = address, theirs.fileno(), os.getpid(), logger.getEffectiveLevel()
             # then its threads sleep: while they spin, the front has no core
             spin = {"GOMP_SPINCOUNT": "2000"}
-            env = {**spin, **os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-            how = (
-                "teachvllm.engine.core_proc",
-                "core_main",
-                args,
-                ["teachvllm-core"],
-                [theirs.fileno()],
+            self.process = start_process(
+                module="teachvllm.engine.core_proc",
+                function="core_main",
+                args=(address, theirs.fileno(), os.getpid(), logger.getEffectiveLevel()),
+                label=["teachvllm-core"],
+                fds=[theirs.fileno()],
+                env={**spin, **os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
             )
-            self.process = start_process(*how, env)
         self.stop = weakref.finalize(
             self, stop_core, os.getpid(), self.process, self.sock, [self.life]
         )
@@ -308,7 +313,7 @@ class MPClient:
                 ) from error
             finally:
                 request.sampling_params.logits_processors = functions
-        self.running.add(request.request_id)
+        self.live_request_ids.add(request.request_id)
 
     def abort_requests(self, aborts: list[tuple[str, int | None]]) -> None:
         "End requests, or one sequence of a request."
@@ -318,11 +323,11 @@ class MPClient:
             self.num_aborts += 1
             whole = [request_id for request_id, index in aborts if index is None]
             self.aborted.update(dict.fromkeys(whole, self.num_aborts))
-            self.running.difference_update(whole)
+            self.live_request_ids.difference_update(whole)
 
     def get_output(self) -> EngineCoreOutputs:
         "What the next step brings; nothing, if no request is there."
-        while not self.arrived and self.running:
+        while not self.arrived and self.live_request_ids:
             self._receive(None)
         return self._next_output() if self.arrived else EngineCoreOutputs()
 
@@ -380,7 +385,7 @@ class MPClient:
                     outputs.outputs, self.aborted, int(data[1])
                 )
             self.arrived.append(outputs)
-            self.running.difference_update(
+            self.live_request_ids.difference_update(
                 output.request_id for output in outputs.outputs if output.request_finished
             )
         elif kind == RESULT and data[0] in self.abandoned:
@@ -391,7 +396,7 @@ class MPClient:
             request_id, why = msgspec.msgpack.decode(data[0])
             _, self.aborted = drop_stale([], self.aborted, int(data[1]))
             if request_id not in self.aborted:
-                self.running.discard(request_id)
+                self.live_request_ids.discard(request_id)
                 self.arrived.append(EngineCoreOutputs(refused=[(request_id, why)]))
         elif kind == FAILED:
             self.arrived.append(rebuild_error("the engine core", data[0]))
@@ -429,8 +434,8 @@ class MPClient:
 
 # %% ../../nbs/54_core_process.ipynb #aac78e19
 class AsyncMPClient(MPClient):
-    """The same client inside an event loop: to wait for the core's news blocks no other task. vLLM
-    V1: `AsyncMPClient`.
+    """The same client inside an event loop: to wait for the core's outputs blocks no other task.
+    vLLM V1: `AsyncMPClient`.
 
     It belongs to the loop that last called `get_output_async` or `call_utility_async`.
     """
@@ -474,7 +479,7 @@ class AsyncMPClient(MPClient):
     def _send(self, *message: bytes) -> None:
         super()._send(*message)
         if self.loop and self.loop.is_running():
-            # ZMQ's file tells of news once, and sending may have swallowed that
+            # ZMQ's file says once that a message is there, and sending may have swallowed that
             self.loop.call_soon(self._drain)
 
     async def _until(self, there: Callable[[], bool]) -> None:
@@ -498,8 +503,13 @@ class AsyncMPClient(MPClient):
         self.arrival = asyncio.Event()
         self.watched = (self.sock.fd, self.life.fileno())
         drain = weakref.WeakMethod(self._drain)  # a loop does not keep the engine alive
+
+        def drain_if_alive() -> None:
+            if found := drain():
+                found()
+
         for fd in self.watched:
-            loop.add_reader(fd, lambda: (found := drain()) and found())
+            loop.add_reader(fd, drain_if_alive)
 
     def _listen_no_more(self) -> None:
         watched = self.watched

@@ -21,7 +21,7 @@ from ..arg_utils import EngineArgs
 from ..config import VllmConfig, require
 from .core import InprocClient
 from .core_proc import MPClient
-from .output_processor import OutputProcessor
+from .output_processor import OutputProcessor, RequestState
 from teachvllm.executor.executor_base import (
     EngineClosedError,
     ExecutorBase,
@@ -75,6 +75,17 @@ def check_request_id(request_id: Any) -> None:
     require(is_valid_unicode(request_id), f"request_id={request_id!a:.80} is not valid Unicode")
 
 
+def check_priority(priority: Any, policy: Any) -> None:
+    "Raise `ValueError` for a priority that is no int of 64 bits, or that the policy does not see."
+    is_int = isinstance(priority, int) and not isinstance(priority, bool)
+    ok = is_int and -(2**63) <= priority < 2**63
+    require(ok, f"priority={priority!r} must be an int of 64 bits: the smaller, the sooner")
+    require(
+        policy != "fcfs" or not priority,
+        f'priority={priority}, but scheduling_policy is "fcfs": make it "priority"',
+    )
+
+
 def check_plain(name: str, value: Any) -> None:
     """Raise `ValueError` if `value` is not plain data, which a message can hold: the same request
     must do in one process and in two.
@@ -105,8 +116,10 @@ class Processor:
     def from_config(cls, vllm_config: VllmConfig) -> "Processor":
         "With the tokenizer that the config names, or with none."
         model = vllm_config.model_config
-        how = model.tokenizer, model.trust_remote_code, model.tokenizer_mode
-        return cls(vllm_config, None if model.skip_tokenizer_init else get_tokenizer(*how))
+        if model.skip_tokenizer_init:
+            return cls(vllm_config, None)
+        tokenizer = get_tokenizer(model.tokenizer, model.trust_remote_code, model.tokenizer_mode)
+        return cls(vllm_config, tokenizer)
 
     def __call__(
         self,
@@ -119,31 +132,39 @@ class Processor:
         wrong.
         """
         check_request_id(request_id)
-        ok = isinstance(priority, int) and not isinstance(priority, bool)
-        ok = ok and -(2**63) <= priority < 2**63
-        require(ok, f"priority={priority!r} must be an int of 64 bits: the smaller, the sooner")
-        fcfs = self.config.scheduler_config.policy == "fcfs"
-        require(
-            not (fcfs and priority),
-            f'priority={priority}, but scheduling_policy is "fcfs": make it "priority"',
-        )
+        check_priority(priority, self.config.scheduler_config.policy)
         self.check_task(params)
         salt = self.input_processor.get_cache_salt(prompt)
         if isinstance(params, PoolingParams):
-            check_plain("additional_data", params.additional_data)
-            nothing = SamplingParams(
-                max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-            )
-            text, token_ids = self.input_processor(prompt, nothing)
-            vector = EngineCoreRequest(request_id, token_ids, nothing, 0, [], priority)
-            vector.pooling_params = replace(params)
-            vector.cache_salt = salt
-            return vector, text
-        # a copy: the user may change it
-        beam = replace(params) if isinstance(params, BeamSearchParams) else None
-        params = (
-            params.sampling_params() if isinstance(params, BeamSearchParams) else replace(params)
+            request, text = self._pooling_request(request_id, prompt, params)
+        else:
+            request, text = self._generation_request(request_id, prompt, params)
+        request.priority = priority
+        request.cache_salt = salt
+        return request, text
+
+    def _pooling_request(
+        self, request_id: str, prompt: Prompt, params: PoolingParams
+    ) -> tuple[EngineCoreRequest, str | None]:
+        check_plain("additional_data", params.additional_data)
+        nothing = SamplingParams(
+            max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
+        text, token_ids = self.input_processor(prompt, nothing)
+        request = EngineCoreRequest(
+            request_id, token_ids, nothing, seed=0, pooling_params=replace(params)
+        )
+        return request, text
+
+    def _generation_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams
+    ) -> tuple[EngineCoreRequest, str | None]:
+        beam = None
+        if isinstance(params, BeamSearchParams):
+            beam = replace(params)  # a copy: the user may change it
+            params = params.sampling_params()
+        else:
+            params = replace(params)
         check_plain("extra_args", params.extra_args)
         # vLLM's rule for functions that remember something: each request has its own
         if params.logits_processors:
@@ -159,20 +180,20 @@ class Processor:
         params.stop_token_ids = [i for i in params.stop_token_ids if i not in eos]
         seed = self.random.getrandbits(63) if params.seed is None else params.seed % 2**64
         stop_token_ids = sorted(eos.union(params.stop_token_ids))
-        return EngineCoreRequest(
-            request_id, token_ids, params, seed, stop_token_ids, priority, beam, cache_salt=salt
-        ), text
+        request = EngineCoreRequest(
+            request_id, token_ids, params, seed, stop_token_ids, beam_search_params=beam
+        )
+        return request, text
 
     def check_task(self, params: Any) -> None:
         "Raise `ValueError` if requests of this kind are not what the engine was made for."
-        does = "generates text" if self.task == "generate" else "gives vectors and no text"
-        hint = (
-            'task="embed" gives vectors'
-            if self.task == "generate"
-            else 'task="generate" gives text'
-        )
-        ok = isinstance(params, PoolingParams) == (self.task != "generate")
-        require(ok, f'task="{self.task}": this engine {does}; {hint}')
+        wants_vector = isinstance(params, PoolingParams)
+        if self.task == "generate":
+            says = 'this engine generates text; task="embed" gives vectors'
+            require(not wants_vector, f'task="{self.task}": {says}')
+        else:
+            says = 'this engine gives vectors and no text; task="generate" gives text'
+            require(wants_vector, f'task="{self.task}": {says}')
 
 # %% ../../nbs/60_llm_engine.ipynb #ae85fc4e
 class LLMEngine:
@@ -310,17 +331,27 @@ class LLMEngine:
         if aborts:
             self.engine_core.abort_requests(aborts)
         if self.trace and arrived.trace:
-            by_index = {request_id for request_id, index in aborts if index is not None}
-            for request_id, index in aborts:  # stop strings, of which the core knows nothing
-                if request_id in states and (index is not None or request_id not in by_index):
-                    name = f"{request_id}.{index}" if index else request_id
-                    state = states[request_id]
-                    arrived.trace.finished.append(name)
-                    arrived.trace.token_ids[name] = (
-                        state.request.prompt_token_ids + state.seqs[index or 0].token_ids
-                    )
+            self._add_stopped_to_trace(arrived.trace, aborts, states)
             self._record(self.trace, arrived.trace, time.perf_counter() - begin)
         return outputs
+
+    def _add_stopped_to_trace(
+        self,
+        step: StepTrace,
+        aborts: list[tuple[str, int | None]],
+        states: dict[str, RequestState],  # before this step
+    ) -> None:
+        "Note which sequences a stop string has ended: of these the core knows nothing."
+        listed_singly = {request_id for request_id, index in aborts if index is not None}
+        for request_id, index in aborts:
+            if request_id not in states:  # aborted by its user
+                continue
+            if index is None and request_id in listed_singly:  # its sequences are noted
+                continue
+            name = f"{request_id}.{index}" if index else request_id
+            state = states[request_id]
+            step.finished.append(name)
+            step.token_ids[name] = state.request.prompt_token_ids + state.seqs[index or 0].token_ids
 
     def has_unfinished_requests(self) -> bool:
         "Whether `step` has anything to do."

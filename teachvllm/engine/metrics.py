@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import VllmConfig
+from .core import LOAD_LINE
 from teachvllm.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -45,72 +46,16 @@ COUNTERS = {
 
 # %% ../../nbs/63_metrics.ipynb #eec04402
 FIRST_TOKEN = [
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    640.0,
-    2560.0,
+    *map(float, "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75".split()),
+    *map(float, "1 2.5 5 7.5 10 20 40 80 160 640 2560".split()),
 ]
 NEXT_TOKEN = [
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
+    *map(float, "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75".split()),
+    *map(float, "1 2.5 5 7.5 10 20 40 80".split()),
 ]
 REQUEST = [
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-    960.0,
-    1920.0,
-    7680.0,
+    *map(float, "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60".split()),
+    *map(float, "120 240 480 960 1920 7680".split()),
 ]
 HISTOGRAMS: dict[str, tuple[list[float] | None, str]] = {
     "time_to_first_token_seconds": (
@@ -145,10 +90,8 @@ HISTOGRAMS: dict[str, tuple[list[float] | None, str]] = {
     "request_params_n": ([1, 2, 5, 10, 20], "What requests ask for as n."),
     "iteration_tokens_total": (
         [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384],
-        (
-            "Tokens of a step: generated ones, and prompts that it completed. How well are the "
-            "steps filled?"
-        ),
+        "Tokens of a step: generated ones, and prompts that it completed. "
+        "How well are the steps filled?",
     ),
 }
 # what some metrics were called in older versions of vLLM, and in the dashboards of that time
@@ -404,10 +347,10 @@ class PrometheusStatLogger:
                 name: str(value) for name, value in config.items()
             }
             text = "How the KV cache was set up; always 1."
-            gauge = import_prometheus().Gauge
-            gauge("vllm:cache_config_info", text, list(labels), registry=self.registry).labels(
-                **labels
-            ).set(1)
+            gauge = import_prometheus().Gauge(
+                "vllm:cache_config_info", text, list(labels), registry=self.registry
+            )
+            gauge.labels(**labels).set(1)
 
     def _set_gauges(self, stats: SchedulerStats | None = None) -> None:
         # whatever the core sent last: without requests nothing waits, runs or holds a block
@@ -465,9 +408,7 @@ class LoggingStatLogger:
         value = self.metrics.value
         new = {name: value(name) - before for name, before in self.before.items()}
         logger.info(
-            "prompt %.0f tokens/s, generation %.0f tokens/s; running %d, waiting %d, "
-            "swapped %d; KV cache %.0f%% used; "
-            "prefix cache hits %.0f%%; %d preemptions so far",
+            LOAD_LINE + "prefix cache hits %.0f%%; %d preemptions so far",
             new["prompt_tokens"] / seconds,
             new["generation_tokens"] / seconds,
             value("num_requests_running"),

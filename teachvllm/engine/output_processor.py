@@ -45,9 +45,11 @@ def make_logprobs(
     logprob, rank, top = scores
 
     def named(token_id: int, logprob: float, rank: int) -> Logprob:
-        text = tokenizer and tokenizer.decode(
-            [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.decode(
+                [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
         return Logprob(logprob, rank, text)
 
     likeliest = {
@@ -84,8 +86,12 @@ class SequenceState:
         self.stop_reason: int | str | None = None
         self.detokenizer = None
         if tokenizer is not None and params.detokenize:
-            spaces = params.skip_special_tokens, params.spaces_between_special_tokens
-            self.detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, *spaces)
+            self.detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
         self._emitted = (0, 0)  # characters and tokens that were given out
         self.end_emitted = False  # whether an output gave the reason of its end
 
@@ -137,12 +143,15 @@ class SequenceState:
         if not new_text or num_tokens <= self.params.min_tokens:
             return False
         found = stop_string_at(self.detokenizer.text, self.params.stop, len(new_text))
-        if found:
-            place, self.stop_reason = found
-            kept = len(found[1]) * self.params.include_stop_str_in_output
-            self.detokenizer.truncate(place + kept)
-            self.finish_reason = "stop"
-        return found is not None
+        if found is None:
+            return False
+        end, stop = found
+        if self.params.include_stop_str_in_output:
+            end += len(stop)
+        self.detokenizer.truncate(end)
+        self.finish_reason = "stop"
+        self.stop_reason = stop
+        return True
 
     def text(self) -> str:
         "The output's text, as far as it is sure to stay."
@@ -153,9 +162,8 @@ class SequenceState:
         self.detokenizer.update(last=finished)
         if finished or not stops or self.params.include_stop_str_in_output:
             return self.detokenizer.text
-        return self.detokenizer.text[
-            : max(0, len(self.detokenizer.text) - max(map(len, stops)) + 1)
-        ]
+        num_sure = max(0, len(self.detokenizer.text) - max(map(len, stops)) + 1)
+        return self.detokenizer.text[:num_sure]
 
     def make_completion(self, index: int, delta: bool) -> CompletionOutput:
         "The whole output, or with `delta` what is new since the last that was given out."
@@ -226,9 +234,9 @@ class RequestState:
             metrics.num_preemptions = output.num_preemptions
             self.num_cached_tokens = output.num_cached_tokens
         if output.finish_reason or must_abort:
-            wanted = 0 if self.request.beam_search_params else params.num_seqs
-            ended = sum(seq.finish_reason is not None for seq in self.seqs.values())
-            self.finished = output.request_finished or ended >= wanted > 0
+            num_ended = sum(seq.finish_reason is not None for seq in self.seqs.values())
+            all_ended = num_ended >= params.num_seqs and not self.request.beam_search_params
+            self.finished = output.request_finished or all_ended
             metrics.finished_time = now if self.finished else None
         return must_abort
 
@@ -246,21 +254,25 @@ class RequestState:
         self.finished = True
         self.metrics.finished_time = time.monotonic()
 
+    def make_pooling_output(self) -> PoolingRequestOutput:
+        "What the user of a request for a vector gets."
+        import torch  # only such an engine's front needs it
+
+        request = self.request
+        ended = self.seqs[0]
+        error = ended.stop_reason or ("aborted" if ended.finish_reason == "abort" else None)
+        vector = PoolingOutput(torch.tensor(self.pooled, dtype=torch.float32))
+        return PoolingRequestOutput(
+            request.request_id, vector, request.prompt_token_ids, self.finished, error
+        )
+
     def make_output(self) -> Any:
         """What the user gets now, by the request's `output_kind`: a `RequestOutput`, or a
         `PoolingRequestOutput`.
         """
-        params = self.request.sampling_params
         if self.request.pooling_params is not None:
-            import torch  # only such an engine's front needs it
-
-            request = self.request
-            ended = self.seqs[0]
-            error = ended.stop_reason or ("aborted" if ended.finish_reason == "abort" else None)
-            vector = PoolingOutput(torch.tensor(self.pooled, dtype=torch.float32))
-            return PoolingRequestOutput(
-                request.request_id, vector, request.prompt_token_ids, self.finished, error
-            )
+            return self.make_pooling_output()
+        params = self.request.sampling_params
         seqs = list(self.seqs.values())
         delta = params.output_kind is RequestOutputKind.DELTA
         if params.num_seqs > params.n:  # best_of: the likeliest n, the best first

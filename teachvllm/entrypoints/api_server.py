@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['logger', 'Message', 'Receive', 'Send', 'App', 'GUARDED', 'OPEN_AT_THE_END', 'Extend', 'ServerArgs', 'add_server_args',
-           'find_api_key', 'server_args', 'read_body', 'error_response', 'Traffic', 'Guard', 'EventStream', 'begin',
-           'unless_gone', 'add_error_handlers', 'add_api_routes', 'add_state_routes', 'build_app', 'bind', 'Server',
-           'serve_in_background', 'run_server']
+           'find_api_key', 'server_args', 'read_body', 'error_response', 'Traffic', 'Guard', 'EventStream',
+           'first_response', 'cancel_on_disconnect', 'add_error_handlers', 'add_api_routes', 'add_state_routes',
+           'build_app', 'bind', 'Server', 'serve_in_background', 'run_server']
 
 # %% ../../nbs/70b_api_server.ipynb #e2d5ff21
 import argparse
@@ -88,10 +88,8 @@ class ServerArgs:
     port: int = arg(8000, "port to listen on; 0: any that is free, which is printed")
     api_key: str | None = arg(
         None,
-        (
-            "clients must send it as a bearer token; default: $TEACHVLLM_API_KEY, "
-            "$VLLM_API_KEY, or none"
-        ),
+        "clients must send it as a bearer token; "
+        "default: $TEACHVLLM_API_KEY, $VLLM_API_KEY, or none",
     )
     served_model_name: Any = arg(
         None, "names by which clients may call the model (default: as --model does)", many=True
@@ -336,7 +334,7 @@ class EventStream(StreamingResponse):
             await self.rest.aclose()
 
 
-async def begin(work: Coroutine[Any, Any, Any]) -> Response:
+async def first_response(work: Coroutine[Any, Any, Any]) -> Response:
     """The response to a request. A stream's is there with its first event: until then, what is
     refused has a status.
     """
@@ -346,7 +344,7 @@ async def begin(work: Coroutine[Any, Any, Any]) -> Response:
     return EventStream(await anext(result), result)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> Response:
     """The response that `work` makes; if the client goes away before it is there, the work is
     cancelled.
     """
@@ -355,7 +353,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Respo
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.create_task(begin(work)), asyncio.create_task(gone())
+    tasks = asyncio.create_task(first_response(work)), asyncio.create_task(gone())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks[0].result() if tasks[0].done() else Response(status_code=499)
@@ -399,15 +397,15 @@ def add_api_routes(app: FastAPI, serving: OpenAIServing) -> None:
 
     @app.post("/v1/completions", responses={400: {"model": ErrorResponse}})
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        return await unless_gone(request, serving.create_completion(body))
+        return await cancel_on_disconnect(request, serving.create_completion(body))
 
     @app.post("/v1/chat/completions", responses={400: {"model": ErrorResponse}})
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-        return await unless_gone(request, serving.create_chat_completion(body))
+        return await cancel_on_disconnect(request, serving.create_chat_completion(body))
 
     @app.post("/v1/embeddings", response_model=EmbeddingResponse)
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
-        return await unless_gone(request, serving.create_embedding(body))
+        return await cancel_on_disconnect(request, serving.create_embedding(body))
 
     @app.get("/v1/models")
     async def show_models() -> ModelList:
@@ -420,11 +418,11 @@ def add_api_routes(app: FastAPI, serving: OpenAIServing) -> None:
 
     @app.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(body: TokenizeRequest) -> Response:
-        return await begin(serving.tokenize(body))
+        return await first_response(serving.tokenize(body))
 
     @app.post("/detokenize", response_model=DetokenizeResponse)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        return await begin(serving.detokenize(body))
+        return await first_response(serving.detokenize(body))
 
 # %% ../../nbs/70b_api_server.ipynb #4342a94b
 def add_state_routes(app: FastAPI, engine: AsyncLLM, registry: Any) -> None:
@@ -456,6 +454,31 @@ def add_state_routes(app: FastAPI, engine: AsyncLLM, registry: Any) -> None:
                 generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST}
             )
 
+# %% ../../nbs/70b_api_server.ipynb #b2f76e19
+def read_chat_template(template: str | None) -> str | None:
+    "What `ServerArgs.chat_template` names: the file's text, or the template that it is itself."
+    if not template or "{" in template:
+        return template
+    require(
+        Path(template).is_file(),
+        f"chat_template={template!r:.100} is neither a file nor a template",
+    )
+    return Path(template).read_text()
+
+
+def add_middleware(app: FastAPI, args: ServerArgs) -> None:
+    "Before the routes: the guard, and before it the rule for web pages of other origins."
+    app.add_middleware(Guard, args=args, api_key=find_api_key(args), traffic=app.state.traffic)
+    if args.allowed_origins:
+        from fastapi.middleware.cors import CORSMiddleware
+
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=args.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+
 # %% ../../nbs/70b_api_server.ipynb #ec15ab3f
 def build_app(
     engine: AsyncLLM,
@@ -470,13 +493,7 @@ def build_app(
     `build_app` in `entrypoints/openai/api_server.py`.
     """
     args = args or ServerArgs()
-    template = args.chat_template
-    if template and "{" not in template:
-        require(
-            Path(template).is_file(),
-            f"chat_template={template!r:.100} is neither a file nor a template",
-        )
-        template = Path(template).read_text()
+    template = read_chat_template(args.chat_template)
     app = FastAPI(title="teachvllm", version=import_module("teachvllm").__version__)
     app.state.engine = engine
     app.state.traffic = Traffic()
@@ -493,16 +510,7 @@ def build_app(
     add_state_routes(app, engine, registry)
     for router in routers:
         app.include_router(router)
-    app.add_middleware(Guard, args=args, api_key=find_api_key(args), traffic=app.state.traffic)
-    if args.allowed_origins:
-        from fastapi.middleware.cors import CORSMiddleware
-
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=args.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
+    add_middleware(app, args)
     return app
 
 # %% ../../nbs/70b_api_server.ipynb #58175c40
@@ -590,8 +598,8 @@ def bind(args: ServerArgs) -> socket.socket:
     """A socket that listens on the server's port, so that no other server can; `ValueError` if the
     port cannot be had.
     """
-    # asyncio sends small answers at once (TCP_NODELAY) only where the protocol is named
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    # asyncio sends small answers at once (TCP_NODELAY) only where the protocol is named
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         # also right after another server has ended

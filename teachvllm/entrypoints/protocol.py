@@ -203,16 +203,15 @@ class GenerationRequest(RequestModel):
             not (self.stream and self.prompt_logprobs is not None),
             "prompt_logprobs: not with stream=true",
         )
-        asks = self.use_beam_search and (
-            self.num_logprobs is not None or self.prompt_logprobs is not None
-        )
-        require(not asks, "logprobs: not with use_beam_search, whose answers come without them")
-        for name, nothing in self.NOT_OF_BEAMS.items() if self.use_beam_search else ():
-            value = getattr(self, name)
-            require(
-                value is None or value in nothing,
-                f"{name}: not with use_beam_search, which does not sample",
-            )
+        if self.use_beam_search:
+            asks = self.num_logprobs is not None or self.prompt_logprobs is not None
+            require(not asks, "logprobs: not with use_beam_search, whose answers come without them")
+            for name, nothing in self.NOT_OF_BEAMS.items():
+                value = getattr(self, name)
+                require(
+                    value is None or value in nothing,
+                    f"{name}: not with use_beam_search, which does not sample",
+                )
         return self
 
     @property
@@ -246,11 +245,8 @@ class GenerationRequest(RequestModel):
         }
         values = {name: getattr(defaults, name) for name in self.FROM_MODEL} | values
         prompt_logprobs = self.prompt_logprobs
-        if (
-            prompt_logprobs is None
-            and getattr(self, "prompt", None) is not None
-            and getattr(self, "echo", False)
-        ):
+        echoes_prompt = getattr(self, "prompt", None) is not None and getattr(self, "echo", False)
+        if prompt_logprobs is None and echoes_prompt:
             prompt_logprobs = self.num_logprobs
         return SamplingParams.from_optional(
             **values,
@@ -319,11 +315,9 @@ class ChatFields(RequestModel):
     @property
     def template_options(self) -> dict[str, Any]:
         "What is passed to the template."
-        prompts = (
-            not self.continue_final_message
-            if self.add_generation_prompt is None
-            else self.add_generation_prompt
-        )
+        prompts = self.add_generation_prompt
+        if prompts is None:
+            prompts = not self.continue_final_message
         options = {
             "add_generation_prompt": prompts,
             "continue_final_message": self.continue_final_message,
