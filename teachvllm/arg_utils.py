@@ -447,8 +447,8 @@ def base_architecture(model_type: str) -> Any:
     return MODEL_MAPPING_NAMES.get(model_type)
 
 
-def resolve_pooler_config(args: "EngineArgs", hf_config: Any, folder: Path) -> PoolerConfig | None:
-    "How an engine makes vectors, with nothing left open; None for one that generates text."
+def _asked_pooler_config(args: "EngineArgs") -> tuple[str, PoolerConfig]:
+    "Which of its two names the argument has, and what it asks for."
     both = args.override_pooler_config is not None and args.pooler_config is not None
     require(
         not both,
@@ -462,6 +462,12 @@ def resolve_pooler_config(args: "EngineArgs", hf_config: Any, folder: Path) -> P
         isinstance(asked, PoolerConfig),
         f"{name}={asked!r:.80} must be a PoolerConfig or a dict",
     )
+    return name, asked
+
+
+def resolve_pooler_config(args: "EngineArgs", hf_config: Any, folder: Path) -> PoolerConfig | None:
+    "How an engine makes vectors, with nothing left open; None for one that generates text."
+    name, asked = _asked_pooler_config(args)
     stored = read_stored_pooling(folder)
     task = resolve_task(args, hf_config, stored)
     if task == "generate":

@@ -130,6 +130,17 @@ def _continues(group: EventGroup, kind: str, name: str, others: list[str]) -> bo
     return kind != "share" or group.others == others
 
 # %% ../nbs/07_block_player.ipynb #2a652260
+def _free_text(step: StepTrace, name: str, listed: str, finished: set[str]) -> str:
+    "Why a sequence gives blocks back: it ended in some way, or they have left its window."
+    if name in finished:
+        return f"{name} has finished and gives back {listed}"
+    if name in step.preempted:
+        return f"{name} is preempted and gives back {listed}"
+    if name in step.block_tables:
+        return f"{name} gives back {listed}, behind its window"
+    return f"{name} has ended and gives back {listed}"
+
+
 def event_text(step: StepTrace, group: EventGroup, finished: set[str]) -> str:
     "What happened, in a sentence. `finished` are the sequences that have finished so far."
     kind = group.kind
@@ -164,16 +175,8 @@ def event_text(step: StepTrace, group: EventGroup, finished: set[str]) -> str:
             f"{name} is swapped in: the CPU's {id_ranges([back[block] for block in blocks], 60)} "
             f"come to {listed}"
         )
-    rest = f"; {block_list(group.held)} others still hold" if group.held else ""
-    if name not in finished and name not in step.preempted and name in step.block_tables:
-        return f"{name} gives back {listed}, behind its window{rest}"
-    if name in finished:
-        why = "has finished"
-    elif name in step.preempted:
-        why = "is preempted"
-    else:
-        why = "has ended"
-    return f"{name} {why} and gives back {listed}{rest}"
+    held = f"; {block_list(group.held)} others still hold" if group.held else ""
+    return _free_text(step, name, listed, finished) + held
 
 # %% ../nbs/07_block_player.ipynb #f96f2ecd
 def block_events(trace: Trace) -> list[BlockEvent]:

@@ -20,6 +20,7 @@ import numbers
 import pickle
 import types
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,13 @@ def check_not_yet(cls: Any, name: str, value: Any) -> None:
         )
 
 # %% ../nbs/01_config.ipynb #6ed1ed52
+def _unknown_argument(cls: Any, name: str, known: Collection[str]) -> UnknownArgument:
+    "The error for a name that `cls` does not know."
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"known are: {', '.join(known)}"
+    return UnknownArgument(f"{cls.__name__} has no argument `{name}`; {hint}")
+
+
 def check_names(cls: Any) -> Any:
     """Class decorator for dataclasses: `cls(...)` refuses unknown names and wrong types of numbers.
 
@@ -117,9 +125,7 @@ def check_names(cls: Any) -> Any:
             if name not in known and name in not_yet:
                 check_not_yet(cls, name, kwargs.pop(name))
             elif name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean `{near[0]}`?" if near else f"known are: {', '.join(known)}"
-                raise UnknownArgument(f"{cls.__name__} has no argument `{name}`; {hint}")
+                raise _unknown_argument(cls, name, known)
             elif kwargs[name] is None and name in defaulted:
                 del kwargs[name]
         positional = [checked(name, value) for name, value in zip(known, args)]
@@ -267,10 +273,8 @@ class ModelConfig(ShowAsTable):
         known = source in ("auto", "vllm") or (Path(source) / "generation_config.json").is_file()
         require(
             known,
-            (
-                f"generation_config={source!r}: choose auto, vllm, or a folder with a "
-                "generation_config.json"
-            ),
+            f"generation_config={source!r}: choose auto, vllm, or a folder with a "
+            "generation_config.json",
         )
         require(
             self.max_logprobs >= -1,
@@ -352,10 +356,8 @@ class CacheConfig(ShowAsTable):
         )
         require(
             0 < self.gpu_memory_utilization <= 1,
-            (
-                f"gpu_memory_utilization={self.gpu_memory_utilization} is a fraction: above 0, at "
-                "most 1"
-            ),
+            f"gpu_memory_utilization={self.gpu_memory_utilization} is a fraction: above 0, at "
+            "most 1",
         )
         for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
             value = getattr(self, name)
@@ -408,8 +410,8 @@ class SchedulerConfig(ShowAsTable):
         threshold = self.long_prefill_token_threshold
         require(
             1 <= long <= partial,
-            f"max_num_partial_prefills={partial} must be at least max_long_partial_prefills={long}, "
-            "and that at least 1",
+            f"max_num_partial_prefills={partial} must be at least "
+            f"max_long_partial_prefills={long}, and that at least 1",
         )
         require(
             0 <= threshold <= self.max_model_len,

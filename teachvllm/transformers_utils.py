@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'GGUF_NUMBERS', 'GGUF_TEXT', 'GGUF_ARRAY', 'GGUF_MODELS', 'GGUF_CONFIG', 'bundled_model',
-           'content_hash', 'cache_folder', 'download', 'find_model', 'read_gguf_header', 'gguf_rope_scaling',
-           'gguf_extras', 'load_gguf_config', 'load_hf_config']
+           'content_hash', 'cache_folder', 'download', 'find_model', 'GGUFHeader', 'read_gguf_header',
+           'gguf_rope_scaling', 'gguf_extras', 'load_gguf_config', 'load_hf_config']
 
 # %% ../nbs/01a_transformers_utils.ipynb #07d1d455
 import hashlib
@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .config import NotSupportedYet, require
 
@@ -46,11 +46,12 @@ def bundled_model() -> Path:
 # %% ../nbs/01a_transformers_utils.ipynb #1f9c5a3b
 def content_hash(path: Path, notes: Path) -> str:
     """The SHA-256 of a file's content, as 64 hexadecimal digits. It is noted in the folder `notes`
-    for the file's path, size and time of change, and read from there the next time.
+    for the file's path, size and times of change, and read from there the next time.
     """
     stat = path.stat()
-    version = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    note = notes / hashlib.sha256(version.encode()).hexdigest()
+    # a program may set the mtime back; the ctime is the system's own
+    version = (path.resolve(), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    note = notes / hashlib.sha256(str(version).encode()).hexdigest()
     with suppress(OSError):
         noted = note.read_text()
         if len(noted) == 64:  # else another process writes it at this moment
@@ -60,7 +61,7 @@ def content_hash(path: Path, notes: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     # a clock has ticks: a file that has just changed may change again at the same time
-    if time.time() - stat.st_mtime > 2:
+    if time.time() - max(stat.st_mtime, stat.st_ctime) > 2:
         with suppress(OSError):  # where nothing can be written, it is computed every time
             notes.mkdir(parents=True, exist_ok=True)
             note.write_text(digest.hexdigest())
@@ -71,8 +72,7 @@ def cache_folder(gguf: Path) -> Path:
     """Where the Hugging Face folder made from `gguf` is kept: by its name, and a hash of its
     content.
 
-    Its name has the file's name, its size, and a hash of 64 samples of its content. So
-    installations share it, and a changed file gets a new one. `TEACHVLLM_CACHE` moves it;
+    So installations share it, and a changed file gets a new one. `TEACHVLLM_CACHE` moves it;
     otherwise it is in `XDG_CACHE_HOME` or `~/.cache`.
     """
     home = Path(
@@ -142,6 +142,41 @@ GGUF_TEXT = 8
 GGUF_ARRAY = 9
 
 
+class GGUFHeader:
+    "The header of an open GGUF file, taken piece by piece from where the file stands."
+
+    def __init__(self, file: BinaryIO):
+        self.file = file
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        "Little-endian values, as `struct` formats them."
+        return struct.unpack("<" + form, self.file.read(struct.calcsize("<" + form)))
+
+    def take_one(self, form: str) -> Any:
+        return self.take(form)[0]
+
+    def take_text(self) -> str:
+        return self.file.read(self.take_one("Q")).decode(errors="replace")
+
+    def take_value(self, kind: int) -> Any:
+        "A number or a text; of an array the length."
+        if kind == GGUF_TEXT:
+            return self.take_text()
+        if kind != GGUF_ARRAY:
+            return self.take_one(GGUF_NUMBERS[kind])
+        element_kind, length = self.take("IQ")
+        for _ in range(length):
+            self.take_value(element_kind)
+        return length
+
+    def take_tensor(self) -> tuple[tuple[int, ...], int, int]:
+        "A tensor's shape, type, and first byte among those of all tensors."
+        num_dims = self.take_one("I")
+        shape = self.take(f"{num_dims}Q")[::-1]  # GGUF has the fastest dimension first
+        kind, offset = self.take("IQ")
+        return shape, kind, offset
+
+
 def read_gguf_header(
     path: Path,
 ) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
@@ -151,39 +186,16 @@ def read_gguf_header(
     error.
     """
     with path.open("rb") as file:
-
-        def take(form: str) -> tuple[Any, ...]:
-            return struct.unpack("<" + form, file.read(struct.calcsize("<" + form)))
-
-        def take_one(form: str) -> Any:
-            return take(form)[0]
-
-        def text() -> str:
-            return file.read(take_one("Q")).decode(errors="replace")
-
-        def value(kind: int) -> Any:
-            if kind == GGUF_TEXT:
-                return text()
-            if kind != GGUF_ARRAY:
-                return take_one(GGUF_NUMBERS[kind])
-            element_kind, length = take("IQ")
-            for _ in range(length):
-                value(element_kind)
-            return length
-
-        def tensor() -> tuple[tuple[int, ...], int, int]:
-            num_dims = take_one("I")
-            shape = take(f"{num_dims}Q")[::-1]  # GGUF has the fastest dimension first
-            kind, offset = take("IQ")
-            return shape, kind, offset
-
-        magic, version, num_tensors, num_values = take("4sIQQ")
+        header = GGUFHeader(file)
+        magic, version, num_tensors, num_values = header.take("4sIQQ")
         require(
             magic == b"GGUF" and version in (2, 3),
             "it does not begin as a GGUF file of version 2 or 3 does",
         )
-        values = {text(): value(take_one("I")) for _ in range(num_values)}
-        tensors = {text(): tensor() for _ in range(num_tensors)}
+        values = {
+            header.take_text(): header.take_value(header.take_one("I")) for _ in range(num_values)
+        }
+        tensors = {header.take_text(): header.take_tensor() for _ in range(num_tensors)}
         alignment = values.get("general.alignment", 32)
         start = -(-file.tell() // alignment) * alignment
     placed = {

@@ -374,6 +374,25 @@ def place_nodes(nodes: list[PrefixNode], level: int, row: list[float]) -> list[P
             placed.append((below_level, below_row, below_blocks, below_names, parent))
     return placed
 
+# %% ../nbs/06_viz.ipynb #353d532c
+def draw_nodes(ax: Any, trace: Trace, nodes: list[PlacedNode], width: float) -> None:
+    "A box for each node, with its blocks and sequences, and a line to it from its parent's."
+    for level, y, blocks, holders, parent in nodes:
+        x = level * (width + 0.4)
+        if parent >= 0:
+            ax.plot(
+                [x - 0.4, x - 0.2, x - 0.2, x],
+                [nodes[parent][1]] * 2 + [y] * 2,
+                color="black",
+                lw=0.8,
+                zorder=0,
+            )
+        ids = id_ranges(blocks, int(width / 0.075) - 12)
+        ids = f"block {ids}" if len(blocks) == 1 else f"blocks {ids}"
+        text = f"{ids}  ×{len(holders)}" if len(holders) > 1 else f"{holders[0]}: {ids}"
+        styles = [request_style(trace, name) for name in holders]
+        draw_box(ax, x, y - 0.35, width, 0.7, styles, text, 8)
+
 # %% ../nbs/06_viz.ipynb #9a18a8c0
 def plot_prefix_tree(trace: Trace, step: int = -1, ax: Any = None) -> Any:
     """Which sequences share which blocks after a step: a tree with reference counts.
@@ -394,21 +413,7 @@ def plot_prefix_tree(trace: Trace, step: int = -1, ax: Any = None) -> Any:
     ax = new_axes(7, 1.1 + 0.4 * row[0], ax)
     num_levels = 1 + max((node[0] for node in nodes), default=0)
     width = min(2.0, 5.6 / num_levels)
-    for level, y, blocks, holders, parent in nodes:
-        x = level * (width + 0.4)
-        if parent >= 0:
-            ax.plot(
-                [x - 0.4, x - 0.2, x - 0.2, x],
-                [nodes[parent][1]] * 2 + [y] * 2,
-                color="black",
-                lw=0.8,
-                zorder=0,
-            )
-        ids = id_ranges(blocks, int(width / 0.075) - 12)
-        ids = f"block {ids}" if len(blocks) == 1 else f"blocks {ids}"
-        text = f"{ids}  ×{len(holders)}" if len(holders) > 1 else f"{holders[0]}: {ids}"
-        styles = [request_style(trace, name) for name in holders]
-        draw_box(ax, x, y - 0.35, width, 0.7, styles, text, 8)
+    draw_nodes(ax, trace, nodes, width)
     ax.set(xlim=(-0.1, num_levels * (width + 0.4)), ylim=(row[0], 0), yticks=[])
     ax.set_xticks(
         [level * (width + 0.4) + width / 2 for level in range(num_levels)], range(num_levels)
@@ -443,7 +448,11 @@ def phase_spans(trace: Trace, by: str = "seconds") -> list[tuple[str, str, float
     spans: list[tuple[str, str, float, float]] = []
     last: dict[str, tuple[int, int]] = {}  # request_id -> (step, index into spans) of its last span
     for i, (step, now) in enumerate(zip(trace.steps, request_phases(trace), strict=True)):
-        begin, end = (step.start, step.start + step.seconds) if by == "seconds" else (i, i + 1)
+        begin: float = i
+        end: float = i + 1
+        if by == "seconds":
+            begin = step.start
+            end = step.start + step.seconds
         for request_id, phase in now.items():
             before, index = last.get(request_id, (-2, 0))
             if before == i - 1 and spans[index][1] == phase:
@@ -469,6 +478,23 @@ def legend_below(ax: Any, **options: Any) -> None:
         **options,
     )
 
+# %% ../nbs/06_viz.ipynb #49fefd2a
+def draw_phases(ax: Any, trace: Trace, rows: dict[str, int], by: str) -> None:
+    "The bars of the sequences' phases, and a mark where one has finished; `rows`: their places."
+    for name, phase, begin, end in phase_spans(trace, by):
+        color, hatch = PHASES[phase]
+        style: dict[str, Any] = {
+            "facecolor": color,
+            "hatch": hatch,
+            "edgecolor": "black",
+            "lw": 0.6,
+        }
+        ax.barh(rows[name], end - begin, left=begin, height=0.6, **style)
+    for i, step in enumerate(trace.steps):
+        for name in step.finished:
+            end = step.start + step.seconds if by == "seconds" else i + 1
+            ax.plot(end, rows[name], marker="D", color=PALETTE[7], ms=6, clip_on=False, zorder=3)
+
 # %% ../nbs/06_viz.ipynb #12fbf63e
 def plot_timeline(trace: Trace, ax: Any = None, by: str = "seconds") -> Any:
     """A Gantt chart of the sequences' phases, one row each, over seconds or `by='steps'`.
@@ -480,21 +506,7 @@ def plot_timeline(trace: Trace, ax: Any = None, by: str = "seconds") -> Any:
     require(len(trace.steps) > 0, NO_STEPS)
     rows = {name: row for row, name in enumerate(sequence_names(trace))}
     ax = new_axes(7, 1.5 + min(8, 0.3 * len(rows)), ax)
-    for request_id, phase, begin, end in phase_spans(trace, by):
-        color, hatch = PHASES[phase]
-        style: dict[str, Any] = {
-            "facecolor": color,
-            "hatch": hatch,
-            "edgecolor": "black",
-            "lw": 0.6,
-        }
-        ax.barh(rows[request_id], end - begin, left=begin, height=0.6, **style)
-    for i, step in enumerate(trace.steps):
-        for request_id in step.finished:
-            end = step.start + step.seconds if by == "seconds" else i + 1
-            ax.plot(
-                end, rows[request_id], marker="D", color=PALETTE[7], ms=6, clip_on=False, zorder=3
-            )
+    draw_phases(ax, trace, rows, by)
     ax.set_yticks(
         range(len(rows)),
         [name if name != request_of(trace, name) else f"request {name}" for name in rows],
@@ -582,6 +594,29 @@ MEMORY_COLORS = {
     "free": "white",
 }
 
+# %% ../nbs/06_viz.ipynb #6d8c7e51
+def memory_bars(
+    memory: dict[str, Any], measured: dict[str, int] | None
+) -> dict[str, dict[str, int]]:
+    "The bars of `plot_memory`: label -> kind -> bytes."
+    bars: dict[str, dict[str, int]]
+    if all(isinstance(kinds, dict) for kinds in memory.values()):
+        bars = dict(memory)
+    else:
+        bars = {"predicted" if measured else "": memory}
+    if measured:
+        bars["measured"] = measured
+    return bars
+
+
+def draw_memory_bar(ax: Any, row: int, kinds: dict[str, int], scale: float) -> None:
+    "The parts of a bar, one behind the other, in units of `scale` bytes."
+    begin = 0.0
+    for kind, size in kinds.items():
+        color = MEMORY_COLORS[kind]
+        ax.barh(row, size / scale, left=begin, height=0.45, color=color, edgecolor="black", lw=0.6)
+        begin += size / scale
+
 # %% ../nbs/06_viz.ipynb #b4a53c40
 def plot_memory(
     memory: dict[str, Any],
@@ -597,24 +632,12 @@ def plot_memory(
     """
     from matplotlib.patches import Patch
 
-    bars: dict[str, dict[str, int]]
-    if all(isinstance(kinds, dict) for kinds in memory.values()):
-        bars = dict(memory)
-    else:
-        bars = {"predicted" if measured else "": memory}
-    if measured:
-        bars["measured"] = measured
+    bars = memory_bars(memory, measured)
     ax = new_axes(7, 1.4 + 0.6 * len(bars), ax)
     longest = max(sum(kinds.values()) for kinds in bars.values())
     scale, unit = byte_unit(longest)
     for row, kinds in enumerate(bars.values()):
-        begin = 0.0
-        for kind, size in kinds.items():
-            color = MEMORY_COLORS[kind]
-            ax.barh(
-                row, size / scale, left=begin, height=0.45, color=color, edgecolor="black", lw=0.6
-            )
-            begin += size / scale
+        draw_memory_bar(ax, row, kinds, scale)
         sizes = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items() if size)
         ax.text(0.004 * longest / scale, row + 0.25, sizes, size=7, va="top")
     for row, (kinds, budget) in enumerate(zip(bars.values(), budgets or [])):
@@ -622,12 +645,8 @@ def plot_memory(
         ax.plot([end] * 2, [row - 0.32, row + 0.23], color="black", lw=2.5)
         ax.text(end, row - 0.35, f"budget {format_bytes(budget)}", size=7, ha="center", va="bottom")
     shown = [kind for kind in MEMORY_COLORS if any(kinds.get(kind) for kinds in bars.values())]
-    legend_below(
-        ax,
-        handles=[
-            Patch(facecolor=MEMORY_COLORS[kind], edgecolor="black", label=kind) for kind in shown
-        ],
-    )
+    handles = [Patch(facecolor=MEMORY_COLORS[kind], ec="black", label=kind) for kind in shown]
+    legend_below(ax, handles=handles)
     labels = list(bars) if any(bars) else []
     ax.set_yticks(range(len(labels)), labels)
     ax.set(xlim=(0, 1.04 * longest / scale), ylim=(len(bars) - 0.4, -0.7 if budgets else -0.4))
@@ -659,6 +678,30 @@ PARTS = {  # part -> the part that has it
     "Sampler": "ModelRunner",
 }
 
+# %% ../nbs/06_viz.ipynb #3673f9f2
+def place_parts() -> tuple[dict[str, int], dict[str, int]]:
+    "The column and the row of each part of the map: one without parts of its own has a row."
+    columns: dict[str, int] = {}
+    for part, owner in PARTS.items():
+        columns[part] = columns[owner] + 1 if owner else 0
+    leaves = [part for part in PARTS if part not in PARTS.values()]
+    rows = {part: row for row, part in enumerate(leaves)}
+    for part in reversed(PARTS):  # an owner stands in the row of the first part that it has
+        if part not in rows:
+            rows[part] = min(rows[other] for other, owner in PARTS.items() if owner == part)
+    return columns, rows
+
+
+def draw_part(ax: Any, x: float, y: float, name: str, stands_out: bool) -> None:
+    "A part's name in a box."
+    box = {
+        "boxstyle": "round,pad=0.25",
+        "facecolor": PALETTE[1] if stands_out else "white",
+        "edgecolor": "gray",
+    }
+    weight = "bold" if stands_out else "normal"
+    ax.text(x, y, name, ha="center", va="center", fontsize=6.5, weight=weight, bbox=box)
+
 # %% ../nbs/06_viz.ipynb #303d834d
 def plot_map(here: str = "") -> Any:
     """The parts of the engine, each to the right of the part that has it.
@@ -671,48 +714,25 @@ def plot_map(here: str = "") -> Any:
         set(shown) <= set(known.values()), f"here={here!r}: choose of {', '.join(known.values())}"
     )
     ax = new_axes(9.6, 2.9)
-    columns: dict[str, int] = {}
+    columns, rows = place_parts()
     for part, owner in PARTS.items():
-        columns[part] = columns[owner] + 1 if owner else 0
-    leaves = [part for part in PARTS if part not in PARTS.values()]
-    rows = {part: row for row, part in enumerate(leaves)}
-    for part in reversed(PARTS):  # an owner stands in the row of the first part that it has
-        if part not in rows:
-            rows[part] = min(rows[other] for other, owner in PARTS.items() if owner == part)
-    for part, owner in PARTS.items():
-        x = columns[part]
-        y = rows[part]
-        stands_out = known[part] in shown
         if owner:
+            x = columns[part]
             bend = x - 0.55
             ax.plot(
                 [x - 1, bend, bend, x],
-                [rows[owner], rows[owner], y, y],
+                [rows[owner], rows[owner], rows[part], rows[part]],
                 color="gray",
                 linewidth=0.8,
                 zorder=0,
             )
-        box = {
-            "boxstyle": "round,pad=0.25",
-            "facecolor": PALETTE[1] if stands_out else "white",
-            "edgecolor": "gray",
-        }
-        ax.text(
-            x,
-            y,
-            part,
-            ha="center",
-            va="center",
-            fontsize=6.5,
-            weight="bold" if stands_out else "normal",
-            bbox=box,
-        )
+        draw_part(ax, columns[part], rows[part], part, stands_out=known[part] in shown)
     ax.axvline(2.53, color=PALETTE[0], linestyle=":", ymax=0.92)
     for at, side, label in (
         (2.47, "right", "the front: text"),
         (2.59, "left", "the core: token ids and blocks"),
     ):
         ax.text(at, -1.0, label, ha=side, fontsize=7, color=PALETTE[0])
-    ax.set(xlim=(-0.4, max(columns.values()) + 0.5), ylim=(len(leaves) - 0.4, -1.4))
+    ax.set(xlim=(-0.4, max(columns.values()) + 0.5), ylim=(max(rows.values()) + 0.6, -1.4))
     ax.axis("off")
     return ax.figure

@@ -129,10 +129,8 @@ def get_tokenizer(
     path = find_model(str(tokenizer_name), revision, weights=False)
     require(
         path.is_dir(),
-        (
-            f"tokenizer={tokenizer_name!r} is a GGUF file: make an LLM of it first, which converts "
-            "it to a folder"
-        ),
+        f"tokenizer={tokenizer_name!r} is a GGUF file: make an LLM of it first, which converts it "
+        "to a folder",
     )
     fast = tokenizer_mode == "auto"
     return AutoTokenizer.from_pretrained(
@@ -306,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     "`python -m teachvllm.vllm_alias [-m] PROGRAM ARG …`: run it with teachvllm as `vllm`."
     args = list(sys.argv[1:] if argv is None else argv)
     is_module = args[:1] == ["-m"]
-    args = args[is_module:]
+    if is_module:
+        del args[0]
     if not args or args[0].startswith("-"):
         sys.exit("usage: python -m teachvllm.vllm_alias [-m] PROGRAM [ARG ...]")
     as_vllm()

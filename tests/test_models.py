@@ -5,6 +5,7 @@ is served or refused.
 import importlib
 import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -647,30 +648,56 @@ def test_an_edited_gguf_file_has_another_folder(
     assert cache_folder(copy) == unchanged
 
 
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    "Let a file that has just changed have changed long ago: only then is its hash noted."
+    clock = SimpleNamespace(time=lambda: time.time() + 10)
+    monkeypatch.setattr("teachvllm.transformers_utils.time", clock)
+
+
 def test_a_gguf_files_hash_is_computed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as path, size and time stay. A note that is half written, and a folder that cannot be
-    made, are passed over.
+    """As long as path, size and times stay. A note that is half written, and a folder that cannot
+    be made, are passed over.
     """
     monkeypatch.setenv("TEACHVLLM_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(1000))
-    os.utime(path, (1e9, 1e9))  # long ago: what has just changed is never noted
     first = cache_folder(path)
-    (note,) = (tmp_path / "cache" / "hashes").iterdir()
-    path.write_bytes(bytes([1] * 1000))
-    os.utime(path, (1e9, 1e9))  # nothing tells that it was changed, so this shows what was noted
+    assert not (tmp_path / "cache" / "hashes").exists()  # it has just changed
+    later(monkeypatch)
     assert cache_folder(path) == first
-    os.utime(path, (1e9, 1e9 + 1))
-    second = cache_folder(path)
-    assert second != first
-    note.write_text(note.read_text()[:10])
+    (note,) = (tmp_path / "cache" / "hashes").iterdir()
+    digest = note.read_text()
+    note.write_text("0" * 64)  # so that one sees that it is read
+    assert cache_folder(path).name == "model-" + "0" * 32
+    note.write_text(digest[:10])
+    assert cache_folder(path) == first and note.read_text() == digest
+    note.write_text("0" * 64)
     os.utime(path, (1e9, 1e9))
-    assert cache_folder(path) == second
+    assert cache_folder(path) == first
     (tmp_path / "file").touch()
     monkeypatch.setenv("TEACHVLLM_CACHE", str(tmp_path / "file"))
-    assert cache_folder(path).name == second.name
+    assert cache_folder(path).name == first.name
+
+
+def test_a_gguf_file_whose_mtime_was_restored_is_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "An edit in place, and another file in its place: the size and the mtime are as before."
+    monkeypatch.setenv("TEACHVLLM_CACHE", str(tmp_path / "cache"))
+    later(monkeypatch)
+    path = tmp_path / "model.gguf"
+    names = set()
+    for number in range(3):
+        time.sleep(0.05)  # the ctime has ticks
+        target = path if number < 2 else tmp_path / "new.gguf"
+        target.write_bytes(bytes([number] * 1000))
+        os.utime(target, (1e9, 1e9))
+        target.replace(path)
+        names.add(cache_folder(path))
+        assert cache_folder(path) in names
+    assert len(names) == 3
 
 
 @pytest.mark.parametrize("room", [300, 20_000, 100_000])

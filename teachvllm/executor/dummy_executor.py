@@ -4,15 +4,14 @@
 
 # %% auto #0
 __all__ = ['MAX_SHARE', 'MAX_TOP', 'step_work', 'traced_work', 'block_bytes', 'CostModel', 'DummySequence', 'invented_logprobs',
-           'accepted_tokens', 'DummyWorker', 'DummyExecutor', 'SimRequest', 'make_requests', 'SimResult', 'Simulation',
-           'pool_state', 'make_result', 'simulate']
+           'DummyWorker', 'DummyExecutor', 'SimRequest', 'make_requests', 'SimResult', 'Simulation', 'pool_state',
+           'make_result', 'simulate']
 
 # %% ../../nbs/51_simulator.ipynb #66d34a86
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from ..core.block_manager import NULL_BLOCK
 from ..core.scheduler import Scheduler, SchedulerOutput
 from .executor_base import ExecutorBase
 from ..messages import ModelRunnerOutput, TokenLogprobs
-from ..model_executor.sampler import uniform_noise
+from ..model_executor.sampler import accepted_rows, uniform_noise
 from ..outputs import RequestOutput
 from ..sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from ..sequence import sequence_seed
@@ -180,16 +179,6 @@ def invented_logprobs(
         for own, top_ids, top_logprobs in rows
     ]
 
-# %% ../../nbs/51_simulator.ipynb #00b9fb26
-def accepted_tokens(sampled: list[int], drafts: list[int]) -> list[int]:
-    """What a sequence gets of `sampled`, drawn behind its newest token and behind each of its
-    `drafts`: up to the first that the next draft did not guess.
-    """
-    num_right = 0
-    while num_right < len(drafts) and drafts[num_right] == sampled[num_right]:
-        num_right += 1
-    return sampled[: num_right + 1]
-
 # %% ../../nbs/51_simulator.ipynb #77e01572
 class DummyWorker:
     "Has the methods of a `Worker` and computes nothing: it counts tokens and makes some up."
@@ -220,10 +209,8 @@ class DummyWorker:
         cache = self.config.cache_config
         require(
             cache.num_gpu_blocks_override is not None,
-            (
-                "num_gpu_blocks_override=None: a DummyExecutor has no memory to measure, so "
-                "say how many KV blocks there are"
-            ),
+            "num_gpu_blocks_override=None: a DummyExecutor has no memory to measure, so say how "
+            "many KV blocks there are",
         )
         swap_space = 4 if cache.swap_space is None else cache.swap_space
         return cache.num_gpu_blocks_override or 0, int(swap_space * GiB) // block_bytes(self.config)
@@ -277,9 +264,12 @@ class DummyWorker:
         for seq_id in out.finished_seq_ids:
             self.seqs.pop(seq_id, None)
         for new in out.new_seqs:
-            lengths = len(new.token_ids), new.num_computed_tokens
             self.seqs[new.seq_id] = DummySequence(
-                *lengths, new.seed, new.num_samples, new.num_logprobs
+                num_tokens=len(new.token_ids),
+                num_computed_tokens=new.num_computed_tokens,
+                seed=new.seed,
+                num_samples=new.num_samples,
+                num_logprobs=new.num_logprobs,
             )
         for seq_id, num_tokens in out.num_scheduled_tokens.items():
             self.seqs[seq_id].num_computed_tokens += num_tokens
@@ -288,45 +278,67 @@ class DummyWorker:
         """A token is a hash of its sequence's seed and length. A sequence with drafts has a row
         behind each of them, too.
         """
-        drafts = out.scheduled_spec_decode_tokens
-        known = ((i, self.seqs[i], drafts.get(i, [])) for i in out.num_scheduled_tokens)
-        entries = [
-            (i, seq, j, guessed)
-            for i, seq, guessed in known
-            if seq.num_computed_tokens == seq.num_tokens + len(guessed)
-            for j in range(seq.num_samples)
-        ]
-        num_rows = [1 + len(guessed) for *_, guessed in entries]
-        ends = [0, *accumulate(num_rows)]
-        behind = np.arange(ends[-1]) - np.repeat(ends[:-1], num_rows)  # so many drafts
-        own_seeds = np.array([sequence_seed(seq.seed, j) for _, seq, j, _ in entries], np.uint64)
-        lengths = np.array([seq.num_tokens for _, seq, _, _ in entries], np.int64)
-        seeds = np.repeat(own_seeds, num_rows)
-        positions = np.repeat(lengths, num_rows) + behind
+        entries: list[tuple[int, int]] = []  # (sequence id, which of its samples)
+        drafts: dict[int, list[int]] = {}  # entry -> the tokens guessed for it
+        for seq_id in out.num_scheduled_tokens:
+            seq = self.seqs[seq_id]
+            guessed = out.scheduled_spec_decode_tokens.get(seq_id, [])
+            if seq.num_computed_tokens == seq.num_tokens + len(guessed):
+                for j in range(seq.num_samples):
+                    drafts[len(entries)] = guessed
+                    entries.append((seq_id, j))
+        seeds, positions = self._rows_to_draw(entries, drafts)
         token_ids = (uniform_noise(seeds, positions) * self.vocab_size).astype(np.int64)
         drawn = token_ids.tolist()
-        sampled = [
-            accepted_tokens(drawn[ends[k] : ends[k + 1]], guessed)
-            for k, (*_, guessed) in enumerate(entries)
-        ]
-        wanted = [k for k, (_, seq, _, _) in enumerate(entries) if seq.num_logprobs is not None]
-        logprobs = {}
-        if wanted:
-            rows = np.concatenate([ends[k] + np.arange(len(sampled[k])) for k in wanted])
-            num_top = max(entries[k][1].num_logprobs or 0 for k in wanted)
-            invented = iter(
-                invented_logprobs(
-                    seeds[rows], positions[rows], token_ids[rows], num_top, self.vocab_size
-                )
-            )
-            logprobs = {k: [next(invented) for _ in sampled[k]] for k in wanted}
-        for _, seq, j, guessed in entries:
+        accepted = accepted_rows(drawn, len(entries), drafts)
+        logprobs = self._score(entries, accepted, seeds, positions, token_ids)
+        for k, (seq_id, j) in enumerate(entries):
             if j == 0:  # the others become the forks' own
+                seq = self.seqs[seq_id]
                 seq.num_samples = 1
                 # behind drafts, the next orders say how many tokens it has
-                seq.num_sampled = 0 if guessed else 1
+                seq.num_sampled = 0 if drafts[k] else 1
                 seq.num_tokens += seq.num_sampled
-        return ModelRunnerOutput([i for i, *_ in entries], sampled, logprobs)
+        return ModelRunnerOutput(
+            seq_ids=[seq_id for seq_id, _ in entries],
+            sampled_token_ids=[[drawn[row] for row in rows] for rows in accepted],
+            logprobs=logprobs,
+        )
+
+    def _rows_to_draw(
+        self, entries: list[tuple[int, int]], drafts: dict[int, list[int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        "Their seeds and positions, [num_rows] each: an entry has a row, and one for each draft."
+        num_rows = np.array([1 + len(drafts[k]) for k in range(len(entries))], np.int64)
+        first_rows = np.cumsum(num_rows) - num_rows
+        num_drafts_before = np.arange(num_rows.sum()) - np.repeat(first_rows, num_rows)
+        seeds = [sequence_seed(self.seqs[seq_id].seed, j) for seq_id, j in entries]
+        lengths = [self.seqs[seq_id].num_tokens for seq_id, _ in entries]
+        positions = np.repeat(np.array(lengths, np.int64), num_rows) + num_drafts_before
+        return np.repeat(np.array(seeds, np.uint64), num_rows), positions
+
+    def _score(
+        self,
+        entries: list[tuple[int, int]],
+        accepted: list[range],
+        seeds: np.ndarray,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
+    ) -> dict[int, list[TokenLogprobs]]:
+        "Made-up log-probabilities of the accepted rows, for the entries that want some."
+        num_top = {}
+        for k, (seq_id, _) in enumerate(entries):
+            num_logprobs = self.seqs[seq_id].num_logprobs
+            if num_logprobs is not None:
+                num_top[k] = num_logprobs
+        if not num_top:
+            return {}
+        rows = np.concatenate([accepted[k] for k in num_top])
+        most = max(num_top.values())
+        scores = iter(
+            invented_logprobs(seeds[rows], positions[rows], token_ids[rows], most, self.vocab_size)
+        )
+        return {k: [next(scores) for _ in accepted[k]] for k in num_top}
 
 # %% ../../nbs/51_simulator.ipynb #76db812e
 class DummyExecutor(ExecutorBase):
@@ -376,6 +388,21 @@ class SimRequest:
     priority: int = 0
 
 
+def _fit_lengths(lengths: np.ndarray, max_len: int, prefix_len: int) -> np.ndarray:
+    """`lengths` [num_requests, 2] of prompts and outputs, at least 1 each, and cut so that a prompt
+    with its prefix takes half of `max_len` at most, and its output what is left.
+    """
+    num_prompt = lengths[:, 0].clip(1, max_len // 2 - prefix_len)
+    num_output = np.minimum(lengths[:, 1].clip(1), max_len - prefix_len - num_prompt)
+    return np.stack((num_prompt, num_output), axis=1)
+
+
+def _make_params(max_tokens: int, n: int, beam_width: int) -> SamplingParams | BeamSearchParams:
+    if beam_width:
+        return BeamSearchParams(beam_width=beam_width, max_tokens=max_tokens, ignore_eos=True)
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, n=n)
+
+
 def make_requests(
     num_requests: int,
     rate: float = math.inf,  # arrivals a second, on average; inf: all at once
@@ -400,13 +427,8 @@ def make_requests(
     )
     rng = np.random.default_rng(seed)
     means = np.array([mean_prompt, mean_output])
-    lengths = (
-        np.exp(rng.normal(np.log(means) - sigma**2 / 2, sigma, (num_requests, 2)))
-        .astype(int)
-        .clip(1)
-    )
-    lengths[:, 0] = lengths[:, 0].clip(max=max_len // 2 - prefix_len)
-    lengths[:, 1] = np.minimum(lengths[:, 1], max_len - prefix_len - lengths[:, 0])
+    normal = rng.normal(np.log(means) - sigma**2 / 2, sigma, (num_requests, 2))
+    lengths = _fit_lengths(np.exp(normal).astype(int), max_len, prefix_len)
     arrivals = np.cumsum(rng.exponential(1, num_requests)) / rate
     prefixes = rng.integers(0, vocab_size, (num_prefixes, prefix_len))
     odds = 1 / np.arange(1, num_prefixes + 1)
@@ -415,12 +437,7 @@ def make_requests(
         tokens = rng.integers(0, vocab_size, num_prompt).tolist()
         if num_prefixes:
             tokens = prefixes[rng.choice(num_prefixes, p=odds / odds.sum())].tolist() + tokens
-        params: SamplingParams | BeamSearchParams = SamplingParams(
-            max_tokens=num_output, ignore_eos=True, n=n
-        )
-        if beam_width:
-            params = BeamSearchParams(beam_width=beam_width, max_tokens=num_output, ignore_eos=True)
-        requests.append(SimRequest(arrival, tokens, params))
+        requests.append(SimRequest(arrival, tokens, _make_params(num_output, n, beam_width)))
     return requests
 
 # %% ../../nbs/51_simulator.ipynb #7168362b
@@ -510,30 +527,21 @@ def make_result(
 ) -> SimResult:
     "The result of a request that just ended."
     lengths = [len(o.token_ids) for o in output.outputs]
-    times = request.arrival, first_token - request.arrival, now - request.arrival
-    num_preemptions = output.metrics.num_preemptions if output.metrics else 0
-    num_cached = output.num_cached_tokens or 0
     return SimResult(
-        *times,
-        len(request.prompt_token_ids),
-        sum(lengths),
-        num_cached,
-        num_preemptions,
-        len(lengths),
+        arrival=request.arrival,
+        first_token=first_token - request.arrival,
+        latency=now - request.arrival,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_output_tokens=sum(lengths),
+        num_cached_tokens=output.num_cached_tokens or 0,
+        num_preemptions=output.metrics.num_preemptions if output.metrics else 0,
+        num_answers=len(lengths),
     )
 
 # %% ../../nbs/51_simulator.ipynb #9443423a
-def simulate(engine: Any, requests: Iterable[SimRequest]) -> Simulation:
-    """Run `requests` through an `LLMEngine` over a `DummyExecutor`, by its virtual clock, which
-    begins at 0 here.
-
-    `ValueError` if the engine has another executor or other requests, or if a request can never
-    run.
-    """
-    core = engine.engine_core.engine_core
-    requests = list(requests)
-    executor = core.executor
-    scheduler = core.scheduler
+def _idle_dummy_executor(engine: Any) -> Any:
+    "The executor of an engine that can be simulated; `ValueError` says why it cannot."
+    executor = engine.engine_core.engine_core.executor
     require(
         isinstance(executor, DummyExecutor),
         f"simulate needs an engine over a DummyExecutor, not {type(executor).__name__}",
@@ -542,6 +550,35 @@ def simulate(engine: Any, requests: Iterable[SimRequest]) -> Simulation:
         not engine.has_unfinished_requests(),
         "the engine has other requests: finish or abort them first",
     )
+    return executor
+
+
+def _add_due(engine: Any, requests: list[SimRequest], arriving: deque[int], now: float) -> None:
+    "Add the requests that have arrived; if one is refused, abort all."
+    while arriving and requests[arriving[0]].arrival <= now:
+        i = arriving.popleft()
+        params = requests[i].params
+        prompt = {"prompt_token_ids": requests[i].prompt_token_ids}
+        # outputs of every step would cost time, and are not read
+        if isinstance(params, SamplingParams):
+            params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+        try:
+            engine.add_request(str(i), prompt, params, priority=requests[i].priority)
+        except ValueError:
+            engine.abort_request(map(str, range(len(requests))))
+            raise
+
+
+def simulate(engine: Any, requests: Iterable[SimRequest]) -> Simulation:
+    """Run `requests` through an `LLMEngine` over a `DummyExecutor`, by its virtual clock, which
+    begins at 0 here.
+
+    `ValueError` if the engine has another executor or other requests, or if a request can never
+    run.
+    """
+    executor = _idle_dummy_executor(engine)
+    scheduler = engine.engine_core.engine_core.scheduler
+    requests = list(requests)
     arriving = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival))
     first_token: dict[str, float] = {}
     results: dict[int, SimResult] = {}
@@ -550,18 +587,7 @@ def simulate(engine: Any, requests: Iterable[SimRequest]) -> Simulation:
     while arriving or engine.has_unfinished_requests():
         if not engine.has_unfinished_requests():
             executor.seconds = max(executor.seconds, requests[arriving[0]].arrival)
-        while arriving and requests[arriving[0]].arrival <= executor.seconds:
-            i = arriving.popleft()
-            params = requests[i].params
-            prompt = {"prompt_token_ids": requests[i].prompt_token_ids}
-            # outputs of every step would cost time, and are not read
-            if isinstance(params, SamplingParams):
-                params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-            try:
-                engine.add_request(str(i), prompt, params, priority=requests[i].priority)
-            except ValueError:
-                engine.abort_request(map(str, range(len(requests))))
-                raise
+        _add_due(engine, requests, arriving, executor.seconds)
         outputs = engine.step()
         now = executor.seconds
         for group in scheduler.running:
@@ -569,12 +595,13 @@ def simulate(engine: Any, requests: Iterable[SimRequest]) -> Simulation:
                 first_token.setdefault(group.request_id, now)
         for output in outputs:
             i = int(output.request_id)
-            results[i] = make_result(
-                requests[i], output, first_token.pop(output.request_id, now), now
-            )
+            started = first_token.pop(output.request_id, now)
+            results[i] = make_result(requests[i], output, started, now)
         states.append({"seconds": now, "work": executor.worker.work, **pool_state(scheduler)})
-    columns = {
-        name: np.array([state[name] for state in states]) for name in (states[0] if states else {})
-    }
-    sizes = scheduler.block_manager.num_gpu_blocks, scheduler.block_manager.block_size
-    return Simulation(*sizes, [results[i] for i in range(len(requests))], columns)
+    columns = list(states[0]) if states else []
+    return Simulation(
+        num_blocks=scheduler.block_manager.num_gpu_blocks,
+        block_size=scheduler.block_manager.block_size,
+        results=[results[i] for i in range(len(requests))],
+        steps={name: np.array([state[name] for state in states]) for name in columns},
+    )
