@@ -80,7 +80,8 @@ def encode(tokenizer: Any, text: str, max_len: int | None = None, **options: Any
         num_tokens = len(encode(tokenizer, text[:num_chars], **options))
         found = f"{num_tokens} tokens in the first {num_chars} of its {len(text)} characters"
         require(num_tokens < max_len + 64, too_long(found, max_len))
-    return tokenizer(text, **options).input_ids
+    token_ids: list[int] = tokenizer(text, **options).input_ids
+    return token_ids
 
 
 def too_long(num_tokens: str, max_model_len: int, room: int = 0) -> str:
@@ -227,7 +228,10 @@ def plain_message(message: Any) -> Any:
 
 # %% ../nbs/04_inputs.ipynb #d0d7d20d
 def apply_chat_template(
-    tokenizer: Any, messages: list[dict], chat_template: str | None = None, **options: Any
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    chat_template: str | None = None,
+    **options: Any,
 ) -> list[int]:
     """The token ids that `messages` become in the model's chat format, ready for the assistant's
     answer.
@@ -246,9 +250,10 @@ def apply_chat_template(
 
     def render(**options: Any) -> str:
         try:
-            return tokenizer.apply_chat_template(
+            text: str = tokenizer.apply_chat_template(
                 plain, chat_template=template, tokenize=False, **options
             )
+            return text
         except Exception as error:  # a template is a program: it may fail in any way
             raise ValueError(
                 f"the chat template cannot take these messages ({error}): {messages!r:.200}"
@@ -285,7 +290,8 @@ def load_generation_config(config: ModelConfig) -> dict[str, Any]:
     where = config.generation_config
     if where in ("auto", "vllm"):
         return load_json(config, "generation_config.json") if where == "auto" else {}
-    return json.loads((Path(where) / "generation_config.json").read_text())
+    found: dict[str, Any] = json.loads((Path(where) / "generation_config.json").read_text())
+    return found
 
 
 def get_eos_token_ids(config: ModelConfig, tokenizer: Any = None) -> frozenset[int]:
@@ -317,7 +323,7 @@ def decode_without_spaces(tokenizer: Any, token_ids: list[int]) -> str:
     """The text of `token_ids`, special ones included, with no space between two special tokens that
     stand side by side.
     """
-    text = tokenizer.decode(
+    text: str = tokenizer.decode(
         token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     added = tokenizer.added_tokens_decoder
@@ -439,7 +445,7 @@ class IncrementalDetokenizer:
         "The text of the window's tokens from the first that is not shown to the `num`th."
         begin = self.num_shown if self.at_border else 0
         before = self.decode(self.window[begin : self.num_shown])
-        text = self.decode(self.window[begin:num])
+        text: str = self.decode(self.window[begin:num])
         return text[len(os.path.commonprefix([before, text])) :]
 
     def truncate(self, num_chars: int) -> None:

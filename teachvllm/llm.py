@@ -208,7 +208,7 @@ def cosines(outputs: list[PoolingRequestOutput], num_first: int) -> list[Pooling
 def require_pooler(engine: LLMEngine, method: str, labels: bool | None = None) -> PoolerConfig:
     "How an engine pools; `ValueError` if that is not what `LLM`'s `method` needs."
     engine.processor.check_task(PoolingParams())
-    pooler = engine.model_config.pooler_config
+    pooler: PoolerConfig | None = engine.model_config.pooler_config
     assert pooler is not None, "else it generates"
     has = "labels" if pooler.has_labels else "embeddings"
     fits = pooler.task != "reward" and labels in (None, pooler.has_labels)
@@ -346,7 +346,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        use_tqdm: bool | Callable = False,
+        use_tqdm: bool | Callable[..., tqdm] = False,
         **others: Any,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of every prompt, found together: `beam_width` outputs each,
@@ -368,14 +368,14 @@ class LLM:
 
     def chat(
         self,
-        messages: list[dict] | list[list[dict]],
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: list[dict] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
@@ -396,7 +396,7 @@ class LLM:
         if continue_final_message:
             options |= {"continue_final_message": True, "add_generation_prompt": False}
         prompts: list[Prompt] = [
-            apply_chat_template(self.get_tokenizer(), conversation, chat_template, **options)  # type: ignore[arg-type]
+            apply_chat_template(self.get_tokenizer(), conversation, chat_template, **options)
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm, **others)
@@ -439,7 +439,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        use_tqdm: bool | Callable = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
         pooling_params: Any = None,
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
@@ -451,7 +451,11 @@ class LLM:
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | Callable = True, **others: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        **others: Any,
     ) -> list[ClassificationRequestOutput]:
         """How probable each label is, for every prompt. `ValueError` if the model has no head for
         labels. `others` go to `encode`.
@@ -491,10 +495,10 @@ class LLM:
 
     def collective_rpc(
         self,
-        method: str | Callable,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call `method`, a name or a function that takes the worker, on every worker; one result
         each.

@@ -32,7 +32,7 @@ def is_valid_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def as_list(name: str, value: Any, kind: type) -> list:
+def as_list(name: str, value: Any, kind: type) -> list[Any]:
     """None, one `kind` (`int` or `str`) or several of them, as a list; `ValueError` for anything
     else.
     """
@@ -85,7 +85,7 @@ class SamplingParams(ShowAsTable):
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     # functions (output ids, logits) or (prompt ids, output ids, logits) -> logits
-    logits_processors: list | None = None
+    logits_processors: list[Any] | None = None
     truncate_prompt_tokens: int | None = None  # keep only the last so many tokens of the prompt
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     guided_decoding: Any = None
@@ -98,7 +98,7 @@ class SamplingParams(ShowAsTable):
     # EOS and `stop_token_ids`, also with `ignore_eos`
     all_stop_token_ids: list[int] | None = field(default=None, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.stop = as_list("stop", self.stop, str)
         self.stop_token_ids = as_list("stop_token_ids", self.stop_token_ids, int)
         self.bad_words = as_list("bad_words", self.bad_words, str)
@@ -110,7 +110,9 @@ class SamplingParams(ShowAsTable):
         check_logits_fields(self)
 
     @classmethod
-    def from_optional(cls, *, logit_bias: dict | None = None, **values: Any) -> "SamplingParams":
+    def from_optional(
+        cls, *, logit_bias: dict[Any, float] | None = None, **values: Any
+    ) -> "SamplingParams":
         """The same from a client's JSON: None is a field's default, the ids of `logit_bias` may be
         texts, and its numbers are kept between -100 and 100, as in OpenAI's interface.
         """
@@ -263,7 +265,7 @@ class BeamSearchParams(ShowAsTable):
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # keep the text of the token that ended it
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         width = self.beam_width
         most = self.max_tokens
         penalty = self.length_penalty

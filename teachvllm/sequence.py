@@ -179,7 +179,7 @@ class SequenceGroup:
         self.num_forks = 0
         self.arrival = 0  # how many requests came before it: the scheduler counts
         # those computed so far, where it asks for them and they were not reported
-        self.prompt_logprobs: list | None = None
+        self.prompt_logprobs: list[Any] | None = None
         # of the prompt, found in the cache when it was first admitted
         self.num_cached_tokens: int | None = None
         self.first_scheduled_time: float | None = None  # `time.monotonic`

@@ -94,13 +94,8 @@ class KVCacheSpec:
 
     def page_bytes(self, block_size: int) -> int:
         "Bytes of this layer's keys and values in one block of `block_size` tokens."
-        return (
-            2
-            * block_size
-            * self.num_kv_heads
-            * self.head_size
-            * getattr(torch, self.dtype).itemsize
-        )
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return 2 * block_size * self.num_kv_heads * self.head_size * itemsize
 
 # %% ../../nbs/20_attention.ipynb #7e3986f4
 class AttentionBackend(ABC):
@@ -214,11 +209,13 @@ class ReferenceBackend(AttentionBackend):
     name = "reference"
 
     @classmethod
-    def why_no_float8(cls, device, kv_cache_dtype):
+    def why_no_float8(cls, device: str, kv_cache_dtype: torch.dtype) -> str | None:
         "It widens whatever torch can."
         return None
 
-    def forward(self, q, kv_cache, meta):
+    def forward(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         """Gather a sequence's pages, score all its queries against all its keys, mask, average the
         values.
         """
@@ -283,6 +280,7 @@ def get_attn_backend(
     """The backend class asked for, or the best for `device`; `ValueError` says why one that was
     asked for cannot serve.
     """
+    cls: type[AttentionBackend]
     reasons: list[str] = []
     choices: Sequence[str | type] = PREFERRED[device] if asked is None else [asked]
     for choice in choices:

@@ -102,7 +102,7 @@ class TorchSDPABackend(AttentionBackend):
     name = "torch_sdpa"
 
     @classmethod
-    def why_no_float8(cls, device, kv_cache_dtype):
+    def why_no_float8(cls, device: str, kv_cache_dtype: torch.dtype) -> str | None:
         "torch widens what was gathered."
         return None
 
@@ -112,11 +112,11 @@ class TorchSDPABackend(AttentionBackend):
         return HEAD_FIRST
 
     @property
-    def plan_key(self):
+    def plan_key(self) -> int | None:
         "What to gather depends on the window alone."
         return self.window
 
-    def build(self, meta, block_size):
+    def build(self, meta: AttentionMetadata, block_size: int) -> None:
         "One part a bucket of decodes, one a tile of each other sequence."
         if self.plan_key in meta.plans:
             return
@@ -144,7 +144,9 @@ class TorchSDPABackend(AttentionBackend):
                 tokens = torch.arange(start, min(start + TILE, bounds[i + 1]), device=device)
                 yield rows, tokens, tokens[None] + (seq_len - bounds[i + 1])
 
-    def forward(self, q, kv_cache, meta):
+    def forward(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
+    ) -> torch.Tensor:
         "Run the plan: gather each part's pages, and attend."
         plan = meta.plans[self.plan_key]
         pages = kv_cache.permute(HEAD_FIRST)

@@ -286,7 +286,7 @@ def bench_parallel(
             for (name, llm), n in product(llms.items(), batches):
                 prompts = [[1 + i, 2 + k] * 16 for k in range(n)]
                 began = time.perf_counter()
-                llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+                llm.generate(prompts, params, use_tqdm=False)
                 rates[name][n].append(n * output_len / (time.perf_counter() - began))
     return {
         name: {

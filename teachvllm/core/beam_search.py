@@ -49,10 +49,10 @@ class BeamSearch:
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
         "What a continuation of `num_tokens` tokens is worth: higher is better."
         try:
-            return cumulative_logprob / max(1, num_tokens) ** self.params.length_penalty
-        except (
-            OverflowError
-        ):  # a length that no float can hold: nothing is left of the log-probability
+            length: float = max(1, num_tokens) ** self.params.length_penalty
+            return cumulative_logprob / length
+        except OverflowError:
+            # a length that no float can hold: nothing is left of the log-probability
             return -0.0
         except ZeroDivisionError:
             return -math.inf
@@ -79,13 +79,13 @@ class BeamSearch:
             if not stops and num_tokens < self.max_tokens:
                 go_on.append((i, token_id, logprob))
             elif rank < self.width:
-                status = (
-                    SequenceStatus.FINISHED_STOPPED
-                    if stops
-                    else SequenceStatus.FINISHED_LENGTH_CAPPED
-                )
+                status = SequenceStatus.FINISHED_LENGTH_CAPPED
+                if stops:
+                    status = SequenceStatus.FINISHED_STOPPED
                 self.keep([*beams[i].output_token_ids, token_id], logprob, status)
-        return go_on[: self.width] if go_on and self._may_improve(go_on[0][2], num_tokens) else []
+        if go_on and self._may_improve(go_on[0][2], num_tokens):
+            return go_on[: self.width]
+        return []
 
     def keep(self, token_ids: list[int], logprob: float, status: SequenceStatus) -> None:
         "A continuation has ended: it is a hypothesis if it is good enough, and not there already."

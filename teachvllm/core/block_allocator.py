@@ -18,8 +18,8 @@ class NoFreeBlocksError(ValueError):
 
 # %% ../../nbs/10_block_allocator.ipynb #65460f00
 class BlockAllocator:
-    """Hands out the ids 0 … num_blocks − 1, counts the references to each, and takes them back, all
-    in constant time.
+    """Hands out the ids 0 … num_blocks − 1, counts the references to each, and takes them back,
+    all in constant time.
 
     A block is free exactly when its reference count is 0. A free block whose content was registered
     under a hash is cached: `get_cached_block` finds it, and `touch` takes it into use again. Free
@@ -59,7 +59,7 @@ class BlockAllocator:
             block_id = self._empty.pop()
         elif self._num_used < self.num_blocks:
             block_id = self._num_used
-            self._num_used = self._num_used + 1
+            self._num_used += 1
         elif self._cached:
             block_id = self._evict()
         else:

@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .block_allocator import BlockAllocator
 from ..sequence import Sequence, SequenceGroup
@@ -26,9 +26,11 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 # %% ../../nbs/11_block_manager.ipynb #888e066e
-def hash_block_tokens(parent: bytes, token_ids: list[int], extra_keys: tuple = ()) -> bytes:
-    """The hash of a full block's content: its tokens, what else its keys and values depend on, and
-    through `parent`, the hash of the block before, all that comes before it.
+def hash_block_tokens(
+    parent: bytes, token_ids: list[int], extra_keys: tuple[Any, ...] = ()
+) -> bytes:
+    """The hash of a full block's content: its tokens, what else its keys and values depend on,
+    and through `parent`, the hash of the block before, all that comes before it.
 
     SHA-256, so two contents with one hash do not happen, not even on purpose, and the tokens need
     not be compared.
@@ -37,14 +39,14 @@ def hash_block_tokens(parent: bytes, token_ids: list[int], extra_keys: tuple = (
     return sha256(content + repr(extra_keys).encode() if extra_keys else content).digest()
 
 
-def block_extra_keys(seq: Sequence, begin: int, end: int) -> tuple:
+def block_extra_keys(seq: Sequence, begin: int, end: int) -> tuple[Any, ...]:
     """What the keys and values of the tokens begin to end of `seq` depend on beside the tokens, each
     with its kind: no salt is taken for an adapter. vLLM V1: `generate_block_hash_extra_keys` in
     `v1/core/kv_cache_utils.py`.
 
     What holds for a whole sequence stands in its first block: the others are chained to it.
     """
-    keys: list[tuple] = []
+    keys: list[tuple[Any, ...]] = []
     if begin == 0:
         whole = {
             "salt": seq.cache_salt,
@@ -59,8 +61,9 @@ def block_extra_keys(seq: Sequence, begin: int, end: int) -> tuple:
 
 # %% ../../nbs/11_block_manager.ipynb #9f1b6a01
 class PrefixCache:
-    """Which full blocks hold what: sequences that begin alike find each other's blocks by the hash of
-    their content. vLLM V1: `KVCacheManager.get_computed_blocks` in `v1/core/kv_cache_manager.py`.
+    """Which full blocks hold what: sequences that begin alike find each other's blocks by the hash
+    of their content. vLLM V1: `KVCacheManager.get_computed_blocks` in
+    `v1/core/kv_cache_manager.py`.
 
     Without `enabled` only the sequences of one request find each other's: those that have a
     `cache_owner`.
@@ -115,9 +118,8 @@ class NewSlots(NamedTuple):
     "How a sequence's block table changed to make room for new tokens."
 
     block_ids: list[int]  # at its end
-    copies: list[
-        tuple[int, int, int]
-    ]  # (index in it, the block to copy from, the block to copy to)
+    # (index in it, the block to copy from, the block to copy to)
+    copies: list[tuple[int, int, int]]
 
 
 NOTHING_NEW = NewSlots([], [])
@@ -175,19 +177,15 @@ class BlockSpaceManager:
         those that one token looks at.
         """
         num_blocks = num_blocks_for(num_tokens, self.block_size)
-        return (
-            num_blocks
-            if self.window is None
-            else min(num_blocks, num_blocks_for(self.window - 1, self.block_size) + 1)
-        )
+        if self.window is None:
+            return num_blocks
+        return min(num_blocks, num_blocks_for(self.window - 1, self.block_size) + 1)
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         "Blocks behind the window of the next token."
-        return (
-            0
-            if self.window is None
-            else max(0, num_computed_tokens - self.window + 1) // self.block_size
-        )
+        if self.window is None:
+            return 0
+        return max(0, num_computed_tokens - self.window + 1) // self.block_size
 
     # The prefix cache
 
@@ -233,10 +231,10 @@ class BlockSpaceManager:
         `freed` are about to be free.
         """
         seqs = group.unfinished
-        total = self.num_required_blocks(group.unfinished[0].get_len())
+        total = self.num_required_blocks(seqs[0].get_len())
         if len(seqs) > 1:  # they share full blocks only: the last block of each is its own
-            num_skipped = self.num_skipped_blocks(seqs[0].get_len() - 1)
             num_tokens = seqs[0].get_len() - 1
+            num_skipped = self.num_skipped_blocks(num_tokens)
             shared: set[bytes] = set()
             for seq in seqs:
                 shared |= set(self.prefix_cache.get_block_hashes(seq, num_tokens)[num_skipped:])

@@ -8,6 +8,7 @@ __all__ = ['FCFSPolicy', 'PriorityPolicy', 'make_policy', 'RequestQueue']
 # %% ../../nbs/11a_request_queue.ipynb #a87b0193
 from bisect import insort
 from collections.abc import Iterator
+from typing import Any
 
 from ..config import resolve_class
 from ..sequence import SequenceGroup
@@ -21,7 +22,7 @@ class FCFSPolicy:
     preempted in the opposite order.
     """
 
-    def key(self, group: SequenceGroup) -> tuple:
+    def key(self, group: SequenceGroup) -> tuple[Any, ...]:
         "What requests are ordered by: the smallest first."
         return (group.arrival,)
 
@@ -33,7 +34,7 @@ class FCFSPolicy:
 class PriorityPolicy(FCFSPolicy):
     "The smaller a request's `priority`, the sooner; of one priority, first come, first served."
 
-    def key(self, group: SequenceGroup) -> tuple:
+    def key(self, group: SequenceGroup) -> tuple[Any, ...]:
         "By priority, then by arrival."
         return (group.priority, group.arrival)
 
@@ -45,7 +46,10 @@ class PriorityPolicy(FCFSPolicy):
 def make_policy(policy: str | type) -> FCFSPolicy:
     "The policy that `scheduling_policy` names: `fcfs`, `priority`, a qualified name or a class."
     named = {"fcfs": FCFSPolicy, "priority": PriorityPolicy}
-    return resolve_class(named.get(policy, policy) if isinstance(policy, str) else policy)()
+    cls: type[FCFSPolicy] = resolve_class(
+        named.get(policy, policy) if isinstance(policy, str) else policy
+    )
+    return cls()
 
 # %% ../../nbs/11a_request_queue.ipynb #a3c3b703
 class RequestQueue:

@@ -101,8 +101,8 @@ class SchedulerOutput:
 
 # %% ../../nbs/12_scheduler.ipynb #c12000a2
 class Orders:
-    """What the workers must be told with the next step: it is collected between the steps, too, when
-    requests end or fork. They know exactly the sequences that have blocks on the GPU.
+    """What the workers must be told with the next step. It is collected between the steps, too,
+    when requests end or fork. Workers know exactly the sequences that have blocks on the GPU.
     """
 
     def __init__(self, block_manager: BlockSpaceManager, virtual_engine: int = 0):
@@ -218,8 +218,8 @@ class PartialPrefills:
 
 # %% ../../nbs/12_scheduler.ipynb #c12000a4
 class Admission:
-    """Which request runs next, and whether it can: by the policy's order, none before its blocks are
-    there. The first that cannot stops those behind it.
+    """Which request runs next, and whether it can: by the policy's order, none before its blocks
+    are there. The first that cannot stops the requests behind it.
     """
 
     def __init__(self, scheduler: "Scheduler"):
@@ -272,10 +272,8 @@ class Admission:
         if self.config.enable_chunked_prefill:
             return True
         seq = group.unfinished[0]
-        num_cached = (
-            len(self.block_manager.get_computed_blocks(seq)) * self.block_manager.block_size
-        )
-        return seq.num_new_tokens - num_cached <= num_tokens
+        num_blocks = len(self.block_manager.get_computed_blocks(seq))
+        return seq.num_new_tokens - num_blocks * self.block_manager.block_size <= num_tokens
 
     def admit(self, group: SequenceGroup) -> None:
         "The group runs from now on: it gets its blocks, and the workers are told of it."
@@ -460,7 +458,7 @@ class StepBuilder:
     def _fitting(
         self, group: SequenceGroup, seq: Sequence, num_tokens: int, num_to_come: int
     ) -> int:
-        """As many of `num_tokens` tokens as there are blocks for, one in any case: it leaves a block
+        """As many of `num_tokens` tokens as there are blocks for, one in any case: a block is left
         to each of the group's sequences that are still to come.
         """
         manager = self.block_manager
@@ -553,10 +551,8 @@ def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
     """
     token_id = seq.token_ids[-1]
     params = group.sampling_params
-    if (
-        token_id in group.stop_token_ids
-        and seq.get_len() - seq.num_prompt_tokens > params.min_tokens
-    ):
+    num_output = seq.get_len() - seq.num_prompt_tokens
+    if token_id in group.stop_token_ids and num_output > params.min_tokens:
         seq.stop_reason = token_id if token_id in params.stop_token_ids else None
         return SequenceStatus.FINISHED_STOPPED
     if seq.max_len is not None and seq.get_len() >= seq.max_len:
@@ -567,7 +563,7 @@ def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
 class Reports:
     "What the front must hear: the new tokens of each sequence, and its end."
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.outputs: list[EngineCoreOutput] = []
 
     def take(self) -> list[EngineCoreOutput]:
@@ -614,8 +610,8 @@ NOT_A_NUMBER = "the model's {} are not numbers (NaN): its weights or its dtype a
 
 
 class RequestTable:
-    """The requests that live, with their sequences: how a sequence begins, forks and ends, and where
-    it then leaves its queue and gives back its blocks. What the front must hear of it is reported.
+    """The requests that live, with their sequences: how a sequence begins, forks and ends. At its
+    end it leaves its queue and gives back its blocks, and the front hears of it.
     """
 
     def __init__(self, scheduler: "Scheduler", virtual_engine: int, num_virtual_engines: int):
@@ -731,9 +727,8 @@ def check_fits(
     num_seqs = group.num_seqs
     num_tokens = group.first_seq.get_len()
     size = block_manager.block_size
-    most = min(
-        config.max_num_seqs, config.max_num_batched_tokens
-    )  # each gets a token in every step
+    # each gets a token in every step
+    most = min(config.max_num_seqs, config.max_num_batched_tokens)
     require(
         num_seqs <= most,
         f"{num_seqs} sequences (n, best_of or beam_width) are more than the {most} that may run at "
@@ -747,9 +742,9 @@ def check_fits(
         what += f", shared by {num_seqs} sequences (n, best_of or beam_width),"
     require(
         needed <= block_manager.num_gpu_blocks,
-        f"{what} needs {needed} blocks of {size}, the pool has {block_manager.num_gpu_blocks}: raise "
-        "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override, or shorten the "
-        "prompt",
+        f"{what} needs {needed} blocks of {size}, the pool has {block_manager.num_gpu_blocks}: "
+        "raise gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override, or "
+        "shorten the prompt",
     )
 
 # %% ../../nbs/12_scheduler.ipynb #c12000a1
@@ -774,8 +769,8 @@ class Scheduler:
 
     The unit of a step is a number of tokens of a sequence: those that it has, drafts included, less
     those that are computed. Sequences that lack few come first, then, in the order of the policy,
-    those that lack many, and requests that are admitted now: so a sequence that decodes gets a token
-    in every step unless its request is preempted, however long the prompts are that arrive
+    those that lack many, and requests that are admitted now. So a sequence that decodes gets a
+    token in every step unless its request is preempted, however long the prompts are that arrive
     meanwhile. When the blocks run out, the request that comes last by the policy is preempted; the
     first never is, so at least one makes progress.
 
@@ -1031,9 +1026,8 @@ class Scheduler:
             self.block_manager.cache_full_blocks(seq)
         elif not workers_know:
             self.block_manager.cache_full_blocks(seq)
-        if (
-            not workers_know or self.num_virtual_engines > 1
-        ):  # of a pipeline only the last stage samples
+        in_pipeline = self.num_virtual_engines > 1  # only its last stage samples
+        if in_pipeline or not workers_know:
             self.orders.tell_tokens(seq, token_ids)
 
     def set_token(self, seq: Sequence, token_id: int) -> None:

@@ -220,7 +220,8 @@ def _own_address(host: str) -> str:
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
-        return probe.getsockname()[0]
+        own: str = probe.getsockname()[0]
+        return own
 
 
 def _find_store(init_method: str, world_size: int, timeout: timedelta) -> tuple[dist.Store, str]:

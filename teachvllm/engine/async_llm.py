@@ -140,7 +140,7 @@ class AsyncLLM:
         self.processor = Processor.from_config(vllm_config)
         self.output_processor = OutputProcessor(self.processor.tokenizer)
         self.collectors: dict[str, RequestOutputCollector] = {}
-        self.output_handler: asyncio.Task | None = None
+        self.output_handler: asyncio.Task[None] | None = None
         self.closed = False
         self.engine_core = AsyncMPClient(vllm_config, executor_class)
 
@@ -342,23 +342,25 @@ class AsyncLLM:
 
     async def collective_rpc(
         self,
-        method: str | Callable,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call `method` on every worker, between two steps; one result each. See
         `LLM.collective_rpc`.
         """
         self._check()
-        return await self.engine_core.call_utility_async(
+        results: list[Any] = await self.engine_core.call_utility_async(
             "collective_rpc", method, timeout, args, kwargs
         )
+        return results
 
     async def reset_prefix_cache(self) -> bool:
         "Forget all cached blocks; False, and nothing is done, while requests run."
         self._check()
-        return await self.engine_core.call_utility_async("reset_prefix_cache")
+        done: bool = await self.engine_core.call_utility_async("reset_prefix_cache")
+        return done
 
     async def start_trace(self) -> Trace:
         """Record every step from now on: what a stat logger is given has the steps' `StepTrace`s.
@@ -366,7 +368,8 @@ class AsyncLLM:
         The trace that is returned has the pool and the memory, and no steps.
         """
         self._check()
-        return await self.engine_core.call_utility_async("start_trace")
+        trace: Trace = await self.engine_core.call_utility_async("start_trace")
+        return trace
 
     async def stop_trace(self) -> None:
         "Stop recording."

@@ -458,7 +458,11 @@ class EngineCore:
         return not busy and all(scheduler.reset_prefix_cache() for scheduler in self.schedulers)
 
     def collective_rpc(
-        self, method: str | Callable, timeout: float | None, args: tuple, kwargs: dict | None
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
     ) -> list[Any]:
         "Call `method` on every worker; one result each."
         self._check()

@@ -73,7 +73,7 @@ def import_zmq() -> Any:
     return zmq
 
 # %% ../../nbs/54_core_process.ipynb #532a7c2d
-def answer_to(function: Callable, *args: Any) -> list[bytes]:
+def answer_to(function: Callable[..., Any], *args: Any) -> list[bytes]:
     """What a function returns, or how it fails, as the two last parts of a message. A `SystemExit`
     of a user's function is a failure, too.
     """
@@ -190,7 +190,9 @@ def drop_stale(
     return [output for output in outputs if output.request_id not in waiting], waiting
 
 # %% ../../nbs/54_core_process.ipynb #3a330b74
-def stop_core(owner: int, process: subprocess.Popen, sock: Any, files: list[socket.socket]) -> None:
+def stop_core(
+    owner: int, process: subprocess.Popen[bytes], sock: Any, files: list[socket.socket]
+) -> None:
     "End the core's process, within 5 s, and close the socket."
     if os.getpid() != owner:  # a fork of the engine's process
         return
@@ -341,7 +343,7 @@ class MPClient:
         except self.zmq.Again:  # there is no other side
             self._die(f"the engine core {describe_exit(self.process)}")
 
-    def _call(self, method: str, args: tuple) -> bytes:
+    def _call(self, method: str, args: tuple[Any, ...]) -> bytes:
         "Ask for a call; the number under which its result will come."
         number = str(next(self.num_calls)).encode()
         self._send(UTILITY, number, cloudpickle.dumps((method, args), 5))

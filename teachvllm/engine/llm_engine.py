@@ -369,20 +369,24 @@ class LLMEngine:
         hold blocks.
         """
         with self._lock:
-            return self.engine_core.call_utility("reset_prefix_cache")
+            done: bool = self.engine_core.call_utility("reset_prefix_cache")
+            return done
 
     def collective_rpc(
         self,
-        method: str | Callable,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call `method`, a name or a function that takes the worker, on every worker; one result
         each.
         """
         with self._lock:
-            return self.engine_core.call_utility("collective_rpc", method, timeout, args, kwargs)
+            results: list[Any] = self.engine_core.call_utility(
+                "collective_rpc", method, timeout, args, kwargs
+            )
+            return results
 
     def close(self) -> None:
         "End all requests and free everything: weights, cache, workers. May be called twice."

@@ -292,7 +292,8 @@ class PrometheusStatLogger:
 
     def value(self, name: str) -> float:
         "The gauge or counter `vllm:name`, as it is now."
-        return next(iter(self.metrics[name].collect())).samples[0].value
+        value: float = next(iter(self.metrics[name].collect())).samples[0].value
+        return value
 
     # What happens to requests
 

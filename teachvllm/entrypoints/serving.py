@@ -451,7 +451,9 @@ def is_single(prompts: Prompts) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
-async def run_or_thread(size: float, function: Callable, *args: Any, **options: Any) -> Any:
+async def run_or_thread(
+    size: float, function: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
     "Call a function; in a thread if it has more to read than `LONG_PROMPT` characters."
     return (
         await asyncio.to_thread(function, *args, **options)
@@ -528,7 +530,8 @@ class PromptReader:
                 self.read_prompt(prompt, request, field) for prompt in self.split(prompts, field)
             ]
 
-        return await run_or_thread(size, read)
+        found: list[dict[str, Any]] = await run_or_thread(size, read)
+        return found
 
     def read_prompt(
         self, prompt: str | list[int], request: CompletionRequest | EmbeddingRequest, field: str
@@ -591,9 +594,10 @@ class PromptReader:
                 if plain
                 else float("inf")
             )
-        return await run_or_thread(
+        token_ids: list[int] = await run_or_thread(
             float("inf") if own or request.chat_template_kwargs else size, read
         )
+        return token_ids
 
 # %% ../../nbs/70a_serving.ipynb #a363712e
 # how long these lists may be, times the prompts: each prompt's request carries them to the core's
@@ -657,7 +661,7 @@ class OpenAIServing:
         """How many tokens an answer may have; `ValueError` if there is not so much room after the
         prompt.
         """
-        limit = self.model_config.max_model_len
+        limit: int = self.model_config.max_model_len
         left = limit - num_prompt_tokens
         if num_prompt_tokens == 0 or left <= 0:
             empty = f"{field}: The decoder prompt cannot be empty: a prompt has at least one token"
@@ -749,7 +753,10 @@ class OpenAIServing:
         ]
         writer = CompletionWriter(request, self.names[0], self.tokenizer)
         outputs = self.outputs(request, writer.head["id"], prompts, [room or 1 for room in rooms])
-        return await self.respond(outputs, writer, Usage(request.max_tokens != 0))
+        answer: CompletionResponse | AsyncIterator[str] = await self.respond(
+            outputs, writer, Usage(request.max_tokens != 0)
+        )
+        return answer
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest
@@ -767,7 +774,10 @@ class OpenAIServing:
         most = self.room(len(ids), getattr(request, name), name, "messages")
         writer = ChatWriter(request, self.names[0], self.tokenizer)
         outputs = self.outputs(request, writer.head["id"], [{"prompt_token_ids": ids}], [most])
-        return await self.respond(outputs, writer, Usage())
+        answer: ChatCompletionResponse | AsyncIterator[str] = await self.respond(
+            outputs, writer, Usage()
+        )
+        return answer
 
     # The other routes
 

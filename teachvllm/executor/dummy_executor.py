@@ -348,10 +348,10 @@ class DummyExecutor(ExecutorBase):
 
     def collective_rpc(
         self,
-        method: str | Callable,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         "`timeout` is not watched: the call runs in the caller's own thread."
         return [self.driver_worker.execute_method(method, *args, **(kwargs or {}))]

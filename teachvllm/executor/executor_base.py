@@ -113,10 +113,10 @@ class ExecutorBase(ABC):
     @abstractmethod
     def collective_rpc(
         self,
-        method: str | Callable,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call `method` on every worker: a name, or a function that takes the worker first. One
         result each, by rank.
@@ -204,10 +204,10 @@ class UniProcExecutor(ExecutorBase):
 
     def collective_rpc(
         self,
-        method: str | Callable,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """`timeout` is not watched: the call runs in the caller's own thread (but torch's profiler
         in that of the steps).
@@ -259,7 +259,9 @@ def get_executor_class(vllm_config: VllmConfig) -> type[ExecutorBase]:
     """
     parallel = vllm_config.parallel_config
     backend = parallel.distributed_executor_backend or ("uni" if parallel.world_size == 1 else "mp")
-    cls = resolve_class(EXECUTORS.get(backend, backend) if isinstance(backend, str) else backend)
+    cls: type[ExecutorBase] = resolve_class(
+        EXECUTORS.get(backend, backend) if isinstance(backend, str) else backend
+    )
     require(
         issubclass(cls, ExecutorBase),
         f"distributed_executor_backend={backend!r} is not an ExecutorBase",

@@ -69,7 +69,9 @@ class ExecutorWithExternalLauncher(UniProcExecutor):
         world = self.world
         if not world:
             return [numbers]
-        return world.all_gather(torch.tensor([numbers], device=world.device), dim=0).tolist()
+        own = torch.tensor([numbers], device=world.device)
+        rows: list[list[int]] = world.all_gather(own, dim=0).tolist()
+        return rows
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """As every executor. The other workers belong to other processes' executors, so the minimum

@@ -61,7 +61,8 @@ def to_bytes(obj: Any) -> bytes:
             return data
     import cloudpickle
 
-    return cloudpickle.dumps(obj, 5)
+    by_value: bytes = cloudpickle.dumps(obj, 5)
+    return by_value
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #6132a2dc
 # the length of what follows, the call's number, and: who answers, or the kind of answer
@@ -86,10 +87,10 @@ def rebuild_error(who: str, data: bytes) -> Exception:
     process's traceback as its cause.
     """
     line, text, pickled = pickle.loads(data)
-    error: Any = None
+    sent: Any = None
     with suppress(Exception):
-        error = pickle.loads(pickled)
-    error = error if isinstance(error, Exception) else RuntimeError(line)
+        sent = pickle.loads(pickled)
+    error = sent if isinstance(sent, Exception) else RuntimeError(line)
     error.__cause__ = RuntimeError(f"in {who}:\n{text}")
     return error
 
@@ -166,8 +167,13 @@ def worker_main(fd: int, rank: int, parent: int, log_level: int) -> NoReturn:
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #93d0e5a1
 def start_process(
-    module: str, function: str, args: tuple, label: list[str], fds: list[int], env: dict[str, str]
-) -> subprocess.Popen:
+    module: str,
+    function: str,
+    args: tuple[Any, ...],
+    label: list[str],
+    fds: list[int],
+    env: dict[str, str],
+) -> subprocess.Popen[bytes]:
     """A new Python that finds the modules that we find, keeps our files `fds` open and calls a
     function; `label` is for `ps`.
     """
@@ -184,7 +190,7 @@ def start_process(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def describe_exit(process: subprocess.Popen) -> str:
+def describe_exit(process: subprocess.Popen[bytes]) -> str:
     "How a process ended: its signal or exit code."
     with suppress(subprocess.TimeoutExpired):
         process.wait(2)
@@ -268,7 +274,7 @@ class WorkerProcess:
         return f"worker rank={self.rank} {describe_exit(self.process)}{last_words}"
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #5216765b
-def stop_processes(processes: list[subprocess.Popen]) -> None:
+def stop_processes(processes: list[subprocess.Popen[bytes]]) -> None:
     "End processes that were told to end, within 5 s: they get 4 s, then SIGKILL."
     for stop, patience in ((None, 4.0), (signal.SIGKILL, 1.0)):
         end = time.monotonic() + patience
@@ -280,7 +286,7 @@ def stop_processes(processes: list[subprocess.Popen]) -> None:
                 process.wait(max(0.0, end - time.monotonic()))
 
 
-def stop_workers(owner: int, workers: list[WorkerProcess], keep_alive: list) -> None:
+def stop_workers(owner: int, workers: list[WorkerProcess], keep_alive: list[Any]) -> None:
     "End the processes, within 5 s: they get no more orders. Then let go of `keep_alive`."
     if os.getpid() != owner:  # a fork of the engine's process
         return
@@ -335,7 +341,11 @@ class WorkerGroup:
         self.poller.register(worker.sock, select.POLLIN)
 
     def send(
-        self, method: str | Callable, args: tuple, kwargs: Any, answering_rank: int = EVERY
+        self,
+        method: str | Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        answering_rank: int = EVERY,
     ) -> Call:
         """Send an order. A list of `kwargs` has one for each rank. `answering_rank` may be EVERY or
         NONE, too.
@@ -487,7 +497,7 @@ class MultiprocExecutor(ExecutorBase):
                 size <= found,
                 f"{asked} needs {size} GPUs, this machine has {found}: lower them, or use Ray",
             )
-        where: list[dict] = [
+        where: list[dict[str, Any]] = [
             {"rank": i, "local_rank": i, "is_driver_worker": i % tp_size == 0} for i in range(size)
         ]
         if size > 1:
@@ -502,8 +512,8 @@ class MultiprocExecutor(ExecutorBase):
 
     def _send(
         self,
-        method: str | Callable,
-        args: tuple = (),
+        method: str | Callable[..., Any],
+        args: tuple[Any, ...] = (),
         kwargs: Any = None,
         answering_rank: int = EVERY,
     ) -> Call:
@@ -513,10 +523,10 @@ class MultiprocExecutor(ExecutorBase):
 
     def collective_rpc(
         self,
-        method: str | Callable,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """As every executor. A function may be a lambda, or one that was defined in a notebook: it
         travels by value.
@@ -553,7 +563,8 @@ class MultiprocExecutor(ExecutorBase):
     def _get(self, call: Call) -> ModelRunnerOutput:
         "A step's result. After Ctrl-C it can be asked for again."
         try:
-            return self.group.wait(call, self.step_timeout)[0]
+            output: ModelRunnerOutput = self.group.wait(call, self.step_timeout)[0]
+            return output
         except Exception as error:
             self.group.calls.pop(call.number, None)
             self.group.dropped.add(call.number)

@@ -266,7 +266,7 @@ class RayDistributedExecutor(ExecutorBase):
         found = self._get(refs, "get_place", self.start_timeout)
         here = ray.get_runtime_context().get_node_id()
 
-        def rank_key(entry: tuple) -> tuple:
+        def rank_key(entry: tuple[Any, int, Any]) -> tuple[Any, ...]:
             (node_id, address, *_), bundle, _ = entry
             return node_id != here, address, node_id, bundle
 
@@ -284,14 +284,17 @@ class RayDistributedExecutor(ExecutorBase):
         if self.dead:
             raise EngineDeadError(self.dead)
 
-    def _pickle(self, method: str | Callable, args: tuple, kwargs: dict) -> bytes:
-        return self.ray.cloudpickle.dumps((method, args, kwargs))  # lambdas, too
+    def _pickle(
+        self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bytes:
+        order: bytes = self.ray.cloudpickle.dumps((method, args, kwargs))  # lambdas, too
+        return order
 
     def _send(
         self,
-        method: str | Callable,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        method: str | Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
         rank: int | None = None,
     ) -> list[Any]:
         """Give all workers an order; references to the answers. With a `rank` only that worker's
@@ -312,7 +315,8 @@ class RayDistributedExecutor(ExecutorBase):
         self._check()
         errors = self.ray.exceptions
         try:
-            return self.ray.get(refs, timeout=timeout)
+            answers: list[Any] = self.ray.get(refs, timeout=timeout)
+            return answers
         except errors.GetTimeoutError:
             done = self.ray.wait(refs, num_returns=len(refs), timeout=0)[0]
             late = sorted({i % len(self.workers) for i, ref in enumerate(refs) if ref not in done})
@@ -336,10 +340,10 @@ class RayDistributedExecutor(ExecutorBase):
 
     def collective_rpc(
         self,
-        method: str | Callable,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """As every executor. An answer that comes after `TimeoutError` is dropped. A function
         travels by value.
@@ -379,7 +383,8 @@ class RayDistributedExecutor(ExecutorBase):
     def _result(self, refs: list[Any]) -> ModelRunnerOutput:
         try:
             answers = self._get(refs, "execute_model", self.step_timeout)
-            return answers[self.output_rank - len(self.workers)]
+            output: ModelRunnerOutput = answers[self.output_rank - len(self.workers)]
+            return output
         except Exception as error:
             self.failure = self.failure or f"{type(error).__name__}: {error}"
             raise

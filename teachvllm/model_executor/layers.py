@@ -117,7 +117,7 @@ class OneDNNLinear:
 
     def __init__(self, weight: torch.Tensor):
         # for 256 tokens; more and fewer run as fast
-        self.blocks = torch.ops.mkldnn._reorder_linear_weight(weight, 256)
+        self.blocks: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 256)
 
     @staticmethod
     def serves(weight: torch.Tensor) -> bool:
@@ -131,7 +131,8 @@ class OneDNNLinear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         "[n, input_size] -> [n, output_size]."
-        return torch.ops.mkldnn._linear_pointwise(x, self.blocks, bias, "none", [], "")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocks, bias, "none", [], "")
+        return y
 
     def unpack(self) -> torch.Tensor:
         "The matrix as it was."
@@ -165,7 +166,14 @@ class UnquantizedLinearMethod(LinearMethod):
     has to rearrange them. A weight that is given to the layer later is packed before it is used.
     """
 
-    def create_weights(self, layer, input_size, output_sizes, bias, dtype):
+    def create_weights(
+        self,
+        layer: Any,
+        input_size: int,
+        output_sizes: list[int],
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
         "A matrix [sum(output_sizes), input_size], and a bias if asked for."
         rows = sum(output_sizes)
         layer.weight = nn.Parameter(torch.empty(rows, input_size, dtype=dtype), requires_grad=False)
@@ -179,14 +187,14 @@ class UnquantizedLinearMethod(LinearMethod):
             loader = partial(default_weight_loader, output_sizes=output_sizes)
             set_weight_attrs(parameter, {"output_dim": 0, "weight_loader": loader})
 
-    def process_weights_after_loading(self, layer):
+    def process_weights_after_loading(self, layer: Any) -> None:
         "Pack where something serves that; the plain copy is dropped unless another layer uses it."
         layer.packed = pack_weight(layer.weight, layer.kernels)
         if layer.packed is not None and not layer.shares_weight:
             layer.weight.data = layer.weight.new_empty(0)
         layer.packed_version = version_of(layer.weight)
 
-    def restore_weights(self, layer):
+    def restore_weights(self, layer: Any) -> bool:
         "Unpack; a layer at a time, so that there is never a second copy of all of them."
         if layer.packed is None:
             return False
@@ -195,7 +203,7 @@ class UnquantizedLinearMethod(LinearMethod):
         layer.packed = None
         return True
 
-    def refresh(self, layer):
+    def refresh(self, layer: Any) -> None:
         """Pack again if the weight is another one now, or was written to. `RuntimeError` if what
         was written to is the empty rest of a packed one.
         """
@@ -205,12 +213,13 @@ class UnquantizedLinearMethod(LinearMethod):
             raise RuntimeError("a packed weight was written to: change weights in apply_model()")
         self.process_weights_after_loading(layer)
 
-    def apply(self, layer, x):
+    def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         "y = x Wᵀ + b."
         self.refresh(layer)
         if layer.packed is None:
             return F.linear(x, layer.weight, layer.bias)
-        return layer.packed(x, layer.bias)
+        y: torch.Tensor = layer.packed(x, layer.bias)
+        return y
 
 # %% ../../nbs/31_layers.ipynb #c7ca0d5d
 @dataclass(frozen=True)
@@ -326,7 +335,11 @@ class Partition:
                 set_weight_attrs(param, {"weight_loader": partial(self.load, loader)})
 
     def load(
-        self, weight_loader: Callable, param: Any, loaded_weight: Any, shard_id: int | None = None
+        self,
+        weight_loader: Callable[..., None],
+        param: Any,
+        loaded_weight: Any,
+        shard_id: int | None = None,
     ) -> None:
         """Hand this rank's part of `loaded_weight` to the `weight_loader`. From a tensor still in
         its file no more is read.
@@ -750,7 +763,8 @@ class ActAndMul(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, 2 * size] -> [num_tokens, size]."
         if act_and_mul := self.kernels.get("act_and_mul", x, self.name):
-            return act_and_mul(x, self.name)
+            y: torch.Tensor = act_and_mul(x, self.name)
+            return y
         gate, up = x.chunk(2, dim=-1)
         return self.act(gate) * up
 

@@ -81,7 +81,8 @@ class TensorSlice:
         self.shape = tuple(self.slice.get_shape())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.slice[index]
+        part: torch.Tensor = self.slice[index]
+        return part
 
 
 def safetensors_weights(files: list[Path], sliced: bool = False) -> Weights:
@@ -232,7 +233,8 @@ def hf_layout(name: str, weight: torch.Tensor, hf_config: Any) -> torch.Tensor:
     if model_type == "gpt2" and ".c_" in name and weight.dim() == 2:
         return weight.T.contiguous()
     if ".query_key_value." in name:
-        return weight.unflatten(0, (3, heads, -1)).transpose(0, 1).reshape(weight.shape)
+        by_kind: torch.Tensor = weight.unflatten(0, (3, heads, -1))
+        return by_kind.transpose(0, 1).reshape(weight.shape)
     return weight
 
 
@@ -444,7 +446,7 @@ def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.
     parallel = context.parallel
     model_class = get_model_class(model_config.hf_config, model_config.pooler_config)
     with default_tensors(context.dtype, device):
-        model = model_class(model_config.hf_config, context)
+        model: nn.Module = model_class(model_config.hf_config, context)
     use_kernels(model, context.kernels)
     if load_format == "dummy":
         dummy_weights(model, model_config.seed)

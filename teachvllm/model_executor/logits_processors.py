@@ -75,7 +75,7 @@ def apply_bad_words(
 LogitsFunction = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
 
 
-def with_prompt(function: Callable) -> LogitsFunction:
+def with_prompt(function: Callable[..., torch.Tensor]) -> LogitsFunction:
     """A function of (output ids, logits) or (prompt ids, output ids, logits), as one of three
     arguments.
     """

@@ -697,9 +697,11 @@ class ModelRunner:
         """
         arrays = batch.arrays()
         if self.graphs and self.graphs.kv_caches is kv_caches and self.graphs.can_run(batch):
-            return self.graphs.run(arrays, sampling, batch)
-        inputs = to_device(arrays | sampling, self.device)
-        return self.forward(inputs, batch.num_decodes, kv_caches, batch), inputs
+            hidden, inputs = self.graphs.run(arrays, sampling, batch)
+        else:
+            inputs = to_device(arrays | sampling, self.device)
+            hidden = self.forward(inputs, batch.num_decodes, kv_caches, batch)
+        return hidden, inputs
 
     def _sample_step(
         self,
@@ -759,7 +761,8 @@ class ModelRunner:
         context = ForwardContext(
             inputs["positions"], meta, kv_caches, before, embeds, inputs.get("adapter_ids")
         )
-        return self.model(token_ids, context)
+        hidden: torch.Tensor = self.model(token_ids, context)
+        return hidden
 
     def model_inputs(
         self, inputs: dict[str, torch.Tensor], num_decodes: int, batch: Batch | None = None

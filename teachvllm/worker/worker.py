@@ -135,7 +135,7 @@ class Worker:
         self.in_flight: deque[tuple[SamplerOutput, list[Any]]] = deque()
         self.profiler: Any = None  # while `start_profile` records
 
-    def on_device(self) -> AbstractContextManager:
+    def on_device(self) -> AbstractContextManager[None]:
         """Inside, this worker's GPU is the calling thread's current one: events are recorded and
         kernels launched there.
         """

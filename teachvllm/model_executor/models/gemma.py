@@ -105,7 +105,8 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
         x = x + self.post_attention_layernorm(
             self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
         )
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x
 
 
 class Gemma2Model(LlamaModel):

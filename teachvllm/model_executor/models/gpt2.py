@@ -49,7 +49,8 @@ class GPT2Attention(nn.Module):
     ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         q, k, v = self.c_attn(x).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
-        return self.c_proj(self.attn(q, k, v, kv_cache, meta))
+        x = self.c_proj(self.attn(q, k, v, kv_cache, meta))
+        return x
 
 
 class GPT2MLP(nn.Module):
@@ -65,7 +66,8 @@ class GPT2MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
-        return self.c_proj(self.act(self.c_fc(x)))
+        x = self.c_proj(self.act(self.c_fc(x)))
+        return x
 
 
 class GPT2Block(nn.Module):
@@ -83,7 +85,8 @@ class GPT2Block(nn.Module):
     ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         x = x + self.attn(self.ln_1(x), kv_cache, meta)
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
 
 # %% ../../../nbs/33f_gpt2.ipynb #0a9ca49a
 class GPT2Model(nn.Module):
@@ -118,7 +121,8 @@ class GPT2Model(nn.Module):
         # fewer caches: a profile of the first layers
         for layer, kv_cache in zip(layers, context.kv_caches):
             x = layer(x, kv_cache, context.attn_metadata)
-        return self.ln_f(x)
+        hidden: torch.Tensor = self.ln_f(x)
+        return hidden
 
 # %% ../../../nbs/33f_gpt2.ipynb #88e46c9d
 class TransposedSlice:
@@ -130,7 +134,8 @@ class TransposedSlice:
 
     def __getitem__(self, index: tuple[slice, slice]) -> torch.Tensor:
         rows, columns = index
-        return self.stored[columns, rows].T
+        part: torch.Tensor = self.stored[columns, rows]
+        return part.T
 
 # %% ../../../nbs/33f_gpt2.ipynb #037123bc
 class GPT2LMHeadModel(nn.Module):
@@ -179,8 +184,10 @@ class GPT2LMHeadModel(nn.Module):
         """Token ids [num_tokens] -> hidden states [num_tokens, hidden_size]; of a pipeline, those
         behind this rank's stage.
         """
-        return self.transformer(input_ids, context)
+        hidden: torch.Tensor = self.transformer(input_ids, context)
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "The last stage's [n, hidden_size] -> float32 [n, vocab_size], on all of its ranks."
-        return self.lm_head(hidden).float()
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits.float()

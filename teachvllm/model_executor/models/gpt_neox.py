@@ -43,7 +43,8 @@ class GPTNeoXMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
-        return self.dense_4h_to_h(self.act(self.dense_h_to_4h(x)))
+        x = self.dense_4h_to_h(self.act(self.dense_h_to_4h(x)))
+        return x
 
 
 class GPTNeoXModel(nn.Module):
@@ -79,7 +80,8 @@ class GPTNeoXModel(nn.Module):
         # fewer caches: a profile of the first layers
         for layer, kv_cache in zip(layers, context.kv_caches):
             x = layer(x, cos_sin, kv_cache, context.attn_metadata)
-        return self.final_layer_norm(x)
+        hidden: torch.Tensor = self.final_layer_norm(x)
+        return hidden
 
 # %% ../../../nbs/33i_gpt_neox.ipynb #35bfc5df
 class GPTNeoXForCausalLM(nn.Module):
@@ -122,11 +124,13 @@ class GPTNeoXForCausalLM(nn.Module):
         """Token ids [num_tokens] -> hidden states [num_tokens, hidden_size]; of a pipeline, those
         behind this rank's stage.
         """
-        return self.gpt_neox(input_ids, context)
+        hidden: torch.Tensor = self.gpt_neox(input_ids, context)
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "The last stage's [n, hidden_size] -> float32 [n, vocab_size], on all of its ranks."
-        return self.embed_out(hidden).float()
+        logits: torch.Tensor = self.embed_out(hidden)
+        return logits.float()
 
 # %% ../../../nbs/33i_gpt_neox.ipynb #aa2fa05d
 class GPTNeoXAttention(nn.Module):
@@ -157,14 +161,15 @@ class GPTNeoXAttention(nn.Module):
         self.apply_rotary_emb = ApplyRotaryEmb()
 
     def forward(
-        self, x: torch.Tensor, cos_sin: tuple, kv_cache: torch.Tensor, meta: AttentionMetadata
+        self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         by_head = self.query_key_value(x).unflatten(-1, (self.num_heads, 3, self.head_size))
         heads = by_head.transpose(1, 2).flatten(1, 2)
         qk, v = heads.split((2 * self.num_heads, self.num_heads), dim=1)
         q, k = self.apply_rotary_emb(qk, cos_sin).chunk(2, dim=1)
-        return self.dense(self.attn(q, k, v, kv_cache, meta))
+        x = self.dense(self.attn(q, k, v, kv_cache, meta))
+        return x
 
 # %% ../../../nbs/33i_gpt_neox.ipynb #8f184d3a
 class GPTNeoXLayer(nn.Module):
@@ -181,10 +186,10 @@ class GPTNeoXLayer(nn.Module):
         self.mlp = GPTNeoXMLP(config, context)
 
     def forward(
-        self, x: torch.Tensor, cos_sin: tuple, kv_cache: torch.Tensor, meta: AttentionMetadata
+        self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         attended = x + self.attention(self.input_layernorm(x), cos_sin, kv_cache, meta)
-        return attended + self.mlp(
-            self.post_attention_layernorm(x if self.parallel_residual else attended)
-        )
+        read = self.post_attention_layernorm(x if self.parallel_residual else attended)
+        x = attended + self.mlp(read)
+        return x

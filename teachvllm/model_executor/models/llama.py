@@ -37,7 +37,10 @@ from ..rotary_embedding import ApplyRotaryEmb, get_rope, rope_parameters
 # %% ../../../nbs/33a_llama.ipynb #0bd9fca5
 def head_size_of(config: Any) -> int:
     "Dimensions of a head: `head_dim`, or else the hidden size shared out."
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size: int = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return head_size
 
 
 def layer_types(config: Any) -> list[str]:
@@ -112,7 +115,8 @@ class LlamaAttention(nn.Module):
         """Queries' heads, then keys', together [num_tokens, num_heads + num_kv_heads, head_size] ->
         turned.
         """
-        return self.apply_rotary_emb(qk, cos_sin)
+        qk = self.apply_rotary_emb(qk, cos_sin)
+        return qk
 
     def forward(
         self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata
@@ -126,7 +130,8 @@ class LlamaAttention(nn.Module):
         qk = self.rotate(qk, cos_sin)
         q = qk[:, :n]
         k = qk[:, n:]
-        return self.o_proj(self.attn(q, k, v, kv_cache, meta))
+        x = self.o_proj(self.attn(q, k, v, kv_cache, meta))
+        return x
 
 # %% ../../../nbs/33a_llama.ipynb #d7f508d1
 class LlamaMLP(nn.Module):
@@ -148,7 +153,8 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        x = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return x
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -176,7 +182,8 @@ class LlamaDecoderLayer(nn.Module):
         "[num_tokens, hidden_size] -> the same shape."
         attended = self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
         normed, x = self.post_attention_layernorm(attended, x)
-        return self.add(x, self.mlp(normed))
+        x = self.add(x, self.mlp(normed))
+        return x
 
 # %% ../../../nbs/33a_llama.ipynb #27dd58ea
 class LlamaModel(nn.Module):
@@ -228,7 +235,8 @@ class LlamaModel(nn.Module):
         # fewer caches: a profile of the first layers
         for layer, kv_cache in zip(layers, context.kv_caches):
             x = layer(x, cos_sin, kv_cache, context.attn_metadata)
-        return self.norm(x)
+        hidden: torch.Tensor = self.norm(x)
+        return hidden
 
 # %% ../../../nbs/33a_llama.ipynb #ee2fc950
 class LlamaForCausalLM(nn.Module):
@@ -286,8 +294,10 @@ class LlamaForCausalLM(nn.Module):
         """Token ids [num_tokens] -> hidden states [num_tokens, hidden_size]; of a pipeline, those
         behind this rank's stage.
         """
-        return self.model(input_ids, context)
+        hidden: torch.Tensor = self.model(input_ids, context)
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "The last stage's [n, hidden_size] -> float32 [n, vocab_size], on all of its ranks."
-        return self.lm_head(hidden).float()
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits.float()

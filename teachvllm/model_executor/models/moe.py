@@ -58,7 +58,7 @@ def rows_of_each_expert(
     x: torch.Tensor,
     weight: Sequence[torch.Tensor] | torch.Tensor,
     ends: torch.Tensor,
-    product: Callable = F.linear,
+    product: Callable[..., torch.Tensor] = F.linear,
 ) -> torch.Tensor:
     """A product for each expert that has rows: `x` [num_rows, input_size] -> [num_rows,
     output_size]; `weight` and `ends` as `grouped_linear` takes them. On a GPU the host waits for
@@ -112,7 +112,7 @@ class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
 
-    def process_weights_after_loading(self, layer):
+    def process_weights_after_loading(self, layer: Any) -> None:
         "Each expert's matrix is packed for oneDNN if torch has it, and the plain copy dropped."
         packed = [
             pack_weight(matrix, layer.kernels) for matrix in layer.weight.chunk(self.num_experts)
@@ -122,7 +122,7 @@ class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
             layer.weight.data = layer.weight.new_empty(0)
         layer.packed_version = version_of(layer.weight)
 
-    def restore_weights(self, layer):
+    def restore_weights(self, layer: Any) -> bool:
         "Every expert's matrix is unpacked."
         if layer.packed is None:
             return False
@@ -236,7 +236,8 @@ class MixtralMoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
-        return self.experts(x, self.gate(x))
+        x = self.experts(x, self.gate(x))
+        return x
 
 
 class MixtralDecoderLayer(LlamaDecoderLayer):
@@ -284,7 +285,8 @@ class Qwen3MoeSparseMoeBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
-        return self.experts(x, self.gate(x))
+        x = self.experts(x, self.gate(x))
+        return x
 
 
 class Qwen3MoeDecoderLayer(LlamaDecoderLayer):

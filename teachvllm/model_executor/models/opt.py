@@ -49,7 +49,8 @@ class OPTAttention(nn.Module):
     ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_size)).chunk(3, dim=1)
-        return self.out_proj(self.attn(q, k, v, kv_cache, meta))
+        x = self.out_proj(self.attn(q, k, v, kv_cache, meta))
+        return x
 
 
 class OPTDecoderLayer(nn.Module):
@@ -78,9 +79,11 @@ class OPTDecoderLayer(nn.Module):
         "[num_tokens, hidden_size] -> the same shape."
         if self.norm_first:
             x = x + self.self_attn(self.self_attn_layer_norm(x), kv_cache, meta)
-            return x + self.fc2(self.act(self.fc1(self.final_layer_norm(x))))
+            x = x + self.fc2(self.act(self.fc1(self.final_layer_norm(x))))
+            return x
         x = self.self_attn_layer_norm(x + self.self_attn(x, kv_cache, meta))
-        return self.final_layer_norm(x + self.fc2(self.act(self.fc1(x))))
+        x = self.final_layer_norm(x + self.fc2(self.act(self.fc1(x))))
+        return x
 
 # %% ../../../nbs/33b_opt.ipynb #b8715d7c
 POSITION_OFFSET = 2  # OPT was trained with its first position at row 2 of the table
@@ -134,7 +137,8 @@ class OPTDecoder(nn.Module):
         # fewer caches: a profile of the first layers
         for layer, kv_cache in zip(layers, context.kv_caches):
             x = layer(x, kv_cache, context.attn_metadata)
-        return self.project_out(self.final_layer_norm(x))
+        hidden: torch.Tensor = self.project_out(self.final_layer_norm(x))
+        return hidden
 
 # %% ../../../nbs/33b_opt.ipynb #6cd96a4d
 class OPTModel(nn.Module):
@@ -183,8 +187,10 @@ class OPTForCausalLM(nn.Module):
 
         Of a pipeline, those behind this rank's stage, hidden_size wide but for the last.
         """
-        return self.model.decoder(input_ids, context)
+        hidden: torch.Tensor = self.model.decoder(input_ids, context)
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "The last stage's [n, word_embed_proj_dim] -> float32 [n, vocab_size], on all of its ranks."
-        return self.lm_head(hidden).float()
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits.float()

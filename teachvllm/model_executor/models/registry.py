@@ -152,7 +152,7 @@ def get_model_class(hf_config: Any, pooler: PoolerConfig | None = None) -> type:
             f"architecture {', '.join(asked)} is not supported; supported are "
             f"{', '.join(sorted(ARCHITECTURES))}"
         )
-    model_class = resolve_class(ARCHITECTURES[known[0]])
+    model_class: type = resolve_class(ARCHITECTURES[known[0]])
     check_config_fields(model_class, hf_config)
     check_forward(model_class)
     if pooler is None:
