@@ -6,7 +6,7 @@
 __all__ = ['KV_CACHE_DTYPES', 'LOAD_FORMATS', 'NotSupportedYet', 'UnknownArgument', 'require', 'kinds_of', 'check_number',
            'check_not_yet', 'check_names', 'html_table', 'ShowAsTable', 'defined_fields', 'PlainConfig', 'PoolerConfig',
            'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'resolve_class', 'ParallelConfig', 'DeviceConfig',
-           'LoadConfig', 'VllmConfig']
+           'LoadConfig', 'tensor_parallel_sizes', 'VllmConfig']
 
 # %% ../nbs/01_config.ipynb #4a8b318c
 import dataclasses
@@ -514,6 +514,17 @@ class LoadConfig(ShowAsTable):
         )
 
 # %% ../nbs/01_config.ipynb #91e47aea
+def tensor_parallel_sizes(num_heads: int, num_kv_heads: int) -> list[int]:
+    """Into how many equal parts attention can be cut: each worker has as many heads as another, and
+    as many KV heads, or one that several workers have.
+    """
+    return [
+        size
+        for size in range(1, num_heads + 1)
+        if num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+    ]
+
+
 @check_names
 @dataclass(frozen=True)
 class VllmConfig:
@@ -545,14 +556,10 @@ class VllmConfig:
             self._check_heads(self.parallel_config.tensor_parallel_size)
 
     def _check_heads(self, size: int) -> None:
-        "Workers have equally many attention heads; and of KV heads, too, or one that several have."
+        "`ValueError` lists the sizes of a group that can share the model's heads."
         heads = self.model_config.num_attention_heads
         kv_heads = self.model_config.num_kv_heads
-        fits = [
-            n
-            for n in range(1, heads + 1)
-            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-        ]
+        fits = tensor_parallel_sizes(heads, kv_heads)
         require(
             size in fits,
             f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv_heads} "

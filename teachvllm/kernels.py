@@ -36,8 +36,8 @@ KERNELS = {
 
 # %% ../nbs/09a_kernels.ipynb #02789096
 def takes(condition: Callable[..., bool]) -> Callable[[Any], Any]:
-    """Say of a kernel what it takes: the decorated function gets `condition` as its `serves`, which is
-    asked before each call.
+    """Say of a kernel what it takes: the decorated function gets `condition` as its `serves`, which
+    is asked before each call.
     """
 
     def attach(kernel: Any) -> Any:
@@ -52,8 +52,8 @@ class KernelTable:
 
     A kernel is imported when it is first asked for. A module that is absent, or breaks, is given up
     together with the others of its folder, and the log says so once. A module may have
-    `unsupported()`, the reason why nothing in it runs on this machine, and `compile(dtype)`; a kernel
-    may have `serves`, see `takes`. vLLM: `CustomOp` in `model_executor/custom_op.py`.
+    `unsupported()`, the reason why nothing in it runs on this machine, and `compile(dtype)`; a
+    kernel may have `serves`, see `takes`. vLLM: `CustomOp` in `model_executor/custom_op.py`.
     """
 
     def __init__(self, names: Mapping[str, str] = MappingProxyType({})):

@@ -9,7 +9,7 @@ __all__ = ['logger', 'FLOAT8', 'BACKENDS', 'PREFERRED', 'visible', 'AttentionMet
 # %% ../../nbs/20_attention.ipynb #c5fc0ff8
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,7 +282,8 @@ def get_attn_backend(
     """
     cls: type[AttentionBackend]
     reasons: list[str] = []
-    for choice in PREFERRED[device] if asked is None else (asked,):
+    choices: Sequence[str | type] = PREFERRED[device] if asked is None else [asked]
+    for choice in choices:
         require(
             not isinstance(choice, str) or choice in BACKENDS or "." in choice,
             f"attention_backend={choice!r}: choose {', '.join(BACKENDS)}, or a class",

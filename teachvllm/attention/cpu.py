@@ -58,11 +58,9 @@ def plan_part(
     window: int | None,
 ) -> Part:
     "Which pages `tokens` need, what in them is not theirs, and what each token must not see."
-    start = (
-        torch.zeros_like(position[:, :1])
-        if window is None
-        else (position[:, :1] + 1 - window).clamp(min=0)
-    )
+    start = torch.zeros_like(position[:, :1])
+    if window is not None:
+        start = (position[:, :1] + 1 - window).clamp(min=0)
     first = start // block_size
     last = position[:, -1:] // block_size
     # [n, num_pages]
@@ -70,13 +68,14 @@ def plan_part(
     # the first page stands in for those past the last
     read = torch.where(wanted <= last, wanted, first)
     offset = torch.arange(block_size, device=rows.device)
-    wanted_at, read_at = (
-        (page[..., None] * block_size + offset).flatten(1) for page in (wanted, read)
-    )
-    masked = wanted_at[:, None, 0 if window is not None else int(position.min()) + 1 :]
-    hidden = masked > position[..., None]
-    if window is not None:
-        hidden |= masked <= position[..., None] - window
+    wanted_at = (wanted[..., None] * block_size + offset).flatten(1)
+    read_at = (read[..., None] * block_size + offset).flatten(1)
+    if window is None:  # all tokens see what lies up to the first of them
+        masked = wanted_at[:, None, int(position.min()) + 1 :]
+        hidden = masked > position[..., None]
+    else:
+        masked = wanted_at[:, None]
+        hidden = (masked > position[..., None]) | (masked <= position[..., None] - window)
     stale = torch.nonzero((read_at > position[:, -1:]).flatten()).flatten()
     return Part(tokens, meta.block_table[rows].gather(1, read).flatten(), stale, hidden[:, None])
 
@@ -127,11 +126,11 @@ class TorchSDPABackend(AttentionBackend):
     def decode_jobs(self, meta: AttentionMetadata) -> Iterator[Job]:
         "Sequences with one new token, in buckets."
         seen = meta.seq_lens[: meta.num_decodes]
-        for rows in (
-            bucket_by_length(seen if self.window is None else seen.clamp(max=self.window))
-            if len(seen)
-            else ()
-        ):
+        if not len(seen):
+            return
+        if self.window is not None:
+            seen = seen.clamp(max=self.window)
+        for rows in bucket_by_length(seen):
             yield rows, rows, meta.seq_lens[rows, None] - 1
 
     def chunk_jobs(self, meta: AttentionMetadata) -> Iterator[Job]:
@@ -141,12 +140,9 @@ class TorchSDPABackend(AttentionBackend):
         bounds = meta.query_start_loc.tolist()
         for i, seq_len in enumerate(meta.seq_lens[n:].tolist(), start=n):
             for start in range(bounds[i], bounds[i + 1], TILE):
+                rows = torch.tensor([i], device=device)
                 tokens = torch.arange(start, min(start + TILE, bounds[i + 1]), device=device)
-                yield (
-                    torch.tensor([i], device=device),
-                    tokens,
-                    tokens[None] + (seq_len - bounds[i + 1]),
-                )
+                yield rows, tokens, tokens[None] + (seq_len - bounds[i + 1])
 
     def forward(
         self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
@@ -156,7 +152,7 @@ class TorchSDPABackend(AttentionBackend):
         pages = kv_cache.permute(HEAD_FIRST)
         out = torch.empty_like(q)
         page = 2 * self.num_kv_heads * kv_cache.shape[2] * self.head_size  # elements
-        # for one after the other
+        # scratch, used by one part after the other
         room = kv_cache.new_empty(page * max((len(part.pages) for part in plan), default=0))
         for part in plan:
             kv = room[: page * len(part.pages)].view(
@@ -166,44 +162,39 @@ class TorchSDPABackend(AttentionBackend):
                 2, self.num_kv_heads, -1, self.head_size
             )
             kv = from_float8(kv, q.dtype) if kv.dtype in FLOAT8 else kv
-            alone = part.tokens.numel() == 1 and kv.shape[2] <= FUSED_UP_TO
-            run = (
-                self._alone
-                if alone and self.window is None and self.soft_cap is None
-                else self._together
-            )
-            out[part.tokens] = run(q[part.tokens], kv, part)
+            is_short = part.tokens.numel() == 1 and kv.shape[2] <= FUSED_UP_TO
+            if is_short and self.window is None and self.soft_cap is None:
+                out[part.tokens] = self._attend_one(q[part.tokens], kv, part)
+            else:
+                out[part.tokens] = self._attend_many(q[part.tokens], kv, part)
         return out if self.v_scale == 1 else out.mul_(self.v_scale)
 
-    def _alone(self, q: torch.Tensor, kv: torch.Tensor, part: Part) -> torch.Tensor:
+    def _attend_one(self, q: torch.Tensor, kv: torch.Tensor, part: Part) -> torch.Tensor:
+        """One token, [1, num_heads, head_size] in and out, by torch's fused kernel; `kv` is [2,
+        num_kv_heads, slots gathered, head_size].
+        """
         k, v = kv[:, None, :, : kv.shape[2] - len(part.stale)]
         q = q.view(1, self.num_kv_heads, -1, self.head_size)
-        return scaled_dot_product_attention(q, k, v, scale=self.scale * self.k_scale).view(
-            1, self.num_heads, self.head_size
-        )
+        out = scaled_dot_product_attention(q, k, v, scale=self.scale * self.k_scale)
+        return out.view(1, self.num_heads, self.head_size)
 
-    def _together(self, q: torch.Tensor, kv: torch.Tensor, part: Part) -> torch.Tensor:
-        (n, _, m, num_masked), heads = part.hidden.shape, self.num_kv_heads
+    def _attend_many(self, q: torch.Tensor, kv: torch.Tensor, part: Part) -> torch.Tensor:
+        "The same for any part, [n * m, num_heads, head_size] in and out, by two products."
+        n, _, m, num_masked = part.hidden.shape
+        heads = self.num_kv_heads
         group = self.num_heads // heads
         length = kv.shape[2] // n
         k = kv[0].view(heads * n, length, -1)
         v = kv[1].index_fill_(1, part.stale, 0).view(heads * n, length, -1)
-        q = (
-            (q.float() * (self.scale * self.k_scale))
-            .view(n, m, heads, group, -1)
-            .permute(2, 0, 3, 1, 4)
-        )
+        q = q.float() * (self.scale * self.k_scale)
+        q = q.view(n, m, heads, group, -1).permute(2, 0, 3, 1, 4)
         q = q.reshape(heads * n, group * m, -1)
         # a bfloat16 product would round them to 8 bits
         scores = torch.bmm(q, k.float().transpose(1, 2))
         if self.soft_cap is not None:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
-        scores.view(heads, n, group, m, length)[..., length - num_masked :].masked_fill_(
-            part.hidden, -torch.inf
-        )
+        masked = scores.view(heads, n, group, m, length)[..., length - num_masked :]
+        masked.masked_fill_(part.hidden, -torch.inf)
         out = torch.bmm(scores.softmax(-1).to(v.dtype), v)
-        return (
-            out.view(heads, n, group, m, -1)
-            .permute(1, 3, 0, 2, 4)
-            .reshape(n * m, self.num_heads, -1)
-        )
+        out = out.view(heads, n, group, m, -1).permute(1, 3, 0, 2, 4)
+        return out.reshape(n * m, self.num_heads, -1)

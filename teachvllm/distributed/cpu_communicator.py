@@ -29,28 +29,29 @@ class CpuCommunicator:
     `distributed/device_communicators/cpu_communicator.py`, `csrc/cpu/shm.cpp`.
     """
 
-    SLOT = 1 << 20  # bytes; larger tensors go in pieces
+    SLOT_BYTES = 1 << 20  # larger tensors go in pieces
     # bytes between counters: each has a cache line, so that writing one does not slow down reading
     # another
-    LINE = 64
-    LOOKS = 2000  # at the counters before a rank begins to sleep
+    CACHE_LINE = 64
+    SPINS_BEFORE_SLEEP = 2000  # looks at the counters before a rank begins to sleep
 
     def __init__(self, memory: mmap.mmap, rank_in_group: int, world_size: int, timeout: float):
         self.rank = rank_in_group
         self.world_size = world_size
         self.timeout = timeout
         self.call = 0
-        start = self.LINE * (1 + world_size)  # the first line is for the random bytes
-        self.counters = memoryview(memory)[self.LINE : start].cast("q")[:: self.LINE // 8]
-        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=start).view(
-            world_size, 2, self.SLOT
-        )
-        self.slots = slots[:, 0], slots[:, 1]  # each [world_size, SLOT], for even and for odd calls
+        line = self.CACHE_LINE
+        start = line * (1 + world_size)  # the first line is for the random bytes
+        self.counters = memoryview(memory)[line:start].cast("q")[:: line // 8]
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=start)
+        slots = slots.view(world_size, 2, self.SLOT_BYTES)
+        # each [world_size, SLOT_BYTES], for even and for odd calls
+        self.slots = slots[:, 0], slots[:, 1]
 
     @classmethod
     def num_bytes(cls, world_size: int) -> int:
         "What the ranks share, in bytes. Memory that was never written takes no room."
-        return cls.LINE * (1 + world_size) + 2 * world_size * cls.SLOT
+        return cls.CACHE_LINE * (1 + world_size) + 2 * world_size * cls.SLOT_BYTES
 
     @classmethod
     def connect(cls, group: GroupCoordinator) -> "CpuCommunicator | None":
@@ -58,23 +59,21 @@ class CpuCommunicator:
         processor may reorder writes.
         """
         size = cls.num_bytes(group.world_size)
-        first = group.rank_in_group == 0
-        memory = cls._create(size) if first and cls.is_supported() else None
-        place = group.broadcast_object(
-            [f"/proc/{os.getpid()}/fd/{memory[1]}", memory[0][: cls.LINE].hex()] if memory else None
-        )
-        mapped = memory[0] if memory else cls._open(place[0], place[1], size) if place else None
-        all_can = (
-            int(group.all_reduce(torch.tensor([mapped is not None], dtype=torch.int64)))
-            == group.world_size
-        )
-        if memory:
-            os.close(memory[1])  # all have it mapped by now
-        return (
-            cls(mapped, group.rank_in_group, group.world_size, group.timeout)
-            if mapped and all_can
-            else None
-        )
+        mapped: mmap.mmap | None = None
+        fd: int | None = None
+        place: list[str] | None = None
+        if group.rank_in_group == 0 and cls.is_supported():
+            mapped, fd = cls._create(size)
+            place = [f"/proc/{os.getpid()}/fd/{fd}", mapped[: cls.CACHE_LINE].hex()]
+        place = group.broadcast_object(place)
+        if mapped is None and place is not None:
+            mapped = cls._open(place[0], place[1], size)
+        num_mapped = group.all_reduce(torch.tensor([int(mapped is not None)]))
+        if fd is not None:
+            os.close(fd)  # all have it mapped by now
+        if mapped is None or int(num_mapped) < group.world_size:
+            return None
+        return cls(mapped, group.rank_in_group, group.world_size, group.timeout)
 
     @staticmethod
     def is_supported() -> bool:
@@ -86,7 +85,7 @@ class CpuCommunicator:
         fd = os.memfd_create("teachvllm")
         os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
-        memory[: cls.LINE] = secrets.token_bytes(cls.LINE)
+        memory[: cls.CACHE_LINE] = secrets.token_bytes(cls.CACHE_LINE)
         return memory, fd
 
     @classmethod
@@ -96,7 +95,7 @@ class CpuCommunicator:
                 memory = mmap.mmap(file.fileno(), size)
         except (OSError, ValueError):  # there is no such file, or a smaller one
             return None
-        return memory if memory[: cls.LINE].hex() == token else None
+        return memory if memory[: cls.CACHE_LINE].hex() == token else None
 
     def all_reduce(self, x: torch.Tensor) -> None:
         "Make `x`, contiguous and of one shape on all ranks, the sum of all: the same bits on each."
@@ -120,7 +119,7 @@ class CpuCommunicator:
         """Piece by piece: which of the elements, and all ranks' [world_size, elements], valid until
         the next call.
         """
-        size = self.SLOT // flat.element_size()
+        size = self.SLOT_BYTES // flat.element_size()
         length = flat.numel()
         for start in range(0, length, size):
             piece = slice(start, min(start + size, length))
@@ -135,12 +134,12 @@ class CpuCommunicator:
         "Until every rank has written for this call. `RuntimeError` after `timeout` seconds."
         call = self.call
         counters = self.counters
-        looks = 0
+        spins = 0
         end = 0.0
         for rank in range(self.world_size):
             while (seen := counters[rank]) < call and ~seen < call:
-                looks += 1
-                if looks < self.LOOKS:
+                spins += 1
+                if spins < self.SPINS_BEFORE_SLEEP:
                     os.sched_yield()
                     continue
                 end = end or time.monotonic() + self.timeout

@@ -231,9 +231,10 @@ def _find_store(init_method: str, world_size: int, timeout: timedelta) -> tuple[
         known = url.scheme == "tcp" and url.port is not None
         require(known, f"distributed_init_method={init_method!r}: choose tcp://host:port or env://")
         host: Any = url.hostname
-        return dist.TCPStore(
+        store: dist.Store = dist.TCPStore(
             host, int(url.port or 0), is_master=False, timeout=timeout
-        ), _own_address(host)
+        )
+        return store, _own_address(host)
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
         launched = dist.get_world_size()
@@ -242,9 +243,8 @@ def _find_store(init_method: str, world_size: int, timeout: timedelta) -> tuple[
         launched = int(os.environ.get("WORLD_SIZE", world_size))
     require(
         launched == world_size,
-        f"tensor_parallel_size * pipeline_parallel_size is {world_size}, but {launched} "
-        "processes were launched: they must "
-        f"be equal, as with torchrun --nproc-per-node={world_size}",
+        f"tensor_parallel_size * pipeline_parallel_size is {world_size}, but {launched} processes "
+        f"were launched: they must be equal, as with torchrun --nproc-per-node={world_size}",
     )
     if not dist.is_initialized():
         store, _, _ = next(dist.rendezvous(init_method, timeout=timeout))
@@ -322,18 +322,16 @@ def initialize_model_parallel(
     size = world.world_size
     require(
         tp_size * pipeline_parallel_size == size,
-        (
-            f"tensor_parallel_size={tp_size} * pipeline_parallel_size={pipeline_parallel_size} "
-            f"is not the number of workers, {size}"
-        ),
+        f"tensor_parallel_size={tp_size} * pipeline_parallel_size={pipeline_parallel_size} "
+        f"is not the number of workers, {size}",
     )
     stage, column = divmod(world.rank, tp_size)
-    tp = (
-        world.new_group("tp", range(stage * tp_size, (stage + 1) * tp_size))
-        if tp_size > 1
-        else None
-    )
-    pp = world.new_group("pp", range(column, size, tp_size)) if pipeline_parallel_size > 1 else None
+    tp = None
+    pp = None
+    if tp_size > 1:
+        tp = world.new_group("tp", range(stage * tp_size, (stage + 1) * tp_size))
+    if pipeline_parallel_size > 1:
+        pp = world.new_group("pp", range(column, size, tp_size))
     return ParallelState(world, tp, pp)
 
 # %% ../../nbs/30_parallel_state.ipynb #1466e424

@@ -45,47 +45,47 @@ class HoldInterrupts:
     """
 
     def __enter__(self) -> "HoldInterrupts":
-        self.came = self.is_open = False
-        self.before = signal.getsignal(signal.SIGINT)
-        self.holds = threading.current_thread() is threading.main_thread() and callable(self.before)
-        if self.holds:
+        self.arrived = False
+        self.is_letting_in = False
+        self.previous_handler = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        self.is_active = is_main and callable(self.previous_handler)
+        if self.is_active:
             signal.signal(signal.SIGINT, self)
         return self
 
     def __call__(self, signum: int, frame: Any) -> None:
-        self.came = True
-        if self.is_open:
+        self.arrived = True
+        if self.is_letting_in:
             self.pass_on()
 
     def __exit__(self, *_: Any) -> None:
-        if self.holds:
-            signal.signal(signal.SIGINT, self.before)
+        if self.is_active:
+            signal.signal(signal.SIGINT, self.previous_handler)
             self.pass_on()
 
     def pass_on(self) -> None:
-        "What came goes to the handler that was there before."
-        came = self.came
-        self.came = False
-        if came:
-            self.before(signal.SIGINT, None)  # type: ignore[operator, misc]
+        "What arrived goes to the handler that was there before."
+        arrived = self.arrived
+        self.arrived = False
+        if arrived:
+            self.previous_handler(signal.SIGINT, None)  # type: ignore[operator, misc]
 
 
 @contextmanager
 def let_interrupts_in() -> Iterator[None]:
     "Inside this block Ctrl-C comes at once, though a `HoldInterrupts` around it holds it."
     held = signal.getsignal(signal.SIGINT)
-    if (
-        not isinstance(held, HoldInterrupts)
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not isinstance(held, HoldInterrupts) or not is_main:
         yield
         return
-    held.is_open = True
+    held.is_letting_in = True
     try:
         held.pass_on()
         yield
     finally:
-        held.is_open = False
+        held.is_letting_in = False
 
 # %% ../../nbs/50_executor.ipynb #b5384443
 class ExecutorBase(ABC):
@@ -97,8 +97,8 @@ class ExecutorBase(ABC):
     """
 
     def __init__(self, vllm_config: VllmConfig):
-        # for workers that take one call at a time, from any thread
         self.config = vllm_config
+        # for workers that take one call at a time, from any thread
         self.lock = RLock()
         # for each step sent, what gets its result
         self.in_flight: deque[Callable[[], ModelRunnerOutput]] = deque()

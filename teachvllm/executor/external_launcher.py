@@ -37,22 +37,19 @@ class ExecutorWithExternalLauncher(UniProcExecutor):
         ]
         require(
             not missing,
-            'distributed_executor_backend="external_launcher" runs in processes that a '
-            "launcher has started, and "
-            f"{', '.join(missing)} must be set: run `torchrun --nproc-per-node={size} script.py`",
+            'distributed_executor_backend="external_launcher" runs in processes that a launcher '
+            f"has started, and {', '.join(missing)} must be set: run `torchrun "
+            f"--nproc-per-node={size} script.py`",
         )
-        rank, local_rank, launched = (
-            int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        )
+        launched = int(os.environ["WORLD_SIZE"])
         require(
             launched == size,
-            f"tensor_parallel_size * pipeline_parallel_size is {size}, but {launched} "
-            "processes were launched: they must be "
-            f"equal, as with torchrun --nproc-per-node={size}",
+            f"tensor_parallel_size * pipeline_parallel_size is {size}, but {launched} processes "
+            f"were launched: they must be equal, as with torchrun --nproc-per-node={size}",
         )
         self.where = {
-            "rank": rank,
-            "local_rank": local_rank,
+            "rank": int(os.environ["RANK"]),
+            "local_rank": int(os.environ["LOCAL_RANK"]),
             "distributed_init_method": "env://",
             "is_driver_worker": True,
         }
@@ -63,16 +60,18 @@ class ExecutorWithExternalLauncher(UniProcExecutor):
         """The group of all ranks; None if this one is alone. Its collectives are the executors', a
         step has others.
         """
-        return self.driver_worker and self.driver_worker.worker.parallel.world
+        if self.driver_worker is None:
+            return None
+        return self.driver_worker.worker.parallel.world
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         "Every rank's numbers; each rank calls this."
         world = self.world
-        return (
-            world.all_gather(torch.tensor([numbers], device=world.device), dim=0).tolist()
-            if world
-            else [numbers]
-        )
+        if not world:
+            return [numbers]
+        own = torch.tensor([numbers], device=world.device)
+        rows: list[list[int]] = world.all_gather(own, dim=0).tolist()
+        return rows
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """As every executor. The other workers belong to other processes' executors, so the minimum
@@ -84,19 +83,17 @@ class ExecutorWithExternalLauncher(UniProcExecutor):
     def submit(self, out: SchedulerOutput) -> None:
         "As every executor; `ValueError` if the ranks were given different prompts or parameters."
         if out.new_seqs:
+            # without functions: the address of one is another in each process
             plain = [
                 replace(seq, sampling_params=replace(seq.sampling_params, logits_processors=None))
                 for seq in out.new_seqs
             ]
-            # a function's address is no process's but its own
             digests = self._gather([zlib.crc32(repr(plain).encode())])
             same = all(digest == digests[0] for digest in digests)
             require(
                 same,
-                (
-                    "the ranks were given different prompts or parameters: give all of them "
-                    "the same, in one order"
-                ),
+                "the ranks were given different prompts or parameters: give all of them the same, "
+                "in one order",
             )
         super().submit(out)
 

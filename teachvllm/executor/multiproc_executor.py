@@ -103,7 +103,7 @@ def leave_with(parent: int) -> None:
 
 
 def execute_order(
-    wrapper: WorkerWrapperBase, rank: int, order: bytes, who: int
+    wrapper: WorkerWrapperBase, rank: int, order: bytes, answering_rank: int
 ) -> tuple[int, bytes | None]:
     """Do what an order says: the kind of the answer, and its bytes; None if this rank is not to
     answer.
@@ -113,9 +113,9 @@ def execute_order(
         # a list has one for each rank
         kwargs = kwargs[rank] if isinstance(kwargs, list) else kwargs
         result = wrapper.execute_method(method, *args, **kwargs)
-        return DONE, to_bytes(result) if who in (EVERY, rank) else None
+        return DONE, to_bytes(result) if answering_rank in (EVERY, rank) else None
     except BaseException as error:  # Ctrl-C never comes here: it is a user's `sys.exit()`, say
-        return FAILED if who == EVERY else STEP_FAILED, describe_error(error)
+        return FAILED if answering_rank == EVERY else STEP_FAILED, describe_error(error)
 
 
 def begin_process(who: str, parent: int, log_level: int) -> None:
@@ -157,8 +157,8 @@ def worker_main(fd: int, rank: int, parent: int, log_level: int) -> NoReturn:
     wrapper = WorkerWrapperBase(rpc_rank=rank)
     with suppress(ConnectionError), socket.socket(fileno=fd) as sock, sock.makefile("rb") as orders:
         while len(header := orders.read(HEADER.size)) == HEADER.size:
-            size, number, who = HEADER.unpack(header)
-            kind, data = execute_order(wrapper, rank, orders.read(size), who)
+            size, number, answering_rank = HEADER.unpack(header)
+            kind, data = execute_order(wrapper, rank, orders.read(size), answering_rank)
             if data is not None:
                 sock.sendall(HEADER.pack(len(data), number, kind) + data)
     if hasattr(wrapper.worker, "shutdown"):
@@ -195,13 +195,12 @@ def describe_exit(process: subprocess.Popen[bytes]) -> str:
     with suppress(subprocess.TimeoutExpired):
         process.wait(2)
     code = process.returncode
-    how = "closed its connection"
-    if code is not None:
-        how = (
-            f"exited with code {code}"
-            if code >= 0
-            else f"was killed by {signal.Signals(-code).name}"
-        )
+    if code is None:
+        how = "closed its connection"
+    elif code >= 0:
+        how = f"exited with code {code}"
+    else:
+        how = f"was killed by {signal.Signals(-code).name}"
     return f"(process {process.pid}) {how}"
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #aba4d54b
@@ -269,9 +268,9 @@ class WorkerProcess:
 
     def describe_end(self) -> str:
         "Why the process is no more: its signal or exit code, and the last error that it sent."
-        last_words = (
-            f"; its last error was\n{pickle.loads(self.last_error)[1]}" if self.last_error else ""
-        )
+        last_words = ""
+        if self.last_error:
+            last_words = f"; its last error was\n{pickle.loads(self.last_error)[1]}"
         return f"worker rank={self.rank} {describe_exit(self.process)}{last_words}"
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #5216765b
@@ -287,14 +286,14 @@ def stop_processes(processes: list[subprocess.Popen[bytes]]) -> None:
                 process.wait(max(0.0, end - time.monotonic()))
 
 
-def stop_workers(owner: int, workers: list[WorkerProcess], kept: list[Any]) -> None:
-    "End the processes, within 5 s: they get no more orders. Then let go of `kept`."
+def stop_workers(owner: int, workers: list[WorkerProcess], keep_alive: list[Any]) -> None:
+    "End the processes, within 5 s: they get no more orders. Then let go of `keep_alive`."
     if os.getpid() != owner:  # a fork of the engine's process
         return
     for worker in workers:
         worker.sock.close()
     stop_processes([worker.process for worker in workers])
-    kept.clear()
+    keep_alive.clear()
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #3c716119
 @dataclass
@@ -319,9 +318,9 @@ class WorkerGroup:
 
     def __init__(self) -> None:
         self.workers: list[WorkerProcess] = []
-        self.kept: list[Any] = []  # what lives as long as the processes
+        self.keep_alive: list[Any] = []  # what lives as long as the processes
         # also when Python ends
-        self.stop = weakref.finalize(self, stop_workers, os.getpid(), self.workers, self.kept)
+        self.stop = weakref.finalize(self, stop_workers, os.getpid(), self.workers, self.keep_alive)
         self.poller = select.poll()
         self.dead = ""
         self.by_fd: dict[int, WorkerProcess] = {}
@@ -332,7 +331,7 @@ class WorkerGroup:
         # of a step, the first since the last reset: when, what
         self.failure: tuple[float, str] | None = None
         # an error in a step that was answered already: rank, error
-        self.late: tuple[int, bytes] | None = None
+        self.late_error: tuple[int, bytes] | None = None
 
     def start(self, env: dict[str, str]) -> None:
         "Start one more worker, with these environment variables."
@@ -346,21 +345,21 @@ class WorkerGroup:
         method: str | Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Any,
-        who: int = EVERY,
+        answering_rank: int = EVERY,
     ) -> Call:
-        """Send an order. A list of `kwargs` has one for each rank. `who` is the rank that answers,
-        or EVERY, or NONE.
+        """Send an order. A list of `kwargs` has one for each rank. `answering_rank` may be EVERY or
+        NONE, too.
         """
         self.check()
         data = to_bytes((method, args, kwargs))
-        ranks = [worker.rank for worker in self.workers if who in (EVERY, worker.rank)]
+        ranks = [worker.rank for worker in self.workers if answering_rank in (EVERY, worker.rank)]
         call = Call(self.num_calls, method if isinstance(method, str) else repr(method), ranks)
         with HoldInterrupts():  # all workers get it, or none
             if ranks:
                 self.calls[call.number] = call
             self.num_calls += 1
             for worker in self.workers:
-                worker.write(HEADER.pack(len(data), call.number, who) + data)
+                worker.write(HEADER.pack(len(data), call.number, answering_rank) + data)
         return call
 
     def wait(
@@ -375,7 +374,9 @@ class WorkerGroup:
         begin = time.monotonic()
         while True:
             self.check()
-            failed = (self.late if after_failure is None else None) or call.error
+            failed = call.error
+            if after_failure is None and self.late_error:
+                failed = self.late_error
             if failed:
                 self._look_for_the_dead()
                 raise rebuild_error(f"worker rank={failed[0]}", failed[1])
@@ -393,14 +394,15 @@ class WorkerGroup:
                     f"{call.name}: no answer from worker rank={missing} after {end - begin:.3g} s"
                 )
 
-    def drop(self) -> None:
+    def abandon_calls(self) -> None:
         "Wait no longer for any call; answers that come are dropped."
         self.dropped.update(self.calls)
         self.calls.clear()
 
-    def forgive(self) -> None:
+    def forget_failures(self) -> None:
         "After a reset: what failed before does not count any more."
-        self.failure = self.late = None
+        self.failure = None
+        self.late_error = None
         self.dropped.clear()
 
     def check(self) -> None:
@@ -422,9 +424,10 @@ class WorkerGroup:
         "Write and read what can be, and wait for that at most `seconds`."
         with HoldInterrupts():
             for worker in self.workers:
-                self.poller.modify(
-                    worker.sock, select.POLLIN if worker.write() else select.POLLIN | select.POLLOUT
-                )
+                events = select.POLLIN
+                if not worker.write():
+                    events |= select.POLLOUT
+                self.poller.modify(worker.sock, events)
             with let_interrupts_in():
                 ready = self.poller.poll(1000 * seconds)
             for fd, _ in ready:
@@ -435,7 +438,9 @@ class WorkerGroup:
                     self.die(worker.describe_end())
 
     def _look_for_the_dead(self) -> None:
-        end = time.monotonic() + self.grace * (len(self.workers) > 1)
+        if len(self.workers) == 1:
+            return
+        end = time.monotonic() + self.grace
         while (left := end - time.monotonic()) > 0:
             self._listen(left)
 
@@ -452,7 +457,7 @@ class WorkerGroup:
         if call:
             call.error = call.error or (worker.rank, data)
         elif kind == STEP_FAILED and number not in self.dropped:
-            self.late = self.late or (worker.rank, data)
+            self.late_error = self.late_error or (worker.rank, data)
 
 # %% ../../nbs/50a_multiproc_executor.ipynb #2374ef8c
 class MultiprocExecutor(ExecutorBase):
@@ -497,7 +502,7 @@ class MultiprocExecutor(ExecutorBase):
         ]
         if size > 1:
             store, url = host_store()
-            self.group.kept.append(store)
+            self.group.keep_alive.append(store)
             where = [{**kwargs, "distributed_init_method": url} for kwargs in where]
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, torch.get_num_threads() // size))
         logger.info("starting %d worker processes with OMP_NUM_THREADS=%s", size, threads)
@@ -510,11 +515,11 @@ class MultiprocExecutor(ExecutorBase):
         method: str | Callable[..., Any],
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
-        who: int = EVERY,
+        answering_rank: int = EVERY,
     ) -> Call:
         if self.closed:
             raise EngineClosedError
-        return self.group.send(method, args, kwargs or {}, who)
+        return self.group.send(method, args, kwargs or {}, answering_rank)
 
     def collective_rpc(
         self,
@@ -530,11 +535,11 @@ class MultiprocExecutor(ExecutorBase):
         then.
         """
         with self.lock:
+            if timeout is None and self.is_starting:
+                timeout = self.start_timeout
             call = self._send(method, args, kwargs)
             try:
-                return self.group.wait(
-                    call, self.start_timeout if timeout is None and self.is_starting else timeout
-                )
+                return self.group.wait(call, timeout)
             finally:
                 self.group.calls.pop(call.number, None)
 
@@ -549,12 +554,11 @@ class MultiprocExecutor(ExecutorBase):
         """
         with self.lock, HoldInterrupts():
             if self.is_ahead:
-                self._send("submit", (out,), who=NONE)
+                self._send("submit", (out,), answering_rank=NONE)
                 self.in_flight.append(partial(self._fetch, []))
             else:
-                self.in_flight.append(
-                    partial(self._get, self._send("execute_model", (out,), who=self.output_rank))
-                )
+                call = self._send("execute_model", (out,), answering_rank=self.output_rank)
+                self.in_flight.append(partial(self._get, call))
 
     def _get(self, call: Call) -> ModelRunnerOutput:
         "A step's result. After Ctrl-C it can be asked for again."
@@ -564,10 +568,9 @@ class MultiprocExecutor(ExecutorBase):
         except Exception as error:
             self.group.calls.pop(call.number, None)
             self.group.dropped.add(call.number)
-            self.group.failure = self.group.failure or (
-                time.monotonic(),
-                f"{type(error).__name__}: {error}",
-            )
+            if not self.group.failure:
+                what = f"{type(error).__name__}: {error}"
+                self.group.failure = time.monotonic(), what
             raise
 
     def _fetch(self, asked: list[Call]) -> ModelRunnerOutput:
@@ -575,7 +578,8 @@ class MultiprocExecutor(ExecutorBase):
         waiting.
         """
         with HoldInterrupts():
-            asked[:] = asked or [self._send("collect", who=self.output_rank)]
+            if not asked:
+                asked.append(self._send("collect", answering_rank=self.output_rank))
         return self._get(asked[0])
 
     def collect(self) -> ModelRunnerOutput:
@@ -588,7 +592,7 @@ class MultiprocExecutor(ExecutorBase):
         out after that.
         """
         with self.lock:
-            self.group.drop()
+            self.group.abandon_calls()
             self.in_flight.clear()
 
     def reset(self) -> None:
@@ -602,7 +606,7 @@ class MultiprocExecutor(ExecutorBase):
                 # Ctrl-C again: then there is no waiting, and no engine any more
                 with let_interrupts_in():
                     self.group.wait(call, self.step_timeout, after_failure=self.reset_timeout)
-                self.group.forgive()
+                self.group.forget_failures()
             except EngineDeadError:
                 raise
             except BaseException as error:

@@ -95,14 +95,12 @@ def place_workers(ray: Any, size: int, resource: str, timeout: int) -> tuple[Any
     free = ray._private.state.available_resources_per_node()
     nodes = []
     for node in filter(itemgetter("Alive"), ray.nodes()):
-        has_free, total = (
-            of.get(resource, 0) for of in (free.get(node["NodeID"], {}), node["Resources"])
-        )
-        nodes.append(f"{has_free:g} of {total:g} free on {node['NodeManagerAddress']}")
+        num_free = free.get(node["NodeID"], {}).get(resource, 0)
+        total = node["Resources"].get(resource, 0)
+        nodes.append(f"{num_free:g} of {total:g} free on {node['NodeManagerAddress']}")
     raise ValueError(
-        f"{asked} needs {size} {resource}s, and Ray has {', '.join(nodes)}: lower them, "
-        "add a machine by "
-        "`ray start --address=...`, or tell Ray that there are more by "
+        f"{asked} needs {size} {resource}s, and Ray has {', '.join(nodes)}: lower them, add a "
+        "machine by `ray start --address=...`, or tell Ray that there are more by "
         f"ray.init(num_{resource.lower()}s={size})"
     )
 
@@ -198,68 +196,85 @@ class RayDistributedExecutor(ExecutorBase):
         device = self.config.device_config.device
         self.is_ahead = self.config.scheduler_config.async_scheduling and device != "cpu"
         size = parallel.world_size
-        tp_size = parallel.tensor_parallel_size
-        self.output_rank = size - tp_size  # the first of the last pipeline stage
+        self.output_rank = size - parallel.tensor_parallel_size  # the last stage's first
         self._create_actors(size, "CPU" if device == "cpu" else "GPU")
         here = self.ray.get_runtime_context().get_node_id()
         nodes = [node_id for node_id, *_ in self.places]
         self.local_ranks = [nodes[:rank].count(nodes[rank]) for rank in range(size)]
-        threads = os.environ.get("OMP_NUM_THREADS") or str(
-            max(1, torch.get_num_threads() // nodes.count(nodes[0]))
-        )
-        env = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-        extra = {}
+        init_method = ""
         if size > 1:
             is_near = set(nodes) == {here}
-            self.store, url = host_store(
-                "127.0.0.1" if is_near else self.ray.util.get_node_ip_address()
-            )
-            extra = {"distributed_init_method": url}
-        refs = []
-        orders = []
-        for rank, worker in enumerate(self.workers):
-            # the local rank counts these
-            gpus = ",".join(gpu for node_id, _, _, gpu in self.places if node_id == nodes[rank])
-            visible = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-            where = {
-                "rank": rank,
-                "local_rank": self.local_ranks[rank],
-                "is_driver_worker": rank % tp_size == 0,
-                **extra,
-            }
-            refs.append(worker.set_up.remote(rank, {**env, **visible, "OMP_NUM_THREADS": threads}))
-            orders.append(self._pickle("init_worker", (self.config,), where))
+            host = "127.0.0.1" if is_near else self.ray.util.get_node_ip_address()
+            self.store, init_method = host_store(host)
+        orders = self._worker_orders(init_method)
+        refs = [
+            worker.set_up.remote(rank, env)
+            for rank, (worker, env) in enumerate(zip(self.workers, self._worker_envs()))
+        ]
         refs += [
             worker.execute_method.remote(order, False)
             for worker, order in zip(self.workers, orders)
         ]
         self._get(refs, "init_worker", self.start_timeout)
 
+    def _worker_envs(self) -> list[dict[str, str]]:
+        "Each worker's environment, by rank."
+        nodes = [node_id for node_id, *_ in self.places]
+        passed_on = {
+            name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)
+        }
+        threads = os.environ.get("OMP_NUM_THREADS") or str(
+            max(1, torch.get_num_threads() // nodes.count(nodes[0]))
+        )
+        envs = []
+        for node in nodes:
+            env = {**passed_on, "OMP_NUM_THREADS": threads}
+            # the local rank counts these
+            gpus = ",".join(gpu for node_id, _, _, gpu in self.places if node_id == node)
+            if gpus:
+                env["CUDA_VISIBLE_DEVICES"] = gpus
+            envs.append(env)
+        return envs
+
+    def _worker_orders(self, init_method: str) -> list[bytes]:
+        "For each rank the order to make its worker. `init_method`: where the workers meet."
+        tp_size = self.config.parallel_config.tensor_parallel_size
+        orders = []
+        for rank, local_rank in enumerate(self.local_ranks):
+            where = {
+                "rank": rank,
+                "local_rank": local_rank,
+                "is_driver_worker": rank % tp_size == 0,
+                "distributed_init_method": init_method,
+            }
+            orders.append(self._pickle("init_worker", (self.config,), where))
+        return orders
+
     def _create_actors(self, size: int, resource: str) -> None:
         "Let Ray place the actors, and count them node by node."
         ray = self.ray
         actor = self.ray.remote(RayWorkerWrapper)
         group, bundles, is_new = place_workers(ray, size, resource, self.place_timeout)
-        self.groups += [group] * is_new
+        if is_new:
+            self.groups.append(group)
         place = partial(ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy, group)
         options = {"num_cpus": 0, "num_gpus": int(resource == "GPU")}  # a CPU is held by its bundle
         self.workers += [
             actor.options(scheduling_strategy=place(i), **options).remote() for i in bundles
         ]
-        found = self._get(
-            [worker.get_place.remote() for worker in self.workers], "get_place", self.start_timeout
-        )
+        refs = [worker.get_place.remote() for worker in self.workers]
+        found = self._get(refs, "get_place", self.start_timeout)
         here = ray.get_runtime_context().get_node_id()
-        ranked = sorted(
-            zip(found, bundles, self.workers),
-            key=lambda x: (x[0][0] != here, x[0][1], x[0][0], x[1]),
-        )
+
+        def rank_key(entry: tuple[Any, int, Any]) -> tuple[Any, ...]:
+            (node_id, address, *_), bundle, _ = entry
+            return node_id != here, address, node_id, bundle
+
+        ranked = sorted(zip(found, bundles, self.workers), key=rank_key)
         self.workers[:] = [worker for *_, worker in ranked]
         self.places = [place for place, *_ in ranked]
-        logger.info(
-            "workers by rank: %s",
-            ", ".join(f"process {pid} on {address}" for _, address, pid, _ in self.places),
-        )
+        processes = [f"process {pid} on {address}" for _, address, pid, _ in self.places]
+        logger.info("workers by rank: %s", ", ".join(processes))
 
     # Orders and answers
 
@@ -351,21 +366,18 @@ class RayDistributedExecutor(ExecutorBase):
         with self.lock, HoldInterrupts():
             # the workers launch a step on their GPUs, and the next one before its result is fetched
             if self.is_ahead:
-                self.in_flight.append(
-                    partial(self._fetch, self._send("submit", (out,), rank=-1), [])
-                )
+                launched = self._send("submit", (out,), rank=-1)
+                self.in_flight.append(partial(self._fetch, launched, []))
             else:
-                self.in_flight.append(
-                    partial(
-                        self._result, self._send("execute_model", (out,), rank=self.output_rank)
-                    )
-                )
+                refs = self._send("execute_model", (out,), rank=self.output_rank)
+                self.in_flight.append(partial(self._result, refs))
 
     def _fetch(self, launched: list[Any], asked: list[Any]) -> ModelRunnerOutput:
         """The result of a step that was launched. The workers are asked once, also if Ctrl-C ends
         the waiting.
         """
-        asked[:] = asked or self._send("collect", rank=self.output_rank)
+        if not asked:
+            asked += self._send("collect", rank=self.output_rank)
         return self._result(launched + asked)
 
     def _result(self, refs: list[Any]) -> ModelRunnerOutput:

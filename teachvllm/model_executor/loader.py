@@ -200,7 +200,7 @@ def hf_name(name: str, model_type: str = "llama") -> str:
 # %% ../../nbs/34_loader.ipynb #7e089b56
 def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """llama.cpp keeps the rows of q and k in another order, neighbours turning together; this is
-    the order used here.
+    the order used here: [num_heads * head_size, ...] -> the same shape.
     """
     pairs = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
@@ -319,10 +319,8 @@ def shard_files(folder: Path, parallel: ParallelState) -> list[Path]:
     )
     require(
         count == size,
-        (
-            f"{folder} was saved for tensor_parallel_size * pipeline_parallel_size = {count} "
-            f"and cannot be loaded for {size}"
-        ),
+        f"{folder} was saved for tensor_parallel_size * pipeline_parallel_size = {count} "
+        f"and cannot be loaded for {size}",
     )
     return [file for file, rank in zip(files, ranks) if rank == str(parallel.rank)]
 
@@ -355,15 +353,18 @@ def find_weights(path: Path, load_format: str, sliced: bool = False) -> Weights:
             f"load_format={load_format!r}, but {path} is a GGUF file",
         )
         path = convert_gguf(path)
-    if load_format in ("auto", "safetensors", "gguf") and (
-        files := weight_files(path, "safetensors")
-    ):
+    files: list[Path] = []
+    if load_format in ("auto", "safetensors", "gguf"):
+        files = weight_files(path, "safetensors")
+    if files:
         require(
             not files[0].match(SHARD_NAME.format(rank="*", part="*")),
             f"{path} needs load_format='sharded_state'",
         )
         return safetensors_weights(files, sliced)
-    if load_format in ("auto", "pt") and (files := weight_files(path, "bin")):
+    if load_format in ("auto", "pt"):
+        files = weight_files(path, "bin")
+    if files:
         return bin_weights(files)
     raise ValueError(f"no weights in {path} for load_format={load_format!r}")
 
@@ -395,7 +396,8 @@ def take_kv_scales(model: nn.Module, weights: Weights) -> Weights:
     """
     layers = attention_layers(model)
     for name, tensor in weights:
-        path, kind = match.groups() if (match := KV_SCALE.fullmatch(name)) else ("", "")
+        match = KV_SCALE.fullmatch(name)
+        path, kind = match.groups() if match else ("", "")
         layer = layers.get(f"{path}.attn") or layers.get(f"model.{path}.attn")
         if layer is None:
             yield name, tensor
@@ -405,7 +407,8 @@ def take_kv_scales(model: nn.Module, weights: Weights) -> Weights:
                 raise WeightsError(
                     f"{name} is {values[:5]}: a layer's scale is one positive number"
                 )
-            for scale in ("k_scale", "v_scale") if kind == "kv_scale" else (kind,):
+            kinds = ("k_scale", "v_scale") if kind == "kv_scale" else (kind,)
+            for scale in kinds:
                 setattr(layer.backend, scale, values[0])
 
 # %% ../../nbs/34_loader.ipynb #c2e60039
@@ -448,18 +451,13 @@ def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.
     if load_format == "dummy":
         dummy_weights(model, model_config.seed)
     elif load_format == "sharded_state":
-        load_sharded_state(
-            model,
-            take_kv_scales(model, safetensors_weights(shard_files(model_config.path, parallel))),
-        )
+        weights = safetensors_weights(shard_files(model_config.path, parallel))
+        load_sharded_state(model, take_kv_scales(model, weights))
     else:
         weights = find_weights(model_config.path, load_format, sliced=parallel.size > 1)
-        bar = (
-            tqdm(weights, desc="Loading weights", delay=2, unit=" tensors")
-            if parallel.rank == 0
-            else weights
-        )
-        load_weights(model, take_kv_scales(model, bar))
+        if parallel.rank == 0:
+            weights = tqdm(weights, desc="Loading weights", delay=2, unit=" tensors")
+        load_weights(model, take_kv_scales(model, weights))
     return model
 
 
@@ -503,8 +501,8 @@ def save_sharded_state(config: VllmConfig, context: ModelContext, path: Path) ->
             f"{name}.{kind}": torch.tensor(scale) for kind, scale in scales.items() if scale != 1
         }
     save_file(state, path / SHARD_NAME.format(rank=rank, part=0), {"format": "pt"})
-    for file in folder.iterdir() if rank == 0 else ():
-        if file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith(
-            ".index.json"
-        ):
-            shutil.copy(file, path)
+    if rank == 0:
+        for file in folder.iterdir():
+            is_index = file.name.endswith(".index.json")
+            if file.suffix in (".json", ".txt", ".model", ".jinja") and not is_index:
+                shutil.copy(file, path)

@@ -128,9 +128,9 @@ def yarn_frequencies(rotary_dim: int, rope: dict[str, Any]) -> tuple[torch.Tenso
     high = min(high, rotary_dim - 1)
     high += 0.001 if low == high else 0
     squeezed = ((torch.arange(rotary_dim // 2).float() - low) / (high - low)).clamp(0, 1)
-    scale, mscale, all_dim = (
-        rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")
-    )
+    scale = rope.get("attention_factor")
+    mscale = rope.get("mscale")
+    all_dim = rope.get("mscale_all_dim")
     if scale is None:
         scale = magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1)
     return inv_freq / factor * squeezed + inv_freq * (1 - squeezed), scale

@@ -156,6 +156,10 @@ class LogprobsTensors:
     top_logprobs: torch.Tensor  # [s, num_top] float32
     ranks: torch.Tensor  # [s] int64: how many tokens are at least as likely as the chosen one
 
+    def to_cpu_nonblocking(self) -> "LogprobsTensors":
+        "The same on its way to the host. The caller does not wait."
+        return LogprobsTensors(*(x.to("cpu", non_blocking=True) for x in vars(self).values()))
+
     def tolists(self) -> list[TokenLogprobs]:
         "One `TokenLogprobs` (chapter 08) a row, on the host."
         each = (x.tolist() for x in (self.logprobs, self.ranks, self.top_ids, self.top_logprobs))
@@ -207,13 +211,18 @@ def apply_grammar_bitmask(
         logits[some] = row
 
 # %% ../../nbs/32_sampler.ipynb #c6bb457d
+def _row_probs(logits: torch.Tensor, meta: SamplingMetadata, rows: torch.Tensor) -> torch.Tensor:
+    "Some rows' probabilities at their temperatures: [len(rows), vocab_size]."
+    return logits[rows].div_(meta.temperature[rows, None]).softmax(-1)
+
+
 class Sampler:
     """Greedy, temperature, top_k, top_p and min_p; one random number a row, drawn by
     `uniform_noise`.
 
     No loop over sequences: rows are grouped by the work they need, and each group is one batched
     computation. `fused(logits, temperature, uniform) -> ids`, if given, chooses for greedy and
-    plain rows alike, as one kernel on a GPU does (`fused_sampler.sample_rows`). vLLM:
+    plain rows alike, as one kernel on a GPU does (`gpu_kernels.sampler.sample_rows`). vLLM:
     `v1/sample/sampler.py`.
     """
 
@@ -241,28 +250,36 @@ class Sampler:
             logits[meta.banned] = -torch.inf
         if meta.allowed is not None:
             apply_grammar_bitmask(logits, *meta.allowed)
-        ids = (
-            self.fused(logits, meta.temperature, meta.uniform)
-            if self.fused
-            else self.greedy(logits)
-        )
-        for rows, filtered in (
-            () if meta.greedy else ((meta.plain_rows, False), (meta.filtered_rows, True))
-        ):
-            if len(rows) and (filtered or not self.fused):
-                probs = logits[rows].div_(meta.temperature[rows, None]).softmax(-1)
-                chosen = (
-                    sample_filtered(probs, meta, rows)
-                    if filtered
-                    else inverse_cdf(probs, meta.uniform[rows])
-                )
-                ids[rows] = torch.where(ids[rows] < 0, -1, chosen)
+        if self.fused:
+            ids = self.fused(logits, meta.temperature, meta.uniform)
+        else:
+            ids = self.greedy(logits)
+        if not meta.greedy:
+            if not self.fused:
+                self._draw_plain(logits, meta, ids)
+            self._draw_filtered(logits, meta, ids)
         if not len(meta.scored_rows):
             return ids, None
         raw = logits[meta.scored_rows] if raw is None else raw
         return ids, gather_logprobs(
             raw, ids[meta.scored_rows], meta.num_top, meta.scored_rows.clone()
         )
+
+    @staticmethod
+    def _draw_plain(logits: torch.Tensor, meta: SamplingMetadata, ids: torch.Tensor) -> None:
+        "Replace the `ids` [num_rows] of rows that sample from all tokens, but for an id of -1."
+        rows = meta.plain_rows
+        if len(rows):
+            chosen = inverse_cdf(_row_probs(logits, meta, rows), meta.uniform[rows])
+            ids[rows] = torch.where(ids[rows] < 0, -1, chosen)
+
+    @staticmethod
+    def _draw_filtered(logits: torch.Tensor, meta: SamplingMetadata, ids: torch.Tensor) -> None:
+        "The same for rows with top_p, top_k or min_p."
+        rows = meta.filtered_rows
+        if len(rows):
+            chosen = sample_filtered(_row_probs(logits, meta, rows), meta, rows)
+            ids[rows] = torch.where(ids[rows] < 0, -1, chosen)
 
     @staticmethod
     def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -317,19 +334,15 @@ class SamplerOutput:
         if self.token_ids.device.type == "cpu":
             return self
         token_ids = self.token_ids.to("cpu", non_blocking=True)
-        scores = []
-        for logprobs in (self.logprobs, self.prompt_logprobs):
-            there = logprobs is not None
-            scores.append(
-                LogprobsTensors(*(x.to("cpu", non_blocking=True) for x in vars(logprobs).values()))
-                if there
-                else None
-            )
-        pooled = None if self.pooled is None else self.pooled.to("cpu", non_blocking=True)
-        event = torch.cuda.current_stream().record_event()
-        return SamplerOutput(
-            self.seq_ids, token_ids, scores[0], event, self.errors, scores[1], pooled, self.drafts
-        )
+        copy = SamplerOutput(self.seq_ids, token_ids, errors=self.errors, drafts=self.drafts)
+        if self.logprobs is not None:
+            copy.logprobs = self.logprobs.to_cpu_nonblocking()
+        if self.prompt_logprobs is not None:
+            copy.prompt_logprobs = self.prompt_logprobs.to_cpu_nonblocking()
+        if self.pooled is not None:
+            copy.pooled = self.pooled.to("cpu", non_blocking=True)
+        copy.arrived = torch.cuda.current_stream().record_event()
+        return copy
 
     def to_model_runner_output(self) -> ModelRunnerOutput:
         "Waits until the copy has arrived, and not for what the device does after it."

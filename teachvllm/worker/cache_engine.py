@@ -68,8 +68,9 @@ class CacheEngine:
 
     def _allocate_kv_cache(self, spec: KVCacheSpec, num_blocks: int, device: str) -> torch.Tensor:
         "One layer's tensor, in the backend's memory order, seen in its generic shape."
-        sizes = (num_blocks, self.block_size, spec.num_kv_heads, spec.head_size)
-        shape = self.backend_cls.get_kv_cache_shape(*sizes)
+        shape = self.backend_cls.get_kv_cache_shape(
+            num_blocks, self.block_size, spec.num_kv_heads, spec.head_size
+        )
         order = self.backend_cls.get_kv_cache_stride_order()
         stored = tuple(shape[axis] for axis in order)
         back = [order.index(axis) for axis in range(len(shape))]

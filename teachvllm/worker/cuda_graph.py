@@ -79,15 +79,18 @@ def pad_inputs(inputs: dict[str, np.ndarray], size: int, width: int) -> dict[str
     """
     padded = {}
     for name in Batch.NAMES:
-        if name != "query_start_loc":
-            shape, dtype = (
-                ((size, width), np.int32) if name == "block_table" else ((size,), np.int64)
-            )
-            padded[name] = np.full(
-                shape, -1 if name in ("slot_mapping", "token_indices") else 0, dtype
-            )
-            if inputs:
-                padded[name][tuple(map(slice, inputs[name].shape))] = inputs[name]
+        if name == "query_start_loc":
+            continue
+        shape: tuple[int, ...] = (size,)
+        dtype: Any = np.int64
+        if name == "block_table":
+            shape = (size, width)
+            dtype = np.int32
+        fill = -1 if name in ("slot_mapping", "token_indices") else 0
+        array = np.full(shape, fill, dtype)
+        if inputs:
+            array[tuple(map(slice, inputs[name].shape))] = inputs[name]
+        padded[name] = array
     return padded
 
 # %% ../../nbs/43_cuda_graph.ipynb #46c65281
@@ -155,9 +158,8 @@ class CudaGraphRunner:
         graph_class: Any = CudaGraph,
     ):
         model = runner.config.model_config
-        # kept: a graph knows only its address
         self.sizes = sorted(sizes)
-        self.kv_caches = kv_caches
+        self.kv_caches = kv_caches  # kept: a graph knows only their addresses
         self.longest = min(model.max_seq_len_to_capture, model.max_model_len)
         self.inputs = StaticInputs(
             self.sizes[-1], num_blocks_for(self.longest, runner.block_size), runner.device
@@ -185,12 +187,12 @@ class CudaGraphRunner:
         """Hidden states [num_seqs, hidden_size] of a batch that `can_run` accepts, and `sampling`
         on the device.
 
-        Both are overwritten by the next run.
+        Both are overwritten by the next run. `batch` is not looked at: a `CpuGraphRunner` needs it.
         """
         num_tokens = len(inputs["token_ids"])
         size = next(size for size in self.sizes if size >= num_tokens)
-        x = self.inputs.load(size, inputs, sampling)
-        return self.graphs[size].replay()[:num_tokens], x
+        on_device = self.inputs.load(size, inputs, sampling)
+        return self.graphs[size].replay()[:num_tokens], on_device
 
 # %% ../../nbs/43_cuda_graph.ipynb #7bc72f83
 def graph_memory(runner: ModelRunner, sizes: list[int], graph_class: Any = CudaGraph) -> int:
@@ -202,8 +204,8 @@ def graph_memory(runner: ModelRunner, sizes: list[int], graph_class: Any = CudaG
     """
     if not sizes:
         return 0
-    # padded batches touch no block
     free = []
+    # padded batches touch no block
     kv_caches = runner.make_cache(1).gpu_cache
     for some in ([], sizes[:1], sizes[:2]):
         graphs = CudaGraphRunner(runner, some, kv_caches, graph_class) if some else None

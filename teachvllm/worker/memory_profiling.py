@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,9 +46,8 @@ def process_memory(field: str = "VmRSS", status: str = "/proc/self/status") -> i
     except OSError:  # no Linux: only the peak since the process began is known
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def release_memory() -> None:
@@ -68,11 +68,9 @@ def model_bytes(model: nn.Module) -> int:
     """
     sizes = {}
     for module in model.modules():
-        kept = [
-            x
-            for value in vars(module).values()
-            for x in (value if isinstance(value, list) else [value])
-        ]
+        kept: list[Any] = []
+        for value in vars(module).values():
+            kept += value if isinstance(value, list) else [value]
         for x in (*module._parameters.values(), *module._buffers.values(), *kept):
             if isinstance(x, torch.Tensor):
                 if x.layout is torch.strided:  # what shares a storage is counted once
@@ -84,7 +82,6 @@ def model_bytes(model: nn.Module) -> int:
     return sum(sizes.values())
 
 # %% ../../nbs/42_memory_profiling.ipynb #604a581c
-#| code-fold: true
 def group_left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
     """Bytes left under one control group's own limit; None if it has no limit, or there is no such
     group.
@@ -97,9 +94,8 @@ def group_left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
     except (OSError, ValueError):  # no such file, or "max"
         return None
     with suppress(OSError, ValueError, KeyError):
-        left += int(
-            dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cache]
-        )
+        lines = (folder / "memory.stat").read_text().splitlines()
+        left += int(dict(line.split() for line in lines)[cache])
     return left if left < 1 << 60 else None  # version 1 writes "no limit" as a huge number
 
 
@@ -237,15 +233,20 @@ class MemoryProfiler:
         self.device = device
         self.config = cache_config
         self.num_workers = num_workers  # that share the host's memory, and on a CPU all of it
-        self.start = self.loaded = self.ran = MemorySnapshot.take(device)
-        self.weights = self.activations = self.graphs = 0
+        self.start = MemorySnapshot.take(device)
+        self.loaded = self.start
+        self.ran = self.start
+        self.weights = 0
+        self.activations = 0
+        self.graphs = 0
 
     def weights_loaded(self, model: nn.Module) -> None:
         """Measure what the weights took: on a GPU by the allocator; on a CPU by the tensors of
         `model`, because a process uses memory again that it freed before, and then does not grow.
         """
         release_memory()
-        self.loaded = self.ran = MemorySnapshot.take(self.device)
+        self.loaded = MemorySnapshot.take(self.device)
+        self.ran = self.loaded
         grown = self.loaded.torch_memory - self.start.torch_memory
         self.weights = model_bytes(model) if self.device == "cpu" else grown
 
@@ -269,10 +270,9 @@ class MemoryProfiler:
         other = start.total - start.free
         non_torch = max(0, ran.other_memory - start.other_memory)
         if start.non_torch_memory is not None and ran.non_torch_memory is not None:
-            neighbours = (ran.other_memory - ran.non_torch_memory) - (
-                start.other_memory - start.non_torch_memory
-            )
-            other += max(0, neighbours) - start.non_torch_memory
+            theirs = ran.other_memory - ran.non_torch_memory
+            theirs_before = start.other_memory - start.non_torch_memory
+            other += max(0, theirs - theirs_before) - start.non_torch_memory
             non_torch = ran.non_torch_memory
         spare = start.total // 50 if other else 0  # an allocator needs room for rounding
         budget = min(
@@ -299,17 +299,15 @@ class MemoryProfiler:
         )
         require(
             num_blocks * block_bytes <= total,
-            f"{num_blocks} KV blocks would take {num_blocks * block_bytes / GiB:.1f} GiB "
-            f"of the {total / GiB:.1f} "
-            "there are: lower num_gpu_blocks_override or kv_cache_memory_bytes",
+            f"{num_blocks} KV blocks would take {num_blocks * block_bytes / GiB:.1f} GiB of the "
+            f"{total / GiB:.1f} there are: lower num_gpu_blocks_override or kv_cache_memory_bytes",
         )
         tokens = num_blocks * config.block_size
         require(
             override is not None or tokens >= max_model_len,
-            f"max_model_len={max_model_len} is more than the {tokens} tokens the KV cache "
-            f"holds ({source} gives "
-            f"{num_blocks} blocks of {config.block_size} tokens): {knobs}, or lower "
-            f"max_model_len to {tokens} or less",
+            f"max_model_len={max_model_len} is more than the {tokens} tokens the KV cache holds "
+            f"({source} gives {num_blocks} blocks of {config.block_size} tokens): {knobs}, or "
+            f"lower max_model_len to {tokens} or less",
         )
         return num_blocks
 
@@ -331,9 +329,9 @@ class MemoryProfiler:
             source = f"a CPU's default of {CPU_KV_CACHE_BYTES / GiB:.0f} GiB"
             return most, source, "raise kv_cache_memory_bytes"
         source = (
-            f"budget {profile.budget / GiB:.2f} GiB - weights {profile.weights / GiB:.2f} "
-            "- activations "
-            f"{profile.activations / GiB:.2f} - non-torch {profile.non_torch / GiB:.2f}"
+            f"budget {profile.budget / GiB:.2f} GiB - weights {profile.weights / GiB:.2f} - "
+            f"activations {profile.activations / GiB:.2f} - non-torch "
+            f"{profile.non_torch / GiB:.2f}"
         )
         source += f" - graphs {profile.graphs / GiB:.2f}" if profile.graphs else ""
         if profile.budget < (wanted := int(profile.total * asked)):  # more is not there
@@ -355,14 +353,11 @@ class MemoryProfiler:
         asked = self.config.swap_space
         if asked is None:
             return min(4 * GiB, free // 10) // block_bytes
+        each = f" for each of {self.num_workers} workers" if self.num_workers > 1 else ""
         require(
             asked * GiB <= free,
-            (
-                f"swap_space={asked} GiB is more than the {free / GiB:.1f} GiB that are free "
-                "on this machine"
-            )
-            + f" for each of {self.num_workers} workers" * (self.num_workers > 1)
-            + ": lower it",
+            f"swap_space={asked} GiB is more than the {free / GiB:.1f} GiB that are free on this "
+            f"machine{each}: lower it",
         )
         return int(asked * GiB) // block_bytes
 
@@ -374,26 +369,23 @@ class MemoryProfiler:
         try:
             yield
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            # CUDA, cuBLAS, a CPU
             why = str(error)
+            # as CUDA, cuBLAS and a CPU say it
             phrases = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-            if not isinstance(error, torch.OutOfMemoryError) and not any(
-                words in why for words in phrases
-            ):
+            says_so = any(words in why for words in phrases)
+            if not (isinstance(error, torch.OutOfMemoryError) or says_so):
                 raise
             now = MemorySnapshot.take(self.device)
             tried = re.search(r"tried to allocate [\d.]+ \w+", why, re.IGNORECASE)
+            size = f" (t{tried[0][1:]})" if tried else ""
             own = now.non_torch_memory or 0
             raise ValueError(
-                f"out of memory while {doing}{f' (t{tried[0][1:]})' if tried else ''}: "
-                "this process holds "
+                f"out of memory while {doing}{size}: this process holds "
                 f"{(now.torch_memory + own) / GiB:.2f} GiB, others "
-                f"{(now.other_memory - own) / GiB:.2f}, free are "
-                f"{now.free / GiB:.2f} of {now.total / GiB:.2f}. Lower max_num_seqs or "
-                "max_num_batched_tokens (smaller "
-                "activations) or gpu_memory_utilization (a smaller KV cache), take a "
-                "smaller model or a dtype of "
-                "16 bits, or end other processes on this device"
+                f"{(now.other_memory - own) / GiB:.2f}, free are {now.free / GiB:.2f} of "
+                f"{now.total / GiB:.2f}. Lower max_num_seqs or max_num_batched_tokens (smaller "
+                "activations) or gpu_memory_utilization (a smaller KV cache), take a smaller model "
+                "or a dtype of 16 bits, or end other processes on this device"
             ) from error
 
 # %% ../../nbs/42_memory_profiling.ipynb #7103f96c

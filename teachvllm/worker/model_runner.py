@@ -66,20 +66,8 @@ class InputBatch:
         self.token_ids = np.zeros((n, max_model_len), np.int32)
         self.block_table = np.zeros((n, num_blocks_for(max_model_len, block_size)), np.int32)
         self.stop_token_ids: list[list[int]] = [[] for _ in range(n)]
-        # One number a slot:
-        self.seq_ids = np.zeros(n, np.int64)
-        self.num_tokens, self.num_computed_tokens, self.num_blocks = (
-            np.zeros(n, np.int64) for _ in range(3)
-        )
-        # the last token was sampled, and the host does not know it
-        self.on_device = np.zeros(n, np.bool_)
-        self.temperature, self.top_p, self.min_p = (np.zeros(n, np.float32) for _ in range(3))
-        self.top_k = np.zeros(n, np.int64)
-        self.seed = np.zeros(n, np.uint64)
-        # logprobs: -1 is none
-        self.num_samples = np.zeros(n, np.int64)
-        self.num_logprobs = np.zeros(n, np.int64)
-        self.adapter_ids = np.zeros(n, np.int64)  # 0: none
+        self.columns: list[np.ndarray] = []  # what `_new_column` made
+        self._make_columns()
         # what some sequences ask to be done to their logits
         self.logits_processors = LogitsProcessors(vocab_size, device)
         # Sequences with prompt tokens to score: slot -> (the next token to score, tokens in the
@@ -88,9 +76,31 @@ class InputBatch:
         # Sequences with embeddings in place of prompt tokens that are not computed yet: slot ->
         # [(position of the first, float32 [n, hidden_size])], by position.
         self.prompt_embeddings: dict[int, list[tuple[int, np.ndarray]]] = {}
+
+    def _make_columns(self) -> None:
+        "Arrays with one number a slot."
+        self.seq_ids = self._new_column(np.int64)
+        self.num_tokens = self._new_column(np.int64)
+        self.num_computed_tokens = self._new_column(np.int64)
+        self.num_blocks = self._new_column(np.int64)
+        # the last token was sampled, and the host does not know it
+        self.on_device = self._new_column(np.bool_)
+        self.temperature = self._new_column(np.float32)
+        self.top_p = self._new_column(np.float32)
+        self.min_p = self._new_column(np.float32)
+        self.top_k = self._new_column(np.int64)
+        self.seed = self._new_column(np.uint64)
         # while a sequence has fewer tokens, its stop ids are banned
-        self.min_len = np.zeros(n, np.int64)
-        self.columns = [x for x in vars(self).values() if isinstance(x, np.ndarray) and x.ndim == 1]
+        self.min_len = self._new_column(np.int64)
+        self.num_samples = self._new_column(np.int64)
+        self.num_logprobs = self._new_column(np.int64)  # -1: none
+        self.adapter_ids = self._new_column(np.int64)  # 0: none
+
+    def _new_column(self, dtype: Any) -> np.ndarray:
+        "One number a slot, which a fork takes over."
+        column = np.zeros(self.num_slots, dtype)
+        self.columns.append(column)
+        return column
 
     def update(self, out: SchedulerOutput) -> None:
         """Apply a step's orders: which sequences were forked, ended, or are new, whose block table
@@ -182,27 +192,26 @@ class InputBatch:
         self.top_k[slot] = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         self.seed[slot] = new.seed % 2**64
         self.num_samples[slot] = new.num_samples
-        self.num_logprobs[slot] = (
-            -1 if new.num_logprobs is None else num_likeliest(new.num_logprobs, vocab_size)
-        )
+        self.num_logprobs[slot] = -1
+        if new.num_logprobs is not None:
+            self.num_logprobs[slot] = num_likeliest(new.num_logprobs, vocab_size)
         self.adapter_ids[slot] = new.adapter_id
         if new.prompt_embeddings:
             self.prompt_embeddings[slot] = [
                 (part.offset, np.frombuffer(part.values, np.float32).reshape(part.num_tokens, -1))
                 for part in new.prompt_embeddings
             ]
-        self.stop_token_ids[slot] = banned = params.all_stop_token_ids or new.stop_token_ids
-        max_len = self.token_ids.shape[1]
-        self.min_len[slot] = (
-            new.num_prompt_tokens + min(params.min_tokens, max_len) if banned else 0
-        )
+        banned = params.all_stop_token_ids or new.stop_token_ids
+        self.stop_token_ids[slot] = banned
+        self.min_len[slot] = 0
+        if banned:
+            max_len = self.token_ids.shape[1]
+            self.min_len[slot] = new.num_prompt_tokens + min(params.min_tokens, max_len)
         self.logits_processors.add(slot, params, new.token_ids, new.num_prompt_tokens)
-        if (
-            new.prompt_logprobs_from is not None
-            and new.prompt_logprobs_from < new.num_prompt_tokens
-        ):
+        start = new.prompt_logprobs_from
+        if start is not None and start < new.num_prompt_tokens:
             num_top = num_likeliest(params.prompt_logprobs, vocab_size)
-            self.prompt_logprobs[slot] = new.prompt_logprobs_from, new.num_prompt_tokens, num_top
+            self.prompt_logprobs[slot] = start, new.num_prompt_tokens, num_top
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
         "The sequence's block table grew at its end."
@@ -218,7 +227,7 @@ class InputBatch:
         with `set_tokens`, behind its last one, which need not be known any more.
         """
         self.num_computed_tokens[batch.req_indices] += batch.num_scheduled
-        sampled = batch.sample_indices[batch.kept]
+        sampled = batch.sample_indices[batch.keeps_token]
         self.on_device[batch.sample_indices] = False
         self.on_device[sampled] = True
         self.num_tokens[sampled] += 1
@@ -281,7 +290,6 @@ class Batch:
         drafts: dict[int, list[int]] | None = None,
     ):
         num_seqs = len(num_scheduled_tokens)
-        block_size = state.block_size
         self.req_indices = np.fromiter(
             map(state.slot_of.__getitem__, num_scheduled_tokens), np.int64, num_seqs
         )
@@ -292,27 +300,12 @@ class Batch:
         self.num_scheduled.cumsum(out=self.query_start_loc[1:])
         computed = state.num_computed_tokens[self.req_indices]
         self.seq_lens = computed + self.num_scheduled
-
-        index = np.repeat(self.req_indices, self.num_scheduled)  # each token's slot
-        first = np.repeat(computed - self.query_start_loc[:-1], self.num_scheduled)
-        self.positions = np.arange(len(index)) + first
-        self.token_ids = state.token_ids[index, self.positions].astype(np.int64)
-        sampled = state.on_device[index] & (self.positions == state.num_tokens[index] - 1)
-        # where the device finds the id; -1: it is in `token_ids`
-        self.token_indices = np.where(sampled, index, -1)
-        block_index, offset = np.divmod(self.positions, block_size)
-        self.slot_mapping = (
-            state.block_table[index, block_index].astype(np.int64) * block_size + offset
-        )
-        self.block_table = state.block_table[
-            self.req_indices, : num_blocks_for(int(self.seq_lens.max()), block_size)
-        ]
-
+        self._place_tokens(state, computed)
         self.drafts: dict[int, list[int]] = {}
         if drafts:
-            self._sample_with_drafts(state, drafts)
+            self._choose_draft_rows(state, drafts)
         else:
-            self._sample(state)
+            self._choose_sample_rows(state)
         # what only some steps have
         self.extras: dict[str, np.ndarray] = {}
         adapter_ids = state.adapter_ids[self.req_indices]
@@ -321,40 +314,59 @@ class Batch:
         if state.prompt_embeddings:
             self.extras |= embedding_rows(state, self)
 
-    def _sample(self, state: InputBatch) -> None:
+    def _place_tokens(self, state: InputBatch, computed: np.ndarray) -> None:
+        "The new tokens' ids, positions and slots, behind the `computed` [num_seqs] ones."
+        index = np.repeat(self.req_indices, self.num_scheduled)  # each token's slot
+        first = np.repeat(computed - self.query_start_loc[:-1], self.num_scheduled)
+        self.positions = np.arange(len(index)) + first
+        self.token_ids = state.token_ids[index, self.positions].astype(np.int64)
+        sampled = state.on_device[index] & (self.positions == state.num_tokens[index] - 1)
+        # where the device finds the id; -1: it is in `token_ids`
+        self.token_indices = np.where(sampled, index, -1)
+        block_size = state.block_size
+        block_index, offset = np.divmod(self.positions, block_size)
+        block_ids = state.block_table[index, block_index].astype(np.int64)
+        self.slot_mapping = block_ids * block_size + offset
+        num_blocks = num_blocks_for(int(self.seq_lens.max()), block_size)
+        self.block_table = state.block_table[self.req_indices, :num_blocks]
+
+    def _choose_sample_rows(self, state: InputBatch) -> None:
         "Whose next token can be sampled: those whose tokens are all computed then."
-        self.done = self.seq_lens == state.num_tokens[self.req_indices]
-        indices = self.req_indices[self.done]
+        self.is_complete = self.seq_lens == state.num_tokens[self.req_indices]
+        indices = self.req_indices[self.is_complete]
         times = state.num_samples[indices]
-        self.logits_indices = np.repeat(self.query_start_loc[1:][self.done] - 1, times)
+        self.logits_indices = np.repeat(self.query_start_loc[1:][self.is_complete] - 1, times)
         self.sample_indices = np.repeat(indices, times)
         self.sample_numbers = np.arange(len(self.sample_indices)) - np.repeat(
             times.cumsum() - times, times
         )
         self.sample_offsets = np.zeros_like(self.sample_numbers)
         # those whose token is the sequence's own, and stays on the device
-        self.kept = self.sample_numbers == 0
+        self.keeps_token = self.sample_numbers == 0
 
-    def _sample_with_drafts(self, state: InputBatch, drafts: dict[int, list[int]]) -> None:
+    def _choose_draft_rows(self, state: InputBatch, drafts: dict[int, list[int]]) -> None:
         "The same where some sequences have drafts."
         seq_ids = state.seq_ids[self.req_indices].tolist()
         num_drafts = np.array([len(drafts.get(seq_id, ())) for seq_id in seq_ids])
-        self.done = self.seq_lens == state.num_tokens[self.req_indices] + num_drafts
-        indices = self.req_indices[self.done]
-        num_drafts = num_drafts[self.done]
+        self.is_complete = self.seq_lens == state.num_tokens[self.req_indices] + num_drafts
+        indices = self.req_indices[self.is_complete]
+        num_drafts = num_drafts[self.is_complete]
         num_samples = state.num_samples[indices]
-        alike = [state.logits_processors.is_foreseeable(slot) for slot in indices.tolist()]
-        several = (num_drafts > 0) & (num_samples == 1) & np.array(alike, np.bool_)
-        times = np.where(several, num_drafts + 1, num_samples)
+        is_draft_safe = np.array(
+            [state.logits_processors.is_foreseeable(slot) for slot in indices.tolist()], np.bool_
+        )
+        has_draft_rows = (num_drafts > 0) & (num_samples == 1) & is_draft_safe
+        times = np.where(has_draft_rows, num_drafts + 1, num_samples)
         numbers = np.arange(times.sum()) - np.repeat(times.cumsum() - times, times)
-        self.sample_offsets = np.where(np.repeat(several, times), numbers, 0)
-        first_rows = self.query_start_loc[1:][self.done] - 1 - num_drafts
+        self.sample_offsets = np.where(np.repeat(has_draft_rows, times), numbers, 0)
+        first_rows = self.query_start_loc[1:][self.is_complete] - 1 - num_drafts
         self.logits_indices = np.repeat(first_rows, times) + self.sample_offsets
         self.sample_indices = np.repeat(indices, times)
         self.sample_numbers = numbers - self.sample_offsets
-        self.kept = (self.sample_numbers == 0) & np.repeat(num_drafts == 0, times)
-        entries = np.where(several, 1, num_samples)
-        for entry, slot in zip((entries.cumsum() - entries)[several], indices[several]):
+        self.keeps_token = (self.sample_numbers == 0) & np.repeat(num_drafts == 0, times)
+        entries = np.where(has_draft_rows, 1, num_samples)
+        first_entries = (entries.cumsum() - entries)[has_draft_rows]
+        for entry, slot in zip(first_entries, indices[has_draft_rows]):
             self.drafts[int(entry)] = drafts[int(state.seq_ids[slot])]
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -434,6 +446,27 @@ def to_device(arrays: dict[str, np.ndarray], device: str) -> dict[str, torch.Ten
     return packed.views(packed.buffer(pin_memory=True).to(device, non_blocking=True))
 
 # %% ../../nbs/41_model_runner.ipynb #a69bef6e
+def _grammar_inputs(
+    grammar_bitmask: dict[int, list[bytes]], seq_ids: np.ndarray, offsets: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Which rows a grammar limits, and the bits of what it allows there; nothing if it limits none.
+    Row i is sampled for `seq_ids[i]`, behind the `offsets[i]`th of its drafts: int64 [num_rows].
+    """
+    owners = zip(seq_ids.tolist(), offsets.tolist(), strict=True)
+    found = [
+        (row, grammar_bitmask[seq_id][offset])
+        for row, (seq_id, offset) in enumerate(owners)
+        if seq_id in grammar_bitmask
+    ]
+    if not found:
+        return {}
+    bits = np.frombuffer(bytearray().join(packed for _, packed in found), np.uint8)
+    return {
+        "allowed_rows": np.array([row for row, _ in found]),
+        "allowed_bits": bits.reshape(len(found), -1),
+    }
+
+
 def sampling_inputs(
     state: InputBatch, batch: Batch, grammar_bitmask: dict[int, list[bytes]] | None = None
 ) -> dict[str, np.ndarray]:
@@ -447,42 +480,34 @@ def sampling_inputs(
     """
     indices = batch.sample_indices
     numbers = batch.sample_numbers
-    x = {name: getattr(state, name)[indices] for name in ("temperature", "top_p", "top_k", "min_p")}
+    columns = ("temperature", "top_p", "top_k", "min_p")
+    inputs = {name: getattr(state, name)[indices] for name in columns}
     seeds = state.seed[indices]
     num_tokens = state.num_tokens[indices] + batch.sample_offsets
     for i in np.flatnonzero(numbers):  # they will be forks, which have seeds of their own
         seeds[i] = sequence_seed(int(seeds[i]), int(numbers[i]))
-    sampled = x["temperature"] > 0
-    filtered = (x["top_p"] < 1) | (x["top_k"] < state.vocab_size) | (x["min_p"] > 0)
+    sampled = inputs["temperature"] > 0
+    filtered = (inputs["top_p"] < 1) | (inputs["top_k"] < state.vocab_size) | (inputs["min_p"] > 0)
     early = np.flatnonzero(num_tokens < state.min_len[indices])
     banned = [
         (row, token_id) for row in early.tolist() for token_id in state.stop_token_ids[indices[row]]
     ]
-    x["logits_indices"] = batch.logits_indices
-    x["sample_slots"] = np.where(batch.kept, indices, -1)
-    x["uniform"] = uniform_noise(seeds, num_tokens)
-    x["plain_rows"] = np.flatnonzero(sampled & ~filtered)
-    x["filtered_rows"] = np.flatnonzero(sampled & filtered)
-    x["scored_rows"] = np.flatnonzero(state.num_logprobs[indices] >= 0)
-    x["banned_rows"], x["banned_ids"] = np.array(banned, np.int64).reshape(-1, 2).T
+    inputs["logits_indices"] = batch.logits_indices
+    inputs["sample_slots"] = np.where(batch.keeps_token, indices, -1)
+    inputs["uniform"] = uniform_noise(seeds, num_tokens)
+    inputs["plain_rows"] = np.flatnonzero(sampled & ~filtered)
+    inputs["filtered_rows"] = np.flatnonzero(sampled & filtered)
+    inputs["scored_rows"] = np.flatnonzero(state.num_logprobs[indices] >= 0)
+    inputs["banned_rows"], inputs["banned_ids"] = np.array(banned, np.int64).reshape(-1, 2).T
     if state.logits_processors.requests:
-        x |= state.logits_processors.inputs(indices, num_tokens, batch.kept)
+        inputs |= state.logits_processors.inputs(indices, num_tokens, batch.keeps_token)
     if grammar_bitmask:
-        owners = zip(state.seq_ids[indices].tolist(), batch.sample_offsets.tolist(), strict=True)
-        found = [
-            (row, grammar_bitmask[seq_id][offset])
-            for row, (seq_id, offset) in enumerate(owners)
-            if seq_id in grammar_bitmask
-        ]
-        if found:
-            x["allowed_rows"] = np.array([row for row, _ in found])
-            bits = np.frombuffer(bytearray().join(packed for _, packed in found), np.uint8)
-            x["allowed_bits"] = bits.reshape(len(found), -1)
-    return x
+        inputs |= _grammar_inputs(grammar_bitmask, state.seq_ids[indices], batch.sample_offsets)
+    return inputs
 
 # %% ../../nbs/41_model_runner.ipynb #96a59e5b
 def sampling_metadata(
-    x: dict[str, torch.Tensor],
+    inputs: dict[str, torch.Tensor],
     num_top: int,
     may_sort: bool,
     process: Callable[[torch.Tensor], None] | None = None,
@@ -494,21 +519,41 @@ def sampling_metadata(
     included.
     """
     fields: dict[str, Any] = {
-        name: x[name] for name in SamplingMetadata.__dataclass_fields__ if name in x
+        name: inputs[name] for name in SamplingMetadata.__dataclass_fields__ if name in inputs
     }
-    greedy = not len(x["plain_rows"]) and not len(x["filtered_rows"])
-    banned = (x["banned_rows"], x["banned_ids"]) if len(x["banned_rows"]) and not process else None
+    banned = None
+    if len(inputs["banned_rows"]) and not process:
+        banned = (inputs["banned_rows"], inputs["banned_ids"])
+    allowed = None
+    if "allowed_rows" in inputs:
+        allowed = (inputs["allowed_rows"], inputs["allowed_bits"])
     return SamplingMetadata(
-        greedy,
+        greedy=not len(inputs["plain_rows"]) and not len(inputs["filtered_rows"]),
         **fields,
         num_top=num_top,
         banned=banned,
-        allowed=(x["allowed_rows"], x["allowed_bits"]) if "allowed_rows" in x else None,
+        allowed=allowed,
         process=process,
         may_sort=may_sort,
     )
 
 # %% ../../nbs/41_model_runner.ipynb #52b86edb
+def _dummy_lengths(
+    num_tokens: int, num_seqs: int, longest: int, total_context: int
+) -> tuple[list[int], list[int]]:
+    """The lengths of a `dummy_batch`'s sequences, and how many tokens of each are computed: first
+    those that decode, then the prompts.
+    """
+    num_chunks = min(num_seqs, max(1, num_blocks_for(num_tokens - num_seqs, longest)))
+    num_decodes = num_seqs - num_chunks
+    context = max(1, min(longest, total_context // max(1, num_decodes)))
+    chunks = np.array_split(
+        np.arange(min(num_tokens - num_decodes, num_chunks * longest)), num_chunks
+    )
+    lengths = [context] * num_decodes + [longest] * num_chunks
+    return lengths, [1] * num_decodes + [len(chunk) for chunk in chunks]
+
+
 def dummy_batch(
     config: VllmConfig,
     max_num_tokens: int | None = None,  # default: as many as a step may have
@@ -526,32 +571,36 @@ def dummy_batch(
     means anything.
     """
     scheduler = config.scheduler_config
-    vocab_size = config.model_config.vocab_size
     num_tokens = min(
         max_num_tokens or scheduler.max_num_batched_tokens, scheduler.max_num_batched_tokens
     )
     num_seqs = min(max_num_seqs or scheduler.max_num_seqs, scheduler.max_num_seqs, num_tokens)
     longest = min(max_len or scheduler.max_model_len, scheduler.max_model_len) - 1
-    num_chunks = min(num_seqs, max(1, num_blocks_for(num_tokens - num_seqs, longest)))
-    num_decodes = num_seqs - num_chunks
-    context = max(1, min(longest, total_context // max(1, num_decodes)))
-    chunks = np.array_split(
-        np.arange(min(num_tokens - num_decodes, num_chunks * longest)), num_chunks
-    )
-    lengths = [context] * num_decodes + [longest] * num_chunks
-    scheduled = [1] * num_decodes + [len(chunk) for chunk in chunks]
+    lengths, scheduled = _dummy_lengths(num_tokens, num_seqs, longest, total_context)
     blocks = [0] * num_blocks_for(max(lengths), config.cache_config.block_size)
-    params = SamplingParams(top_p=0.99, top_k=vocab_size - 1)
-    num_samples = config.model_config.pooler_config is None
+    params = SamplingParams(top_p=0.99, top_k=config.model_config.vocab_size - 1)
     new = [
         NewSequenceData(
-            i, [0] * length, length, length - now, blocks, params, [], 0, int(num_samples)
+            seq_id=i,
+            token_ids=[0] * length,
+            num_prompt_tokens=length,
+            num_computed_tokens=length - now,
+            block_ids=blocks,
+            sampling_params=params,
+            stop_token_ids=[],
+            seed=0,
+            num_samples=int(config.model_config.pooler_config is None),
         )
         for i, (length, now) in enumerate(zip(lengths, scheduled, strict=True))
     ]
     return SchedulerOutput(num_scheduled_tokens=dict(enumerate(scheduled)), new_seqs=new)
 
 # %% ../../nbs/41_model_runner.ipynb #5bc1880b
+def _empty_output() -> SamplerOutput:
+    "What comes of a step that samples nothing."
+    return SamplerOutput([], torch.empty(0, dtype=torch.int64))
+
+
 class ModelRunner:
     """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for
     the device.
@@ -586,11 +635,8 @@ class ModelRunner:
         "Build the model and fill its weights."
         self.model = get_model(self.config, self.context)
         self.attention_layers = attention_layers(self.model)
-        self.planners = list(
-            {
-                layer.backend.plan_key: layer.backend for layer in self.attention_layers.values()
-            }.values()
-        )
+        backends = [layer.backend for layer in self.attention_layers.values()]
+        self.planners = list({backend.plan_key: backend for backend in backends}.values())
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer keeps of a token, by the layer's name, in the order in which
@@ -608,9 +654,8 @@ class ModelRunner:
 
     def reset(self) -> None:
         "Forget every sequence."
-        # on their way through the pipeline
         model = self.config.model_config
-        num_batches = self.parallel.pp_size
+        num_batches = self.parallel.pp_size  # on their way through the pipeline
         num_seqs = self.config.scheduler_config.max_num_seqs * num_batches
         self.input_batch = InputBatch(
             num_seqs, model.max_model_len, self.block_size, model.vocab_size, self.device
@@ -627,32 +672,53 @@ class ModelRunner:
         state = self.input_batch
         state.update(out)
         if not out.num_scheduled_tokens:
-            return SamplerOutput([], torch.empty(0, dtype=torch.int64))
+            return _empty_output()
         batch = Batch(state, out.num_scheduled_tokens, out.scheduled_spec_decode_tokens)
-        inputs = batch.arrays()
         sampling = {}
         if self.parallel.is_last_stage:
             sampling = self.head_inputs(batch, out.grammar_bitmask)
-        if self.graphs and self.graphs.kv_caches is kv_caches and self.graphs.can_run(batch):
-            hidden, x = self.graphs.run(inputs, sampling, batch)
-        else:
-            x = to_device(inputs | sampling, self.device)
-            hidden = self.forward(x, batch.num_decodes, kv_caches, batch)
+        hidden, inputs = self._run_model(batch, sampling, kv_caches)
         if self.parallel.pp and not self.parallel.is_last_stage:
             self.parallel.pp.send_tensor_dict({"hidden_states": hidden})
-            state.advance(batch)
-            return SamplerOutput([], torch.empty(0, dtype=torch.int64))
-        if self.pooler:
-            vectors = self.pooler(self.model, hidden, x)
-            state.advance(batch)
-            seq_ids = state.seq_ids[batch.req_indices[batch.done]].tolist()
-            return SamplerOutput(
-                seq_ids, vectors.new_empty(0, dtype=torch.int64), pooled=vectors
-            ).start_copy()
-        errors: dict[int, str] = {}
-        token_ids, logprobs = self.sample(batch, hidden, x, sampling, errors)
-        scores = self.score_prompts(batch, hidden) if state.prompt_logprobs else None
+            output = _empty_output()
+        elif self.pooler:
+            vectors = self.pooler(self.model, hidden, inputs)
+            seq_ids = state.seq_ids[batch.req_indices[batch.is_complete]].tolist()
+            no_ids = vectors.new_empty(0, dtype=torch.int64)
+            output = SamplerOutput(seq_ids, no_ids, pooled=vectors)
+        else:
+            output = self._sample_step(batch, hidden, inputs, sampling)
         state.advance(batch)
+        return output.start_copy()
+
+    def _run_model(
+        self, batch: Batch, sampling: dict[str, np.ndarray], kv_caches: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Hidden states [num_tokens, hidden_size] of a step, replayed where it was recorded; and
+        `sampling` on the device, perhaps among the model's inputs.
+        """
+        arrays = batch.arrays()
+        if self.graphs and self.graphs.kv_caches is kv_caches and self.graphs.can_run(batch):
+            hidden, inputs = self.graphs.run(arrays, sampling, batch)
+        else:
+            inputs = to_device(arrays | sampling, self.device)
+            hidden = self.forward(inputs, batch.num_decodes, kv_caches, batch)
+        return hidden, inputs
+
+    def _sample_step(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor,
+        inputs: dict[str, torch.Tensor],
+        sampling: dict[str, np.ndarray],
+    ) -> SamplerOutput:
+        """The new tokens, from `hidden` [num_tokens, hidden_size], and what else was asked for;
+        `inputs` has on the device what `sampling` has on the host.
+        """
+        state = self.input_batch
+        errors: dict[int, str] = {}
+        token_ids, logprobs = self.sample(batch, hidden, inputs, sampling, errors)
+        scores = self.score_prompts(batch, hidden) if state.prompt_logprobs else None
         # a row behind a draft is no entry of its own
         entries = batch.sample_offsets == 0
         seq_ids = state.seq_ids[batch.sample_indices[entries]].tolist()
@@ -663,7 +729,7 @@ class ModelRunner:
             errors=errors,
             prompt_logprobs=scores,
             drafts=batch.drafts,
-        ).start_copy()
+        )
 
     def head_inputs(
         self, batch: Batch, grammar_bitmask: dict[int, list[bytes]] | None = None
@@ -671,92 +737,97 @@ class ModelRunner:
         "What is needed to choose tokens, or to make vectors."
         if self.pooler:
             return self.pooler.inputs(
-                batch.req_indices, batch.num_scheduled, batch.seq_lens, batch.done
+                batch.req_indices, batch.num_scheduled, batch.seq_lens, batch.is_complete
             )
         return sampling_inputs(self.input_batch, batch, grammar_bitmask)
 
     def forward(
         self,
-        x: dict[str, torch.Tensor],
+        inputs: dict[str, torch.Tensor],
         num_decodes: int,
         kv_caches: list[torch.Tensor],
         batch: Batch | None = None,
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] of the inputs `x`, the tensors of `Batch.arrays`.
+        """Hidden states [num_tokens, hidden_size] of `inputs`, the tensors of `Batch.arrays`.
 
         The metadata are built once a step; where layers need more of them, they share it. `batch`
         has the same on the host; without it, as in a CUDA graph, no layer may ask for it.
         """
-        token_ids, meta = self.model_inputs(x, num_decodes, batch)
+        token_ids, meta = self.model_inputs(inputs, num_decodes, batch)
         before = None
         if self.parallel.pp and not self.parallel.is_first_stage:
             before = self.parallel.pp.recv_tensor_dict()["hidden_states"]
-        embeds = (x["embed_rows"], x["embed_values"]) if "embed_rows" in x else None
+        embeds = None
+        if "embed_rows" in inputs:
+            embeds = (inputs["embed_rows"], inputs["embed_values"])
         context = ForwardContext(
-            x["positions"], meta, kv_caches, before, embeds, x.get("adapter_ids")
+            inputs["positions"], meta, kv_caches, before, embeds, inputs.get("adapter_ids")
         )
         hidden: torch.Tensor = self.model(token_ids, context)
         return hidden
 
     def model_inputs(
-        self, x: dict[str, torch.Tensor], num_decodes: int, batch: Batch | None = None
+        self, inputs: dict[str, torch.Tensor], num_decodes: int, batch: Batch | None = None
     ) -> tuple[torch.Tensor, AttentionMetadata]:
         """Token ids, with those that only the device knows yet, and what attention must know: see
         `forward`.
         """
         meta = AttentionMetadata(
-            x["query_start_loc"],
-            x["seq_lens"],
-            x["block_table"],
-            x["slot_mapping"],
+            inputs["query_start_loc"],
+            inputs["seq_lens"],
+            inputs["block_table"],
+            inputs["slot_mapping"],
             num_decodes,
             batch.query_start_loc if batch else None,
             batch.seq_lens if batch else None,
         )
         for backend in self.planners:
             backend.build(meta, self.block_size)
-        index = x["token_indices"]
-        return torch.where(index < 0, x["token_ids"], self.last_sampled_token_ids[index]), meta
+        index = inputs["token_indices"]
+        sampled = self.last_sampled_token_ids[index]
+        return torch.where(index < 0, inputs["token_ids"], sampled), meta
 
     def sample(
         self,
         batch: Batch,
         hidden: torch.Tensor,
-        x: dict[str, torch.Tensor],
+        inputs: dict[str, torch.Tensor],
         sampling: dict[str, np.ndarray],
         errors: dict[int, str],
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """A token id for each of `batch.sample_indices`, and log-probabilities where they are asked
-        for.
+        """A token id for each of `batch.sample_indices`, int64 [num_rows], and log-probabilities
+        where they are asked for, from `hidden` [num_tokens, hidden_size]. `inputs` has on the
+        device what `sampling` has on the host.
 
         `errors` gets what is wrong with a row, should its id be -1, where that is more than its
         logits being NaN.
         """
         if not len(batch.sample_indices):
             return torch.empty(0, dtype=torch.int64, device=self.device), None
-        logits = self.model.compute_logits(hidden[x["logits_indices"]])
+        logits = self.model.compute_logits(hidden[inputs["logits_indices"]])
         num_top = max(0, int(self.input_batch.num_logprobs[batch.sample_indices].max()))
         may_sort = bool((sampling["top_k"][sampling["filtered_rows"]] > MAX_CANDIDATES).any())
         processors = self.input_batch.logits_processors
         process = None
         if "limited_rows" in sampling:  # some request asks
-            process = partial(processors.apply, x, sampling, batch.sample_indices, errors)
+            process = partial(processors.apply, inputs, sampling, batch.sample_indices, errors)
         if "allowed_rows" in sampling:
             errors.update(dict.fromkeys(sampling["allowed_rows"].tolist(), NONE_LEFT))
-        token_ids, logprobs = self.sampler(logits, sampling_metadata(x, num_top, may_sort, process))
+        meta = sampling_metadata(inputs, num_top, may_sort, process)
+        token_ids, logprobs = self.sampler(logits, meta)
         # a user's function may answer differently on another rank
         if "function_ends" in sampling and self.parallel.tp:
             self.parallel.tp.broadcast(token_ids)
         # An id of -1 (NaN logits) ends its sequence when the host sees it; a step launched before
         # must find a token.
-        self.last_sampled_token_ids[x["sample_slots"]] = token_ids.clamp(min=0)
+        self.last_sampled_token_ids[inputs["sample_slots"]] = token_ids.clamp(min=0)
         if process:
-            processors.append(token_ids, x)
+            processors.append(token_ids, inputs)
         return token_ids, logprobs
 
     def score_prompts(self, batch: Batch, hidden: torch.Tensor) -> LogprobsTensors | None:
-        """How likely the model thought the prompts' tokens, for the sequences that ask; `rows` are
-        their ids.
+        """How likely the model thought the prompts' tokens, for the sequences that ask, from
+        `hidden` [num_tokens, hidden_size]; `rows` are the sequences' ids.
 
         The logits of a prompt's tokens are as large as a batch of as many sequences: they are
         computed in pieces.
@@ -768,9 +839,8 @@ class ModelRunner:
         parts = []
         scored = (torch.from_numpy(array).to(self.device) for array in (rows, token_ids, seq_ids))
         for some, ids, owners in zip(*(x.split(size) for x in scored), strict=True):
-            parts.append(
-                gather_logprobs(self.model.compute_logits(hidden[some]), ids, num_top, owners)
-            )
+            logits = self.model.compute_logits(hidden[some])
+            parts.append(gather_logprobs(logits, ids, num_top, owners))
         each = zip(*(vars(part).values() for part in parts), strict=True)
         return LogprobsTensors(*map(torch.cat, each))
 

@@ -50,10 +50,8 @@ def check_capability(dtype: str, capability: tuple[int, int]) -> None:
     "Raise `ValueError` if a GPU of compute `capability` does not multiply `dtype`."
     require(
         dtype != "bfloat16" or capability >= (8, 0),
-        (
-            "dtype=bfloat16 needs compute capability 8.0, this GPU has "
-            f"{capability[0]}.{capability[1]}: use dtype='half'"
-        ),
+        "dtype=bfloat16 needs compute capability 8.0, this GPU has "
+        f"{capability[0]}.{capability[1]}: use dtype='half'",
     )
 
 # %% ../../nbs/44_worker.ipynb #5bf5d08e
@@ -169,7 +167,7 @@ class Worker:
     def load_model(self) -> None:
         "Load the weights, and measure what they took."
         context = self.model_runner.context
-        # its memory is no step's
+        # compile now: no step's memory profile should contain it
         context.attn_backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)
         context.kernels.compile(context.dtype)
         with self.on_device(), self.memory_profiler.explain_out_of_memory("loading the weights"):
@@ -202,19 +200,13 @@ class Worker:
         backend supports none.
         """
         scheduler = self.config.scheduler_config
-        eager = self.config.model_config.enforce_eager
-        none = (
-            eager
-            or self.device == "cpu"
-            or not self.model_runner.context.attn_backend.supports_graphs
-        )
-        # a stage waits for another one: that cannot be in a graph
-        none = none or self.parallel.pp_size > 1
-        return (
-            []
-            if none
-            else graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
-        )
+        if self.device == "cpu" or self.config.model_config.enforce_eager:
+            return []
+        if self.parallel.pp_size > 1:
+            return []  # a stage waits for another one: that cannot be in a graph
+        if not self.model_runner.context.attn_backend.supports_graphs:
+            return []
+        return graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """`(GPU blocks, CPU blocks)` that fit: what the budget leaves after the weights and a run
@@ -263,19 +255,25 @@ class Worker:
                 runner.graphs = CudaGraphRunner(runner, sizes, kv_caches)
                 taken = free - torch.cuda.mem_get_info(self.device)[0]
                 kept = self.memory_profiler.graphs
-                what = (len(sizes), taken / GiB, kept / GiB)
-                logger.info("%d CUDA graphs take %.2f GiB; %.2f GiB were kept for them", *what)
+                logger.info(
+                    "%d CUDA graphs take %.2f GiB; %.2f GiB were kept for them",
+                    len(sizes),
+                    taken / GiB,
+                    kept / GiB,
+                )
             elif self.device == "cpu":
                 self.record_on_cpu()
         torch.manual_seed(self.config.model_config.seed)
 
     def record_on_cpu(self) -> None:
         "Record decode steps for chapter 43a's runner, if they can be."
-        eager = self.config.model_config.enforce_eager
-        record = None if eager else self.model_runner.context.kernels.find("record")
-        self.model_runner.graphs = record and record(
-            self.model_runner, self.cache_engines[0].gpu_cache
-        )
+        runner = self.model_runner
+        runner.graphs = None
+        if self.config.model_config.enforce_eager:
+            return
+        record = runner.context.kernels.find("record")
+        if record:
+            runner.graphs = record(runner, self.cache_engines[0].gpu_cache)
 
     def submit(self, out: SchedulerOutput) -> None:
         """Launch a step: move blocks as ordered, then run the batch. On a GPU this returns before
@@ -326,9 +324,8 @@ class Worker:
         load the weights again.
         """
         with self.on_device():
-            # graphs have the cache's addresses
             self.cache_engines = []
-            self.model_runner.graphs = None
+            self.model_runner.graphs = None  # they have the cache's addresses
             if level == 1:
                 self.model_runner.model.to("cpu")
             else:
@@ -428,10 +425,8 @@ class WorkerWrapperBase:
             ]
             require(
                 not hidden,
-                (
-                    f"worker_extension_cls={extension.__name__}: the worker has "
-                    f"{', '.join(hidden)} already"
-                ),
+                f"worker_extension_cls={extension.__name__}: the worker has {', '.join(hidden)} "
+                "already",
             )
             cls = type(cls.__name__, (cls, extension), {})
         self.worker = cls(vllm_config, **where)

@@ -98,12 +98,10 @@ class GPT2Model(nn.Module):
         parallel = context.parallel
         first = parallel.is_first_stage
         last = parallel.is_last_stage
-        embeds = first or (last and config.tie_word_embeddings)  # then the head reads it
-        self.wte: Any = (
-            VocabParallelEmbedding(config.vocab_size, hidden, context)
-            if embeds
-            else PPMissingLayer()
-        )
+        self.wte: Any = PPMissingLayer()
+        # the last stage's head reads it if it is tied
+        if first or (last and config.tie_word_embeddings):
+            self.wte = VocabParallelEmbedding(config.vocab_size, hidden, context)
         # whole on every rank
         self.wpe = VocabParallelEmbedding(config.n_positions, hidden) if first else PPMissingLayer()
         self.start, self.end, self.h = make_layers(
@@ -144,13 +142,27 @@ class GPT2LMHeadModel(nn.Module):
     "GPT-2 (Radford et al. 2019). vLLM: `models/gpt2.py`."
 
     config_fields = frozenset(
-        "vocab_size n_positions n_embd n_layer n_head n_inner activation_function "
-        "layer_norm_epsilon scale_attn_weights "
-        "scale_attn_by_inverse_layer_idx tie_word_embeddings "
-        "reorder_and_upcast_attn "  # scores are float32 here in any case
-        "summary_type summary_use_proj summary_activation summary_proj_to_labels "
-        "summary_first_dropout".split()
-    )  # the last five are those of other heads
+        {
+            "vocab_size",
+            "n_positions",
+            "n_embd",
+            "n_layer",
+            "n_head",
+            "n_inner",
+            "activation_function",
+            "layer_norm_epsilon",
+            "scale_attn_weights",
+            "scale_attn_by_inverse_layer_idx",
+            "tie_word_embeddings",
+            "reorder_and_upcast_attn",  # scores are float32 here in any case
+            # other heads':
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        }
+    )
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()

@@ -55,13 +55,10 @@ class GPTNeoXModel(nn.Module):
         hidden = config.hidden_size
         parallel = context.parallel
         last = context.parallel.is_last_stage
-        # then the head reads it
-        embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
-        self.embed_in: Any = (
-            VocabParallelEmbedding(config.vocab_size, hidden, context)
-            if embeds
-            else PPMissingLayer()
-        )
+        self.embed_in: Any = PPMissingLayer()
+        # the last stage's head reads it if it is tied
+        if parallel.is_first_stage or (last and config.tie_word_embeddings):
+            self.embed_in = VocabParallelEmbedding(config.vocab_size, hidden, context)
         head_size = hidden // config.num_attention_heads
         self.rotary = get_rope(head_size, config.max_position_embeddings, rope_parameters(config))
         self.start, self.end, self.layers = make_layers(
@@ -92,11 +89,26 @@ class GPTNeoXForCausalLM(nn.Module):
 
     packed_modules_mapping = {"embed_out": ["lm_head"]}  # transformers 5's name for it in memory
     config_fields = frozenset(
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "hidden_act max_position_embeddings "
-        "layer_norm_eps use_parallel_residual attention_bias tie_word_embeddings "
-        "rope_parameters rope_theta rope_scaling "
-        "rotary_pct rotary_emb_base partial_rotary_factor classifier_dropout".split()
+        {
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "hidden_act",
+            "max_position_embeddings",
+            "layer_norm_eps",
+            "use_parallel_residual",
+            "attention_bias",
+            "tie_word_embeddings",
+            "rope_parameters",
+            "rope_theta",
+            "rope_scaling",
+            "rotary_pct",
+            "rotary_emb_base",
+            "partial_rotary_factor",
+            "classifier_dropout",
+        }
     )
 
     def __init__(self, config: Any, context: ModelContext):
@@ -153,9 +165,8 @@ class GPTNeoXAttention(nn.Module):
     ) -> torch.Tensor:
         "[num_tokens, hidden_size] -> the same shape."
         by_head = self.query_key_value(x).unflatten(-1, (self.num_heads, 3, self.head_size))
-        qk, v = (
-            by_head.transpose(1, 2).flatten(1, 2).split((2 * self.num_heads, self.num_heads), dim=1)
-        )
+        heads = by_head.transpose(1, 2).flatten(1, 2)
+        qk, v = heads.split((2 * self.num_heads, self.num_heads), dim=1)
         q, k = self.apply_rotary_emb(qk, cos_sin).chunk(2, dim=1)
         x = self.dense(self.attn(q, k, v, kv_cache, meta))
         return x

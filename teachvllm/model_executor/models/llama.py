@@ -205,21 +205,17 @@ class LlamaModel(nn.Module):
         super().__init__()
         parallel = context.parallel
         size = config.hidden_size
-        # then the head reads it
-        embeds = parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)
-        self.embed_tokens: Any = (
-            self.embedding_cls(config.vocab_size, size, context) if embeds else PPMissingLayer()
-        )
+        last = parallel.is_last_stage
+        self.embed_tokens: Any = PPMissingLayer()
+        # the last stage's head reads it if it is tied
+        if parallel.is_first_stage or (last and config.tie_word_embeddings):
+            self.embed_tokens = self.embedding_cls(config.vocab_size, size, context)
         longest = config.max_position_embeddings
         self.rotary = self.make_rotary(config, min(context.max_model_len or longest, longest))
         self.start, self.end, self.layers = make_layers(
             config.num_hidden_layers, lambda i: layer_cls(config, context, i), parallel
         )
-        self.norm = (
-            layer_cls.norm_cls(size, config.rms_norm_eps)
-            if parallel.is_last_stage
-            else PPMissingLayer()
-        )
+        self.norm = layer_cls.norm_cls(size, config.rms_norm_eps) if last else PPMissingLayer()
 
     def make_rotary(self, config: Any, max_position: int) -> nn.Module:
         """The table in which a step looks its positions up, once for all layers: of those below
@@ -258,15 +254,32 @@ class LlamaForCausalLM(nn.Module):
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
+    # of its configuration, those that it serves: see `models/registry.py`
     config_fields = frozenset(
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "num_key_value_heads head_dim "
-        "hidden_act max_position_embeddings original_max_position_embeddings rms_norm_eps "
-        "tie_word_embeddings "
-        "rope_parameters rope_theta rope_scaling partial_rotary_factor attention_bias "
-        "mlp_bias sliding_window "
-        "use_sliding_window layer_types".split()
-    )  # of its configuration, those that it serves: see `models/registry.py`
+        {
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "hidden_act",
+            "max_position_embeddings",
+            "original_max_position_embeddings",
+            "rms_norm_eps",
+            "tie_word_embeddings",
+            "rope_parameters",
+            "rope_theta",
+            "rope_scaling",
+            "partial_rotary_factor",
+            "attention_bias",
+            "mlp_bias",
+            "sliding_window",
+            "use_sliding_window",
+            "layer_types",
+        }
+    )
 
     def __init__(self, config: Any, context: ModelContext):
         super().__init__()

@@ -60,7 +60,10 @@ def rows_of_each_expert(
     ends: torch.Tensor,
     product: Callable[..., torch.Tensor] = F.linear,
 ) -> torch.Tensor:
-    "A product for each expert that has rows. On a GPU the host waits for `ends`."
+    """A product for each expert that has rows: `x` [num_rows, input_size] -> [num_rows,
+    output_size]; `weight` and `ends` as `grouped_linear` takes them. On a GPU the host waits for
+    `ends`.
+    """
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     parts = [product(rows, matrix) for rows, matrix in zip(x.split(sizes), weight) if len(rows)]
     return torch.cat(parts or [product(x, weight[0])])
@@ -69,7 +72,7 @@ def rows_of_each_expert(
 def all_rows_for_each_expert(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    "Each expert multiplies all rows, and its own are kept. The host waits for nothing."
+    "The same: each expert multiplies all rows, and its own are kept. The host waits for nothing."
     expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)[:, None]
     out = x.new_zeros(len(x), weight.shape[1])
     for i, matrix in enumerate(weight):
@@ -78,7 +81,7 @@ def all_rows_for_each_expert(
 
 
 def torch_grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    "One kernel for all experts, where torch has it. The host waits for nothing."
+    "The same by one kernel for all experts, where torch has it. The host waits for nothing."
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
@@ -98,8 +101,9 @@ def grouped_linear(
         and hasattr(F, "grouped_mm")
     ):
         return torch_grouped_mm(x, weight, ends)
-    capturing = torch.cuda.is_current_stream_capturing()
-    return (all_rows_for_each_expert if capturing else rows_of_each_expert)(x, weight, ends)
+    if torch.cuda.is_current_stream_capturing():
+        return all_rows_for_each_expert(x, weight, ends)
+    return rows_of_each_expert(x, weight, ends)
 
 # %% ../../../nbs/33g_moe.ipynb #75776b10
 class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):

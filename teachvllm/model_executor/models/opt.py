@@ -154,11 +154,21 @@ class OPTForCausalLM(nn.Module):
 
     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     config_fields = frozenset(
-        "vocab_size hidden_size ffn_dim num_hidden_layers num_attention_heads "
-        "max_position_embeddings "
-        "do_layer_norm_before _remove_final_layer_norm word_embed_proj_dim "
-        "activation_function enable_bias "
-        "layer_norm_elementwise_affine tie_word_embeddings".split()
+        {
+            "vocab_size",
+            "hidden_size",
+            "ffn_dim",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+            "do_layer_norm_before",
+            "_remove_final_layer_norm",
+            "word_embed_proj_dim",
+            "activation_function",
+            "enable_bias",
+            "layer_norm_elementwise_affine",
+            "tie_word_embeddings",
+        }
     )
 
     def __init__(self, config: Any, context: ModelContext):

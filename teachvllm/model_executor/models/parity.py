@@ -150,8 +150,8 @@ def largest_difference(
     chunks: tuple[int, ...] = (64, 5, 1),
     backends: tuple[type[AttentionBackend], ...] = (TorchSDPABackend, ReferenceBackend),
 ) -> float:  # NaN if a logit is
-    """How far a model's logits are from transformers', with the same random weights. Raises
-    `ValueError` if all are < 1.
+    """How far a model's logits are from transformers', with the same random weights. `ValueError`
+    if no logit exceeds 1.
     """
     hf_model = tiny_model(hf_config)
     sequences = random_sequences(hf_config.vocab_size)

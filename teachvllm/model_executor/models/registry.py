@@ -84,13 +84,26 @@ def architectures_of(hf_config: Any) -> list[str]:
 
 # %% ../../../nbs/33c_registry.ipynb #aa8e405d
 WITHOUT_EFFECT = frozenset(
-    # training's
-    "activation_dropout attention_dropout attn_pdrop dropout embd_pdrop hidden_dropout "
-    "layerdrop resid_pdrop "
-    "init_std initializer_range "  # weights come from the checkpoint
-    "use_cache "  # it is always used
-    "pad_token_id bos_token_id eos_token_id "  # the scheduler's part, not the model's
-    "pretraining_tp".split()  # the same products, in slices
+    {
+        # training's:
+        "activation_dropout",
+        "attention_dropout",
+        "attn_pdrop",
+        "dropout",
+        "embd_pdrop",
+        "hidden_dropout",
+        "layerdrop",
+        "resid_pdrop",
+        # weights come from the checkpoint:
+        "init_std",
+        "initializer_range",
+        "use_cache",  # it is always used
+        # the scheduler's part, not the model's:
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "pretraining_tp",  # the same products, in slices
+    }
 )
 
 
@@ -106,9 +119,8 @@ def check_config_fields(model_class: type, hf_config: Any) -> None:
     if served is None:
         return
     get_quant_config(hf_config)
-    for name in sorted(
-        defined_fields(hf_config) - {"quantization_config"} - served - WITHOUT_EFFECT
-    ):
+    unknown = defined_fields(hf_config) - {"quantization_config"} - served - WITHOUT_EFFECT
+    for name in sorted(unknown):
         if value := getattr(hf_config, name, None):
             raise NotSupportedYet(
                 f"{name}={value!r} in the model's configuration is not supported yet"
@@ -134,21 +146,18 @@ def get_model_class(hf_config: Any, pooler: PoolerConfig | None = None) -> type:
     For an engine that pools (`pooler`) it has no head, or one for labels in its place.
     """
     asked = architectures_of(hf_config)
-    for name in [
-        known for one in asked for known in causal_names(one, pooler) if known in ARCHITECTURES
-    ]:
-        model_class = resolve_class(ARCHITECTURES[name])
-        check_config_fields(model_class, hf_config)
-        check_forward(model_class)
-        return (
-            as_pooling_model(model_class, hf_config.num_labels if pooler.has_labels else None)
-            if pooler
-            else model_class
+    known = [name for one in asked for name in causal_names(one, pooler) if name in ARCHITECTURES]
+    if not known:
+        raise ValueError(
+            f"architecture {', '.join(asked)} is not supported; supported are "
+            f"{', '.join(sorted(ARCHITECTURES))}"
         )
-    raise ValueError(
-        f"architecture {', '.join(asked)} is not supported; supported are "
-        f"{', '.join(sorted(ARCHITECTURES))}"
-    )
+    model_class: type = resolve_class(ARCHITECTURES[known[0]])
+    check_config_fields(model_class, hf_config)
+    check_forward(model_class)
+    if pooler is None:
+        return model_class
+    return as_pooling_model(model_class, hf_config.num_labels if pooler.has_labels else None)
 
 # %% ../../../nbs/33c_registry.ipynb #2024b284
 def check_forward(model_class: type) -> None:
