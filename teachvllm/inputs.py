@@ -155,6 +155,14 @@ class InputProcessor:
             params.all_stop_token_ids = sorted(
                 i for i in eos_token_ids.union(params.stop_token_ids) if i < vocab_size
             )
+        if params.allowed_token_ids is not None:
+            banned = {ids[0] for ids in params.bad_words_token_ids or () if len(ids) == 1}
+            banned.update(params.all_stop_token_ids or ())
+            require(
+                not banned.issuperset(params.allowed_token_ids),
+                "allowed_token_ids: bad_words, and the stop tokens that min_tokens puts off, leave "
+                "none of them: allow more",
+            )
 
     def get_cache_salt(self, prompt: Prompt) -> str | None:
         """The `cache_salt` of a prompt that is a dict: blocks in the prefix cache are shared among

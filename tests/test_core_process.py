@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fake_worker import SOON, is_alive, slow_down, wait_until
@@ -200,6 +201,8 @@ WRONG_FIELDS: list[dict[str, Any]] = [
     {"sampling_params": {"logit_bias": {True: 1.0}}},
     {"sampling_params": {"logit_bias": {5: True}}},
     {"sampling_params": {"extra_args": {1: 2}}},
+    # what is encoded, and cannot be decoded
+    {"sampling_params": {"extra_args": {"a": msgspec.Raw(b"\xc1")}}},
 ]
 
 
@@ -229,6 +232,8 @@ def test_a_wrongly_typed_request_is_refused_alone(engine: LLMEngine) -> None:
         refused |= dict(outputs.refused)
         num_tokens += sum(len(one.new_token_ids) for one in outputs.outputs)
     assert refused.keys() == {f"wrong-{i}" for i in range(len(WRONG_FIELDS))}
+    unreadable = refused.pop(f"wrong-{len(WRONG_FIELDS) - 1}")
+    assert "MessagePack data is malformed" in unreadable, unreadable
     assert all("Expected `" in why for why in refused.values()) and num_tokens == 20
     engine.abort_request("fine")
     client.call_utility("get_stats")
@@ -256,26 +261,34 @@ def test_what_cannot_be_unpickled_ends_nothing(engine: LLMEngine) -> None:
     assert refused == [("broken", "no such module")]
 
 
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_users_function_says_exit(folder: str, kind: type, workers: int) -> None:
-    """`sys.exit()` in a logits processor fails the step, as any other error there would, and
-    neither the core nor a worker ends.
+def test_a_users_function_says_exit(folder: str, workers: int) -> None:
+    """`sys.exit()` in a logits processor ends its request, as any other error there would;
+    `KeyboardInterrupt`, which may be the user's own Ctrl-C, fails the step. Neither the core nor a
+    worker ends.
     """
 
     def leave(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        raise kind(3)
+        raise SystemExit(3)
+
+    def interrupt(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt(3)
 
     engine = make_engine(folder, tensor_parallel_size=workers)
     processes = engine.collective_rpc(lambda worker: os.getpid())
-    engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=4, logits_processors=[leave]))
-    with pytest.raises(RuntimeError, match=f"{kind.__name__}: 3"):
+    leaves = SamplingParams(max_tokens=4, logits_processors=[leave])
+    plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    ended, neighbour = run_requests(engine, {"a": (PROMPTS[0], leaves), "b": (PROMPTS[1], plain)})
+    assert ended.outputs[0].finish_reason == "error"
+    assert "SystemExit: 3" in str(ended.outputs[0].stop_reason)
+    assert len(neighbour.outputs[0].token_ids) == 4
+    engine.add_request("c", PROMPTS[0], SamplingParams(max_tokens=4, logits_processors=[interrupt]))
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt: 3"):
         while True:
             engine.step()
     (ended,) = engine.step()
-    assert ended.request_id == "a" and ended.outputs[0].finish_reason == "error"
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    assert len(run_requests(engine, {"b": (PROMPTS[1], params)})[0].outputs[0].token_ids) == 4
+    assert ended.request_id == "c" and ended.outputs[0].finish_reason == "error"
+    assert len(run_requests(engine, {"d": (PROMPTS[1], plain)})[0].outputs[0].token_ids) == 4
     assert engine.collective_rpc(lambda worker: os.getpid()) == processes
     engine.close()
     check_gone(engine)

@@ -279,6 +279,16 @@ COMPLETIONS = [
     ({"prompt": "Hello", "cache_salt": 7}, "cache_salt", "string"),
     ({"prompt": "Hello", "cache_salt": "a" * 1025}, "cache_salt", "1024"),
     ({"prompt": "Hello", "repetition_penalty": 1e-320}, "repetition_penalty", "from 1e-5"),
+    (
+        {
+            "prompt": "Hello",
+            "allowed_token_ids": [5],
+            "min_tokens": 2,
+            "stop_token_ids": [5],
+        },
+        "allowed_token_ids",
+        "leave none of them",
+    ),
     ({"prompt": "Hello", "return_token_ids": True}, "return_token_ids", "text only"),
     ({"prompt": "Hello", "suffix": "x"}, "suffix", "not inserted"),
     ({"prompt": "Hello", "guided_json": {}}, "guided_json", "structured output"),

@@ -144,7 +144,7 @@ class EngineCoreProc:
         method, args = cloudpickle.loads(call)
         return getattr(self.core, method)(*args)
 
-    def _add_request(self, data: bytes, functions: bytes = b"") -> None:
+    def _add_request(self, request_id: bytes, data: bytes, functions: bytes = b"") -> None:
         "Queue a request. Whatever is wrong with it, also its types, is said of this one alone."
         try:
             request = self.decode_request(data)
@@ -152,8 +152,7 @@ class EngineCoreProc:
                 request.sampling_params.logits_processors = cloudpickle.loads(functions)
             self.core.add_request(request)
         except BaseException as error:
-            request_id = msgspec.msgpack.decode(data)[0]  # it is readable, whatever its type
-            refused = self.encode((request_id, str(error) or repr(error)))
+            refused = self.encode((request_id.decode(), str(error) or repr(error)))
             self.sock.send_multipart([REFUSED, refused, str(self.num_aborts).encode()])
 
 # %% ../../nbs/54_core_process.ipynb #d27f30ba
@@ -301,12 +300,14 @@ class MPClient:
             f"request_id={request.request_id!r:.100} must be a string",
         )
         functions = request.sampling_params.logits_processors
+        # by itself: it must be readable where the request is not
+        request_id = request.request_id.encode()
         if not functions:
-            self._send(ADD, self.encode(request))
+            self._send(ADD, request_id, self.encode(request))
         else:
             request.sampling_params.logits_processors = None  # msgspec has no form for them
             try:
-                self._send(ADD, self.encode(request), cloudpickle.dumps(functions, 5))
+                self._send(ADD, request_id, self.encode(request), cloudpickle.dumps(functions, 5))
             except (TypeError, AttributeError, RecursionError) as error:
                 raise ValueError(
                     f"logits_processors cannot be sent to the core's process: {error}"

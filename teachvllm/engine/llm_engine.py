@@ -91,8 +91,8 @@ def check_plain(name: str, value: Any) -> None:
     must do in one process and in two.
     """
     try:
-        msgspec.msgpack.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise ValueError(f"{name} must be plain data: {error}") from error
 
 # %% ../../nbs/60_llm_engine.ipynb #66138f01

@@ -103,7 +103,7 @@ def call_functions(
                     f"shape {tuple(row.shape)}"
                 )
             row.copy_(changed)
-    except Exception as error:  # it ends this request only
+    except (Exception, SystemExit) as error:  # it ends this request only
         row.fill_(torch.nan)
         return f"logits_processors: {type(error).__name__}: {error}"
     return ""
