@@ -49,7 +49,8 @@ class BlockEvent:
 
 def block_list(blocks: list[int]) -> str:
     "`block 3` or `blocks 3–5, 7`."
-    return f"block{'s' * (len(blocks) != 1)} {id_ranges(blocks, 60)}"
+    word = "block" if len(blocks) == 1 else "blocks"
+    return f"{word} {id_ranges(blocks, 60)}"
 
 # %% ../nbs/07_block_player.ipynb #462c52e1
 @dataclass

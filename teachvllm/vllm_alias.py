@@ -160,8 +160,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         "As in `ArgumentParser`, which calls it from `parse_args`."
+        if args is None:
+            args = sys.argv[1:]
         dashed = []
-        for arg in sys.argv[1:] if args is None else args:
+        for arg in args:
             name, equals, value = arg.partition("=")
             if name.startswith("--"):
                 name = name.replace("_", "-")

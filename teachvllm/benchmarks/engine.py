@@ -288,11 +288,9 @@ def bench_parallel(
                 began = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)
                 rates[name][n].append(n * output_len / (time.perf_counter() - began))
+    titles = {n: "1 prompt (tok/s)" if n == 1 else f"{n} prompts (tok/s)" for n in batches}
     return {
-        name: {
-            f"{n} prompt{'s' * (n > 1)} (tok/s)": round(statistics.median(seen), 1)
-            for n, seen in row.items()
-        }
+        name: {titles[n]: round(statistics.median(seen), 1) for n, seen in row.items()}
         for name, row in rates.items()
     }
 

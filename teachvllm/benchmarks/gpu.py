@@ -154,7 +154,8 @@ class PagedBatch:
     @property
     def backend_args(self) -> tuple[int, int, int, float]:
         "num_heads, head_size, num_kv_heads and scale."
-        (num_heads, head_size), num_kv_heads = self.q.shape[1:], self.kv_cache.shape[3]
+        num_heads, head_size = self.q.shape[1:]
+        num_kv_heads = self.kv_cache.shape[3]
         return num_heads, head_size, num_kv_heads, head_size**-0.5
 
     @property
@@ -269,7 +270,9 @@ def paged_flex(paged: PagedBatch, page_size: int = 128) -> Callable[[], torch.Te
     Compiled on a GPU; in plain torch on a CPU. `ValueError` for prefill, or where the context is no
     multiple of `page_size`.
     """
-    (_, head_size, num_kv_heads, _), batch, device = paged.backend_args, paged.batch, paged.q.device
+    _, head_size, num_kv_heads, _ = paged.backend_args
+    batch = paged.batch
+    device = paged.q.device
     require(paged.query_len == 1, "paged FlexAttention is set up for decode only")
     require(
         paged.seq_len % page_size == 0,
@@ -378,10 +381,11 @@ def bench_attention(
     num_bytes = paged.necessary_bytes
     flops = paged.necessary_flops
     bound = max(num_bytes / yard["copy"], flops / yard["matmul"])
+    contenders = []
+    for name in names:
+        contenders += list(SDPA_BACKENDS) if name == "sdpa" else [name]
     results = {}
-    for name in [
-        each for asked in names for each in (SDPA_BACKENDS if asked == "sdpa" else (asked,))
-    ]:
+    for name in contenders:
         own_pages = name == "triton" or name.startswith("v")
         row = attempt(
             partial(contender, name, paged), device, repeats, paged.deviation if own_pages else None
@@ -615,7 +619,8 @@ def bench_engine(
         single = throughput_requests(1, alone[0], alone[0], seed=2)[0][0], alone[1]
         alone_seconds, decode_seconds = run_timed(llm, [single])
         before = llm.get_metrics()
-        (seconds, _), after = run_timed(llm, requests), llm.get_metrics()
+        seconds, _ = run_timed(llm, requests)
+        after = llm.get_metrics()
     num_out = sum(n for _, n in requests)
     bound = max(need["bytes"] / yard["copy"], need["flops"] / yard["matmul"])
     return {

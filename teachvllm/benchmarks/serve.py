@@ -132,13 +132,12 @@ class RequestFuncOutput:
     output_tokens = property(
         lambda self: len(self.chunk_times) if self.usage_tokens is None else self.usage_tokens
     )
-    tpot = property(
-        lambda self: (
-            (self.latency - self.ttft) / max(1, self.output_tokens - 1)
-            if self.output_tokens > 1
-            else 0.0
-        )
-    )
+
+    @property
+    def tpot(self) -> float:
+        if self.output_tokens < 2:
+            return 0.0
+        return (self.latency - self.ttft) / (self.output_tokens - 1)
 
     def take(self, data: str, now: float) -> None:
         "An event has arrived: what stands behind `data:`."
@@ -203,15 +202,20 @@ def make_body(
     temperature: float = 0.0,
 ) -> dict:
     "The JSON of a request."
-    asked: Any = (
-        {"messages": [{"role": "user", "content": request.prompt}]}
-        if chat
-        else {"prompt": request.prompt}
-    )
-    usual = {"max_tokens": request.expected_output_len, "temperature": temperature, "stream": True}
-    body = {"model": model, **asked, **usual, "stream_options": {"include_usage": True}}
-    # not in OpenAI's interface: sent only if asked for
-    return body | ({"ignore_eos": True} if ignore_eos else {})
+    body: dict[str, Any] = {"model": model}
+    if chat:
+        body["messages"] = [{"role": "user", "content": request.prompt}]
+    else:
+        body["prompt"] = request.prompt
+    body |= {
+        "max_tokens": request.expected_output_len,
+        "temperature": temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if ignore_eos:  # not in OpenAI's interface: sent only if asked for
+        body["ignore_eos"] = True
+    return body
 
 # %% ../../nbs/73_bench_serve.ipynb #c71d30a9
 async def read_lines(response: Any) -> AsyncIterator[str]:
@@ -376,7 +380,8 @@ def show_table(
     ]
     if result.get("max_concurrency"):
         rows.append(("Maximum request concurrency:", result["max_concurrency"]))
-    if not math.isinf(rate := float(result.get("request_rate", math.inf))):
+    rate = float(result.get("request_rate", math.inf))
+    if not math.isinf(rate):
         rows.append(("Request rate configured (RPS):", rate))
     rows += [
         ("Benchmark duration (s):", result["duration"]),
@@ -421,7 +426,8 @@ class Load:
         most = self.max_concurrency
         require(most is None or most > 0, f"max_concurrency={most} must be positive")
         # refuse what makes no sense before a server is asked
-        self.times(), self.requests(words=True)
+        self.times()
+        self.requests(words=True)
 
     def times(self) -> list[float]:
         "When each request is due."
@@ -459,15 +465,16 @@ async def bench_serve(
     """
     model = model or await find_model(base_url)
     chat = endpoint.endswith("chat/completions")
-    for words in [True] if chat else [False, True]:
+    attempts = [True] if chat else [False, True]
+    for words in attempts:
         requests = load.requests(words)
-        (warm_up, *_) = replace(load, num_prompts=1, seed=load.seed + 1).requests(words)
+        [warm_up] = replace(load, num_prompts=1, seed=load.seed + 1).requests(words)
         warm, *bodies = [
             make_body(one, model, chat, load.ignore_eos, load.temperature)
             for one in (warm_up, *requests)
         ]
         # a prompt of its own: none is in the prefix cache
-        (first,), _ = await run_load(base_url, endpoint, [warm], [0.0])
+        [first], _ = await run_load(base_url, endpoint, [warm], [0.0])
         if first.success:
             break
         say(f"the warm-up request with {'words' if words else 'token ids'} failed: {first.error}")
@@ -516,12 +523,11 @@ def add_bench_serve_args(parser: argparse.ArgumentParser) -> None:
         help=f"where prompts come from {default}",
     )
     for name, (kind, text) in LOAD_OPTIONS.items():
-        more: dict[str, Any] = (
-            {"action": "store_true"}
-            if kind is bool
-            else {"type": kind, "metavar": kind.__name__.upper()}
-        )
-        text = f"{text} {default}" if getattr(Load, name) is not None else text
+        more: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}
+        if kind is bool:
+            more = {"action": "store_true"}
+        if getattr(Load, name) is not None:
+            text = f"{text} {default}"
         load.add_argument(
             "--" + name.replace("_", "-"), default=getattr(Load, name), help=text, **more
         )

@@ -209,11 +209,10 @@ def peer_environment(threads: int) -> dict[str, str]:
     """The environment of a peer that shall have `threads` threads; what the user has set stays, but
     for their number.
     """
-    cores = (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    else:
+        cores = list(range(os.cpu_count() or 1))
     usual = {
         "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[:threads])),
@@ -626,17 +625,13 @@ def check_profilable(config: VllmConfig) -> None:
     workers = config.parallel_config.world_size
     require(
         device == "cpu",
-        (
-            f"device={device}: a profile of steps needs a CPU; on a GPU use start_profile() "
-            "(torch's own)"
-        ),
+        f"device={device}: a profile of steps needs a CPU; on a GPU use start_profile() (torch's "
+        "own)",
     )
     require(
         workers == 1,
-        (
-            f"tensor_parallel_size * pipeline_parallel_size = {workers}: a profile of steps "
-            "needs one worker"
-        ),
+        f"tensor_parallel_size * pipeline_parallel_size = {workers}: a profile of steps needs one "
+        "worker",
     )
     ahead = config.scheduler_config.async_scheduling
     require(

@@ -235,9 +235,9 @@ class StepEncoder:
         frame: dict[str, Any] = {"step": number, "at": round(at, 4)}
         if is_key:
             frame["key"] = 1
+        names = list(self.ids) if is_key else new
         introduced = [
-            [self.ids[name], name, prompts.get(name, 0), self.looks[name]]
-            for name in (self.ids if is_key else new)
+            [self.ids[name], name, prompts.get(name, 0), self.looks[name]] for name in names
         ]
         if introduced:
             frame["new"] = introduced
@@ -673,8 +673,8 @@ def make_watch_router(engine: AsyncLLM, loopback_only: bool = True) -> Any:
 class LiveSteps(list[StepTrace]):
     """The steps of a trace that is watched while it grows; those of the last `seconds` are kept.
 
-    `on_step` is called with each step. What the trace knows of a request is kept as long, so that it
-    does not grow without end.
+    `on_step` is called with each step. What the trace knows of a request is kept as long, so that
+    it does not grow without end.
     """
 
     def __init__(self, trace: Trace, on_step: Callable[[StepTrace], None], seconds: float):
