@@ -58,7 +58,7 @@ class ModelRunnerOutput(msgspec.Struct, gc=False):
     sampled_token_ids: list[list[int]]  # of each entry, in their order; -1: the logits were NaN
     # entry -> one `TokenLogprobs` for each of its tokens, where they are asked for
     logprobs: dict[int, list[TokenLogprobs]] = {}
-    errors: dict[int, str] = {}  # entry -> what is wrong, should it have a token -1
+    errors: dict[int, str] = {}  # entry -> what is wrong, if its token is -1
     # seq_id -> the scores of the prompt's tokens that this step looked at, in their order
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     # seq_id -> the vector of a sequence that samples nothing; empty: there are NaNs in it
@@ -121,5 +121,6 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
     outputs: list[EngineCoreOutput] = []
     trace: StepTrace | None = None  # while a recording runs
     stats: SchedulerStats | None = None  # from a core in a process of its own
-    # requests that can never run, and why: from a core that was not waited for
+    # requests that can never run, and why: a core in another process refuses after `add_request`
+    # has returned
     refused: list[tuple[str, str]] = []

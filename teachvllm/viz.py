@@ -663,7 +663,7 @@ PARTS = {  # part -> the part that has it
     "EngineCore": "InprocClient",
     "Scheduler": "EngineCore",
     "Executor": "EngineCore",
-    "RequestQueue × 3": "Scheduler",
+    "RequestQueue × 4": "Scheduler",
     "BlockSpaceManager": "Scheduler",
     "BlockAllocator × 2": "BlockSpaceManager",
     "Worker": "Executor",

@@ -40,9 +40,9 @@ def hash_block_tokens(
 
 
 def block_extra_keys(seq: Sequence, begin: int, end: int) -> tuple[Any, ...]:
-    """What the keys and values of the tokens begin to end of `seq` depend on beside the tokens, each
-    with its kind: no salt is taken for an adapter. vLLM V1: `generate_block_hash_extra_keys` in
-    `v1/core/kv_cache_utils.py`.
+    """What the keys and values of the tokens begin to end of `seq` depend on beside the tokens. Each
+    is a pair (kind, value), so a salt never equals an adapter. vLLM V1:
+    `generate_block_hash_extra_keys` in `v1/core/kv_cache_utils.py`.
 
     What holds for a whole sequence stands in its first block: the others are chained to it.
     """
@@ -325,7 +325,7 @@ class BlockSpaceManager:
         return max(0, end - len(table)), shared
 
     def remove_draft_blocks(self, seq: Sequence) -> None:
-        """Drafts of `seq` were looked at: free the blocks behind its tokens, which only wrong ones
+        """Drafts of `seq` were verified: free the blocks behind its tokens, which only wrong ones
         needed, and those that right ones have left behind the window. The workers, which are told
         the tokens, cut their copy of the table in the same way.
         """

@@ -55,7 +55,7 @@ class ParallelSampling:
     """
 
     def extend(self, scheduler: Scheduler, group: SequenceGroup, samples: list[Sample]) -> None:
-        "`samples` are all of the one sequence that there is."
+        "`samples`: the n tokens drawn for the group's only sequence."
         # from now on each sequence gets its own token
         group.fork_rule = None
         group.num_samples = 1

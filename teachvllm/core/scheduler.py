@@ -72,8 +72,9 @@ class SchedulerOutput:
     # (from, to), both on the GPU
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     forked_seqs: list[ForkedSequenceData] = field(default_factory=list)
-    # seq_id -> tokens behind those that the workers know, in the place of one they sampled: where
-    # it is another one, where only one of them has sampled, and where they cannot know how many
+    # seq_id -> the sequence's newest tokens, which replace what a worker sampled itself. Sent after
+    # a fork (another token was chosen), in a pipeline (only the last stage samples), and after
+    # drafts (the number is unknown)
     new_token_ids: dict[int, list[int]] = field(default_factory=dict)
     # finished, aborted or preempted: to be forgotten
     finished_seq_ids: list[int] = field(default_factory=list)
@@ -84,7 +85,8 @@ class SchedulerOutput:
     copied_block_ids: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     # seq_id -> tokens to compute, in batch order
     num_scheduled_tokens: dict[int, int] = field(default_factory=dict)
-    # seq_id -> drafts, the last of its scheduled tokens: each is looked at, and none is believed
+    # seq_id -> drafts, guesses of its next tokens, the last of the scheduled ones: each is computed
+    # and verified
     scheduled_spec_decode_tokens: dict[int, list[int]] = field(default_factory=dict)
     # seq_id -> for each token that it samples, which ones are allowed: a bit for each of the
     # vocabulary, the first in the lowest bit of the first byte
@@ -177,16 +179,17 @@ class PartialPrefills:
     """How many prompts a step works on at once, and on how many tokens of each. vLLM:
     `PartialPrefillMetadata` in `core/scheduler.py`, and `long_prefill_token_threshold` in V1.
 
-    With one at a time, the default, a prompt gets all that is left of the step. With several,
-    `max_num_partial_prefills`, they share it, and of those that are long only
-    `max_long_partial_prefills`: shorter prompts overtake the other long ones.
+    With `max_num_partial_prefills` 1, the default, there is no limit: one prompt takes all that is
+    left of the step, the next what it leaves. With more, so many share what is left, and of those
+    that are long only `max_long_partial_prefills`: shorter prompts overtake the other long ones.
     """
 
     def __init__(self, config: SchedulerConfig):
         self.max_prompts = config.max_num_partial_prefills
         self.max_long_prompts = config.max_long_partial_prefills
         self.threshold = config.long_prefill_token_threshold
-        self.long = self.threshold or int(0.04 * config.max_model_len)  # longer ones are long
+        # prompts with more tokens than this are long; 0.04 is vLLM's value
+        self.long = self.threshold or int(0.04 * config.max_model_len)
         self.num_begun = 0
         self.num_long_begun = 0
 
@@ -333,9 +336,9 @@ class Preemption:
         "The running request that gives way to the others."
         return self.running.last()
 
-    def num_needed_blocks(self, group: SequenceGroup) -> int:
-        """Blocks without which a running group stands still: one token for each of its sequences;
-        and of the first group, which never waits, the beginning of its next sequence.
+    def num_blocks_to_go_on(self, group: SequenceGroup) -> int:
+        """Blocks that the group needs in this step: for one token of each sequence. The first
+        group also needs those with which its next sequence begins.
         """
         needed = self.block_manager.num_missing_blocks(group)
         if group is self.running[0]:
@@ -351,7 +354,7 @@ class Preemption:
         num_seqs = sum(len(group.unfinished) for group in self.running)
         if num_free >= num_seqs and len(self.running[0].unfinished) == 1:
             return True  # a sequence needs a new block for every `block_size` tokens only
-        return sum(map(self.num_needed_blocks, self.running)) <= num_free
+        return sum(map(self.num_blocks_to_go_on, self.running)) <= num_free
 
     def make_room(self, out: SchedulerOutput) -> SequenceGroup | None:
         """Preempt until there is a block for all that the others need. Returns a group that is
@@ -363,7 +366,7 @@ class Preemption:
         num_promised = 0
         while i < len(self.running):
             group = self.running[i]
-            needed = self.num_needed_blocks(group)
+            needed = self.num_blocks_to_go_on(group)
             if num_promised + needed <= self.block_manager.get_num_free_gpu_blocks():
                 num_promised += needed
                 i += 1
@@ -467,6 +470,7 @@ class StepBuilder:
                     budget.num_seqs = 0  # blocks are short: none is admitted before it has begun
                     return
             num_tokens = min(seq.num_new_tokens, most, budget.num_tokens)
+            # the second: its last token is under way, so there is nothing to compute after it
             if num_tokens <= 0 or (seq.num_output_placeholders and seq.is_full):
                 behind = behind or is_behind([seq])
                 continue
@@ -520,6 +524,7 @@ class StepBuilder:
             return False
         size = self.block_manager.block_size
         before = seq.num_computed_tokens
+        # else it is one token inside a block that only this sequence has: no block is needed
         if num_tokens > 1 or before % size == 0 or len(group.unfinished) > 1:
             slots = self.block_manager.allocate_slots(seq, num_tokens)
             if slots.block_ids:
@@ -557,24 +562,6 @@ class StepBuilder:
             self.orders.next.grammar_bitmask[seq.seq_id] = masks
         return True
 
-# %% ../../nbs/12_scheduler.ipynb #5cd2bfce
-class Sample(NamedTuple):
-    "A token that was drawn for a sequence of a group with a rule, and what it is worth."
-
-    seq: Sequence
-    token_id: int
-    scores: TokenLogprobs
-
-
-class ForkRule(Protocol):
-    "How a request of several sequences goes on: see `SequenceGroup.fork_rule`."
-
-    def extend(self, scheduler: "Scheduler", group: SequenceGroup, samples: list[Sample]) -> None:
-        "What a step drew for sequences of the group; some may come in a later step."
-
-    def seq_ended(self, scheduler: "Scheduler", group: SequenceGroup, seq: Sequence) -> None:
-        "The scheduler ended `seq` because the pool is full."
-
 # %% ../../nbs/12_scheduler.ipynb #a2d2c387
 def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
     """The status that `seq` ends with after its newest token, or None: it goes on. Sets
@@ -589,6 +576,24 @@ def check_stop(group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
     if seq.max_len is not None and seq.get_len() >= seq.max_len:
         return SequenceStatus.FINISHED_LENGTH_CAPPED
     return None
+
+# %% ../../nbs/12_scheduler.ipynb #5cd2bfce
+class Sample(NamedTuple):
+    "A token that was drawn for a sequence of a group with a rule, and what it is worth."
+
+    seq: Sequence
+    token_id: int
+    scores: TokenLogprobs
+
+
+class ForkRule(Protocol):
+    "How a request of several sequences goes on: see `SequenceGroup.fork_rule`."
+
+    def extend(self, scheduler: "Scheduler", group: SequenceGroup, samples: list[Sample]) -> None:
+        "What a step drew for sequences of the group; the others' samples may come in a later step."
+
+    def seq_ended(self, scheduler: "Scheduler", group: SequenceGroup, seq: Sequence) -> None:
+        "The scheduler ended `seq` because the pool is full."
 
 # %% ../../nbs/12_scheduler.ipynb #c12000a8
 class Reports:
@@ -691,7 +696,7 @@ class RequestTable:
             queue.remove(group)
 
     def _forget(self, seq: Sequence) -> None:
-        self.orders.forget(seq)
+        self.orders.forget(seq)  # first: it asks the block tables whether the workers know `seq`
         self.block_manager.free(seq)
         del self.seqs[seq.seq_id]
 
@@ -805,8 +810,8 @@ class Scheduler:
     meanwhile. When the blocks run out, the request that comes last by the policy is preempted; the
     first never is, so at least one makes progress.
 
-    A group is admitted and reported as one; its sequences compute one by one. One that must be
-    computed again begins when those before it are through, and finds what they share in the cache.
+    A group is admitted and reported as one. After a preemption its sequences are computed again one
+    by one: each finds in the cache what it shares with those before it.
     `Admission`, `Preemption` and `PartialPrefills` decide, `Orders` and `Reports` collect what
     workers and front must hear; the queues own the groups, the block manager owns the blocks.
     vLLM: `core/scheduler.py`; the order is that of its chunked prefill, and of V1.
@@ -820,8 +825,8 @@ class Scheduler:
         config: SchedulerConfig,
         block_manager: BlockSpaceManager,
         swapping: Any = None,
-        virtual_engine: int = 0,  # of a pipeline of
-        num_virtual_engines: int = 1,  # so many stages
+        virtual_engine: int = 0,  # the number of this scheduler in a pipeline
+        num_virtual_engines: int = 1,  # schedulers in the pipeline
     ):
         self.config = config
         self.block_manager = block_manager
@@ -1078,7 +1083,8 @@ class Scheduler:
         if seq.num_output_placeholders or not workers_know:
             seq.num_output_placeholders = max(0, seq.num_output_placeholders - len(token_ids))
             self.block_manager.cache_full_blocks(seq)
-        in_pipeline = self.num_virtual_engines > 1  # only its last stage samples
+        # of a pipeline's workers only those of the last stage sample
+        in_pipeline = self.num_virtual_engines > 1
         if in_pipeline or not workers_know:
             self.orders.tell_tokens(seq, token_ids)
 

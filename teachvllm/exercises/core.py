@@ -336,7 +336,7 @@ def _preempting_scheduler(answer: Any) -> type:
                 held: set[int] = set()
                 for seq in group.unfinished:
                     held.update(manager.get_block_table(seq))
-                running.append((request_id, len(held), self.num_needed_blocks(group)))
+                running.append((request_id, len(held), self.num_blocks_to_go_on(group)))
             if not running:
                 return None
             _, preempted = answer(running, manager.get_num_free_gpu_blocks())
@@ -693,7 +693,7 @@ def _runs_ahead(answer: Any) -> Any:
         for group in scheduler.running:
             under_way = any(seq.num_new_tokens == 0 for seq in group.unfinished)
             forks = group.fork_rule is not None and under_way
-            missing = scheduler.preemption.num_needed_blocks(group)
+            missing = scheduler.preemption.num_blocks_to_go_on(group)
             running.append((missing, forks, all(seq.is_full for seq in group.unfinished)))
         return answer(running, scheduler.block_manager.get_num_free_gpu_blocks())
 
