@@ -3,20 +3,26 @@ tokens.
 """
 
 import ast
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from helpers import random_prompts
+from tqdm import tqdm
 
 from teachvllm import LLM, SamplingParams, kernels
+from teachvllm.attention.backend import ReferenceBackend, get_attn_backend
+from teachvllm.attention.cpu import TorchSDPABackend
 from teachvllm.kernels import KernelTable, platform_kernels, takes
 from teachvllm.model_executor.layers import ActAndMul, Add, RMSNorm, use_kernels
 from teachvllm.model_executor.rotary_embedding import ApplyRotaryEmb, RotaryEmbedding
@@ -41,6 +47,11 @@ def answers(llm: LLM) -> list[list[int]]:
     ]
 
 
+def runner_of(llm: LLM) -> Any:
+    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+    return runner
+
+
 @pytest.fixture(scope="module")
 def expected(folder: str) -> list[list[int]]:
     "With all kernels that this machine has."
@@ -50,16 +61,27 @@ def expected(folder: str) -> list[list[int]]:
 
 def test_an_empty_table_leaves_all_to_torch(folder: str, expected: list[list[int]]) -> None:
     "Every operation has its form in torch: no kernel is found, and the tokens are equal."
-    with (
-        patch.dict(kernels.KERNELS, cpu={}),
-        LLM(folder, attention_backend="torch_sdpa", **OPTIONS) as llm,
-    ):
-        (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+    with patch.dict(kernels.KERNELS, cpu={}), LLM(folder, **OPTIONS) as llm:
+        runner = runner_of(llm)
         table = runner.context.kernels
         assert not table.names and runner.graphs is None
+        assert runner.context.attn_backend is TorchSDPABackend
         tables = [m.kernels for m in runner.model.modules() if hasattr(m, "kernels")]
         assert len(tables) > 10 and all(found is table for found in tables)
         assert answers(llm) == expected
+
+
+def test_attention_is_what_the_table_says(folder: str, expected: list[list[int]]) -> None:
+    "Another class under the name is used, as another kernel of any operation is."
+    reference = "teachvllm.attention.backend.ReferenceBackend"
+    with patch.dict(kernels.KERNELS["cpu"], attention=reference), LLM(folder, **OPTIONS) as llm:
+        layers = runner_of(llm).attention_layers.values()
+        assert {type(layer.backend) for layer in layers} == {ReferenceBackend}
+        assert answers(llm) == expected
+    table = platform_kernels("cpu")
+    table.register("attention", reference)
+    what = ("cpu", torch.float32, 16, 16)
+    assert get_attn_backend(None, *what, kernels=table) is ReferenceBackend
 
 
 def test_each_operation_has_a_form_in_torch() -> None:
@@ -88,8 +110,18 @@ def test_each_operation_has_a_form_in_torch() -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+def test_an_attribute_of_that_name_need_not_be_a_table() -> None:
+    "A plugin's layer may have kernels of another kind."
+    pyramid = torch.nn.Module()
+    pyramid.kernels = [3, 5, 7]  # type: ignore[assignment]
+    table = platform_kernels("cpu")
+    parts = torch.nn.ModuleList([pyramid, Add()])
+    use_kernels(parts, table)
+    assert pyramid.kernels == [3, 5, 7] and parts[1].kernels is table
+
+
 BREAKS = {  # what a module `numba` of our own does when it is imported
-    "too old": "raise ImportError('Numba needs NumPy 2.2 or less. Got NumPy 2.4.')",
+    "refuses this NumPy": "raise ImportError('Numba needs NumPy 2.2 or less. Got NumPy 2.4.')",
     "another error": "raise RuntimeError('could not find LLVM')",
     "not what it was": "",  # it has nothing of what we use
     "leaves": "raise AttributeError('_ARRAY_API not found')",
@@ -98,7 +130,8 @@ BREAKS = {  # what a module `numba` of our own does when it is imported
 CODE = """
 import json, sys
 from teachvllm import LLM, SamplingParams
-folder, prompts, options = json.loads(sys.argv[1])
+folder, prompts, options, first = json.loads(sys.argv[1])
+exec(first)
 with LLM(folder, **options) as llm:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -106,13 +139,15 @@ with LLM(folder, **options) as llm:
 """
 
 
-def start_with_numba(path: Path, folder: str) -> tuple[list[list[int]], list[str]]:
-    "In a process of its own, with the folder `path` before all others: tokens, and warnings."
-    command = [sys.executable, "-c", CODE, json.dumps([folder, PROMPTS, OPTIONS])]
+def start(path: Path, folder: str, first: str = "") -> tuple[list[list[int]], list[str]]:
+    """In a process of its own that runs the code `first`, with the folder `path` before all others
+    and for what Numba keeps: tokens, and warnings.
+    """
+    command = [sys.executable, "-c", CODE, json.dumps([folder, PROMPTS, OPTIONS, first])]
     places = os.pathsep.join([str(path), str(PACKAGE.parent)])
     done = subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": places},
+        env=os.environ | {"PYTHONPATH": places, "NUMBA_CACHE_DIR": str(path)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -128,17 +163,134 @@ def test_a_broken_numba_costs_speed_and_one_warning(
 ) -> None:
     "It is found, and breaks when it is imported: the engine starts, and gives the same tokens."
     (tmp_path / "numba.py").write_text(BREAKS[name])
-    tokens, warnings = start_with_numba(tmp_path, folder)
+    tokens, warnings = start(tmp_path, folder)
     assert tokens == expected
     (warning,) = warnings
     assert "cpu_kernels is not used, torch does its work" in warning
+    is_remedy = "pip install 'teachvllm[numba]'" in warning
+    assert is_remedy == (name in ("refuses this NumPy", "not what it was"))
 
 
+needs_numba = pytest.mark.skipif(
+    platform_kernels("cpu").find("rms_norm") is None, reason="no Numba"
+)
+
+
+@needs_numba
+def test_a_numba_that_is_too_old_is_not_used(
+    folder: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    "The package's extra asks for a newer one; but nobody need have installed by that."
+    found = start(tmp_path, folder, "import numba; numba.__version__ = '0.61.2'")
+    tokens, (warning,) = found
+    assert tokens == expected and "Numba 0.61.2 is older than 0.62 (pip install" in warning
+
+
+@needs_numba
+def test_the_oldest_numba_is_the_extras() -> None:
+    oldest = ".".join(map(str, import_module("teachvllm.cpu_kernels.utils").OLDEST))
+    assert f'"numba>={oldest},' in (PACKAGE.parent / "pyproject.toml").read_text()
+
+
+CANNOT_COMPILE = {
+    "RuntimeError: LLVM is broken": """
+from teachvllm.cpu_kernels.utils import Kernel
+
+def broken(self):
+    raise RuntimeError("LLVM is broken")
+
+Kernel.compile = broken
+""",
+    "OSError: [Errno 27] File too large": """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
+""",
+}
+
+
+@needs_numba
+@pytest.mark.parametrize("error", CANNOT_COMPILE)
+def test_an_engine_starts_where_no_kernel_compiles(
+    error: str, folder: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    "A compiler that breaks, a disk that is full: torch does the work, attention included."
+    tokens, (warning,) = start(tmp_path, folder, CANNOT_COMPILE[error])
+    assert tokens == expected
+    assert f"cpu_kernels is not used, torch does its work, slower: {error}" in warning
+
+
+@needs_numba
+@pytest.mark.parametrize("broken", ["attention.compile_all", "fused_ops.compile"])
+def test_a_folder_is_used_whole_or_not_at_all(
+    broken: str, folder: str, expected: list[list[int]]
+) -> None:
+    "Whichever of its modules cannot be compiled."
+    with (
+        patch(f"teachvllm.cpu_kernels.{broken}", side_effect=OSError("no space")),
+        LLM(folder, **OPTIONS) as llm,
+    ):
+        runner = runner_of(llm)
+        assert not any(runner.context.kernels.find(name) for name in kernels.KERNELS["cpu"])
+        layers = runner.attention_layers.values()
+        assert {type(layer.backend) for layer in layers} == {TorchSDPABackend}
+        assert answers(llm) == expected
+
+
+@needs_numba
+def test_attention_that_was_asked_for_by_name_must_compile(folder: str) -> None:
+    with (
+        patch("teachvllm.cpu_kernels.attention.compile_all", side_effect=OSError("no space")),
+        pytest.raises(ValueError, match=r"attention_backend=numba .*OSError: no space"),
+    ):
+        LLM(folder, attention_backend="numba", **OPTIONS)
+
+
+def test_what_cannot_be_used_is_said_once_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
+    kernels.warn_once.cache_clear()
+    with patch.dict(sys.modules, {"teachvllm.cpu_kernels.fused_ops": None}):
+        for _ in range(2):
+            assert platform_kernels("cpu").find("add") is None
+    (record,) = caplog.records
+    assert record.message.endswith("(pip install 'teachvllm[numba]')")
+
+
+def test_the_version_says_that_kernels_have_changed() -> None:
+    table = KernelTable({"double": f"{__name__}.double", "other": "nowhere.fast.other"})
+    versions = [table.version]
+    table.find("double")
+    assert table.version == versions[0]
+    table.register("double", f"{__name__}.double")
+    versions.append(table.version)
+    table.find("other")  # its folder is given up
+    versions.append(table.version)
+    assert versions == sorted(set(versions))
+
+
+@needs_numba
+@pytest.mark.parametrize(("hits", "what"), [(1, "loading the test"), (0, "compiling the test")])
+def test_the_bar_says_whether_kernels_are_compiled_or_loaded(hits: int, what: str) -> None:
+    utils = import_module("teachvllm.cpu_kernels.utils")
+    bar = io.StringIO()
+
+    class Slow:
+        entry: Any = None
+
+        def compile(self) -> None:
+            self.entry = SimpleNamespace(cache_hits=hits)
+
+    def at_once(kernels: Any, what: str, delay: float) -> Any:
+        return tqdm(kernels, what, file=bar, mininterval=0)
+
+    with patch.object(utils, "tqdm", at_once):
+        utils.compile_all([Slow(), Slow()], "the test")
+    assert bar.getvalue().split("\r")[-1].startswith(what)
+
+
+@needs_numba
 def test_a_compiler_that_breaks_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     "It was imported, and fails when it compiles: all kernels of its folder are torch's again."
     table = platform_kernels("cpu")
-    if table.find("rms_norm") is None:
-        pytest.skip("no Numba")
+    kernels.warn_once.cache_clear()
     with (
         caplog.at_level("WARNING", logger="teachvllm"),
         patch("teachvllm.cpu_kernels.fused_ops.compile", side_effect=OSError("LLVM: no space")),

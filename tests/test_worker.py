@@ -559,7 +559,7 @@ def test_rank_one_works_on_its_own_gpu_in_any_thread() -> None:
     assert worker.device == "cuda:1"
     worker.cache_engines = [SimpleNamespace(swap_out=len, swap_in=len, copy=len, gpu_cache=[])]  # type: ignore[list-item]
     runs = lambda *_: current.append("runs")  # noqa: E731
-    compiled = SimpleNamespace(compile=lambda *_: None)
+    compiled = SimpleNamespace(compile=lambda *_: None, version=0)
     context = SimpleNamespace(
         attn_backend=compiled, kernels=compiled, dtype=None, kv_cache_dtype=None
     )

@@ -531,6 +531,24 @@ class TritonBackend(AttentionBackend):
             f"{found[0]}.{found[1]}: try fp8_e5m2"
         )
 
+    @classmethod
+    def compile(cls, dtype, kv_cache_dtype):
+        """One step of a decode and a prompt, two tokens each, on one head. It makes sure that
+        Triton can compile and launch on this machine, which takes a C compiler; what it compiles is
+        for other sizes than a model's.
+        """
+        device = "cpu" if interpreted() else "cuda"
+        backend = cls(1, 16, 1, 1.0)
+        q = torch.zeros(3, 1, 16, dtype=dtype, device=device)
+        kv_cache = torch.zeros(2, 1, 1, 16, 16, dtype=kv_cache_dtype, device=device)
+        starts, lens = (torch.tensor(x, device=device) for x in ([0, 1, 3], [2, 2]))
+        table = torch.zeros(2, 1, dtype=torch.int32, device=device)
+        where = starts.cpu().numpy(), lens.cpu().numpy()
+        meta = AttentionMetadata(starts, lens, table, starts, 1, *where)
+        new = q.to(kv_cache_dtype)
+        backend.do_kv_cache_update(new, new, kv_cache.transpose(2, 3), meta)
+        backend.forward(q, kv_cache.transpose(2, 3), meta)
+
     @staticmethod
     def get_kv_cache_stride_order():
         "In memory a page of one KV head is one piece: what a program reads of it lies together."

@@ -681,11 +681,11 @@ class ParallelLMHead(LinearBase):
 
 # %% ../../nbs/31_layers.ipynb #3beba8ec
 def use_kernels(model: nn.Module, kernels: KernelTable) -> None:
-    """Let every layer of `model` that can use kernels look into this table. Before, they are torch
-    alone.
+    """Let every layer of `model` that has a table of kernels look into this one. Before, they are
+    torch alone.
     """
     for module in model.modules():
-        if hasattr(module, "kernels"):
+        if isinstance(getattr(module, "kernels", None), KernelTable):
             module.kernels = kernels  # type: ignore[assignment]
 
 

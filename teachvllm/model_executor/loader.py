@@ -6,7 +6,7 @@
 __all__ = ['GGUF_NAMES', 'GGUF_OTHER_NAMES', 'SHARD_NAME', 'KV_SCALE', 'weight_files', 'TensorSlice', 'safetensors_weights',
            'bin_weights', 'dummy_weights', 'hf_name', 'unpermute', 'gguf_tensor', 'hf_layout', 'gguf_weights',
            'convert_gguf', 'shard_files', 'load_sharded_state', 'find_weights', 'default_tensors', 'take_kv_scales',
-           'make_context', 'get_model', 'save_sharded_state']
+           'make_context', 'compile_kernels', 'get_model', 'save_sharded_state']
 
 # %% ../../nbs/34_loader.ipynb #06ada17d
 import json
@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..attention.backend import FLOAT8, get_attn_backend
+from ..attention.backend import FLOAT8, AttentionBackend, get_attn_backend
 from ..config import VllmConfig, require
 from ..distributed.parallel_state import ParallelState
 from ..inputs import get_tokenizer
-from ..kernels import platform_kernels
+from ..kernels import KernelTable, platform_kernels
 from teachvllm.model_executor.layers import (
     LinearBase,
     ModelContext,
@@ -412,31 +413,62 @@ def take_kv_scales(model: nn.Module, weights: Weights) -> Weights:
                 setattr(layer.backend, scale, values[0])
 
 # %% ../../nbs/34_loader.ipynb #c2e60039
+def _attn_backend(config: VllmConfig, kernels: KernelTable) -> type[AttentionBackend]:
+    "The attention backend asked for, or the best."
+    model = config.model_config
+    return get_attn_backend(
+        model.attention_backend,
+        config.device_config.device,
+        getattr(torch, model.dtype),
+        model.head_size,
+        config.cache_config.block_size,
+        getattr(torch, config.cache_config.torch_dtype(model.dtype)),
+        kernels,
+    )
+
+
 def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) -> ModelContext:
     """What the model's layers must know of the engine: the attention backend asked for or the best,
     block size, dtype, how its weights are quantized, the other workers that have a part of it, and
     the platform's kernels.
     """
     model = config.model_config
-    block_size = config.cache_config.block_size
-    dtype = getattr(torch, model.dtype)
-    kv_cache_dtype = getattr(torch, config.cache_config.torch_dtype(model.dtype))
-    asked = model.attention_backend
-    device = config.device_config.device
-    attn_backend = get_attn_backend(
-        asked, device, dtype, model.head_size, block_size, kv_cache_dtype
-    )
-    quant_config = get_quant_config(model.hf_config)
+    kernels = platform_kernels(config.device_config.device)
     return ModelContext(
-        attn_backend,
-        block_size,
-        dtype,
-        quant_config,
+        _attn_backend(config, kernels),
+        config.cache_config.block_size,
+        getattr(torch, model.dtype),
+        get_quant_config(model.hf_config),
         parallel,
         model.max_model_len,
-        kv_cache_dtype,
-        kernels=platform_kernels(device),
+        getattr(torch, config.cache_config.torch_dtype(model.dtype)),
+        kernels=kernels,
     )
+
+
+def compile_kernels(config: VllmConfig, context: ModelContext) -> ModelContext:
+    """Compile the kernels, or load them, before a step needs them. Those that break are given up:
+    the context returned has torch's attention if attention was one of them.
+
+    `ValueError` if attention breaks that was asked for by `attention_backend`.
+    """
+    backend = context.attn_backend
+    kernels = context.kernels
+    version = kernels.version
+    try:
+        backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)
+    except Exception as error:  # a compiler that is broken, a folder that is full
+        if config.model_config.attention_backend is not None:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"attention_backend={backend.name} cannot be compiled here ({what}); without this "
+                "argument the engine takes one that can serve"
+            ) from error
+        kernels.give_up("attention", error)
+    kernels.compile(context.dtype)
+    if kernels.version == version:
+        return context
+    return replace(context, attn_backend=_attn_backend(config, kernels))
 
 
 def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.Module:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from ..kernels import KernelTable
 from ..messages import ModelRunnerOutput, TokenLogprobs
 
 # %% ../../nbs/32_sampler.ipynb #d038ecae
@@ -221,16 +222,13 @@ class Sampler:
     `uniform_noise`.
 
     No loop over sequences: rows are grouped by the work they need, and each group is one batched
-    computation. `fused(logits, temperature, uniform) -> ids`, if given, chooses for greedy and
-    plain rows alike, as one kernel on a GPU does (`gpu_kernels.sampler.sample_rows`). vLLM:
+    computation. A kernel "sample" in the table, `(logits, temperature, uniform) -> ids`, chooses
+    for greedy and plain rows alike, as one does on a GPU (`gpu_kernels/sampler.py`). vLLM:
     `v1/sample/sampler.py`.
     """
 
-    def __init__(
-        self,
-        fused: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-    ):
-        self.fused = fused
+    def __init__(self, kernels: KernelTable | None = None):
+        self.kernels = kernels or KernelTable()
 
     def __call__(
         self, logits: torch.Tensor, meta: SamplingMetadata
@@ -250,12 +248,13 @@ class Sampler:
             logits[meta.banned] = -torch.inf
         if meta.allowed is not None:
             apply_grammar_bitmask(logits, *meta.allowed)
-        if self.fused:
-            ids = self.fused(logits, meta.temperature, meta.uniform)
+        fused = self.kernels.get("sample", logits, meta.temperature, meta.uniform)
+        if fused is not None:
+            ids = fused(logits, meta.temperature, meta.uniform)
         else:
             ids = self.greedy(logits)
         if not meta.greedy:
-            if not self.fused:
+            if fused is None:
                 self._draw_plain(logits, meta, ids)
             self._draw_filtered(logits, meta, ids)
         if not len(meta.scored_rows):

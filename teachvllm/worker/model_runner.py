@@ -615,7 +615,7 @@ class ModelRunner:
         self.parallel = parallel
         self.block_size = config.cache_config.block_size
         self.context = make_context(config, parallel)
-        self.sampler = Sampler(self.context.kernels.find("sample"))
+        self.sampler = Sampler(self.context.kernels)
         # a `CudaGraphRunner` or a `CpuGraphRunner`, when the worker has recorded steps
         self.graphs: Any = None
         self.model: Any

@@ -27,7 +27,7 @@ from teachvllm.distributed.parallel_state import (
     initialize_model_parallel,
 )
 from ..model_executor.layers import plain_weights
-from ..model_executor.loader import save_sharded_state
+from ..model_executor.loader import compile_kernels, save_sharded_state
 from ..messages import ModelRunnerOutput
 from ..model_executor.sampler import SamplerOutput
 from ..plugins import load_general_plugins
@@ -166,12 +166,11 @@ class Worker:
 
     def load_model(self) -> None:
         "Load the weights, and measure what they took."
-        context = self.model_runner.context
-        # compile now: no step's memory profile should contain it
-        context.attn_backend.compile(context.dtype, context.kv_cache_dtype or context.dtype)
-        context.kernels.compile(context.dtype)
+        runner = self.model_runner
         with self.on_device(), self.memory_profiler.explain_out_of_memory("loading the weights"):
-            self.model_runner.load_model()
+            # before the largest step is measured: the compiler's memory is no step's
+            runner.context = compile_kernels(self.config, runner.context)
+            runner.load_model()
         self.memory_profiler.weights_loaded(self.model_runner.model)
         model = self.config.model_config
         weights = self.memory_profiler.weights / GiB
