@@ -376,6 +376,16 @@ def test_the_first_code_cell_installs() -> None:
     )
 
 
+def test_the_page_needs_no_package() -> None:
+    "The engine on one page stands alone: no cell of it imports ours."
+    problems = []
+    for cell in code_cells(ROOT / "nbs" / "00b_one_page.ipynb"):
+        for node in ast.walk(ast.parse("".join(cell["source"]))):
+            if isinstance(node, ast.Import | ast.ImportFrom) and "teachvllm" in ast.unparse(node):
+                problems.append(ast.unparse(node))
+    none(problems)
+
+
 def test_cells_for_a_gpu() -> None:
     """Colab gives the notebook a T4; the chapter says which cells want one; without one they do
     nothing.
