@@ -281,8 +281,10 @@ def get_attn_backend(
         not isinstance(asked, str) or asked in BACKENDS or "." in asked,
         f"attention_backend={asked!r}: choose {', '.join(BACKENDS)}, or a class",
     )
-    choices = [asked]
-    if asked is None:
+    choices: list[str | type]
+    if asked is not None:
+        choices = [asked]
+    else:
         choices = [(kernels or KernelTable()).find("attention") or "torch_sdpa", "torch_sdpa"]
     cls: type[AttentionBackend]
     reasons: list[str] = []
