@@ -17,9 +17,11 @@ if not torch.cuda.is_available():  # Triton must know before it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from teachvllm import LLM, SamplingParams  # noqa: E402
+from teachvllm.attention.cpu import TorchSDPABackend  # noqa: E402
 from teachvllm.gpu_kernels import sampler as fused_sampler  # noqa: E402
 from teachvllm.gpu_kernels import utils as triton_utils  # noqa: E402
-from teachvllm.kernels import platform_kernels  # noqa: E402
+from teachvllm.kernels import KERNELS, KernelTable, platform_kernels  # noqa: E402
 from teachvllm.model_executor.sampler import Sampler, SamplingMetadata, inverse_cdf  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,7 +160,7 @@ def test_the_sampler_draws_the_same_with_it():
     columns = {name: column.to(DEVICE) for name, column in columns.items()}
     banned = torch.arange(3, device=DEVICE)[:, None], logits[:3].topk(2).indices.to(DEVICE)
     meta = SamplingMetadata(False, **columns, num_top=2, banned=banned)
-    answers = [Sampler(fused)(logits.clone().to(DEVICE), meta) for fused in (None, sample_rows)]
+    answers = [Sampler(table)(logits.clone().to(DEVICE), meta) for table in (None, with_kernel())]
     (ids, logprobs), (fused_ids, fused_logprobs) = answers
     assert torch.equal(ids, fused_ids) and torch.equal(logprobs.logprobs, fused_logprobs.logprobs)
     assert (
@@ -170,8 +172,48 @@ def test_the_sampler_draws_the_same_with_it():
         True, **columns | {"temperature": torch.zeros(num_rows, device=DEVICE)}
     )
     assert torch.equal(
-        Sampler(sample_rows)(logits.to(DEVICE), greedy)[0], Sampler()(logits.to(DEVICE), greedy)[0]
+        Sampler(with_kernel())(logits.to(DEVICE), greedy)[0],
+        Sampler()(logits.to(DEVICE), greedy)[0],
     )
+    # the kernel is asked whether it takes them: it has no loads of float64
+    assert torch.equal(
+        Sampler(with_kernel())(logits.double().to(DEVICE), greedy)[0],
+        Sampler()(logits.to(DEVICE), greedy)[0],
+    )
+
+
+def with_kernel() -> KernelTable:
+    return KernelTable({"sample": "teachvllm.gpu_kernels.sampler.sample_rows"})
+
+
+@pytest.mark.parametrize(
+    "broken", ["gpu_kernels.sampler.sample_kernel", "gpu_kernels.attention.unified_attention"]
+)
+def test_triton_that_cannot_launch_is_given_up(broken, folder):
+    "It is imported, and finds no C compiler at its first launch: the engine starts with torch."
+
+    class CannotLaunch:
+        def __getitem__(self, grid):
+            raise RuntimeError("Failed to find C compiler")
+
+    options = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": 64,
+        "device": DEVICE,
+        "num_gpu_blocks_override": 16,
+    }
+    with patch.dict(KERNELS, cpu=KERNELS["cuda"]), patch(f"teachvllm.{broken}", CannotLaunch()):
+        with LLM(folder, **options) as llm:
+            (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+            assert runner.context.attn_backend is TorchSDPABackend
+            assert runner.sampler.kernels.find("sample") is None
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            (output,) = llm.generate([1, 2, 3], params, use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 3
+        if "attention" in broken:
+            with pytest.raises(ValueError, match="attention_backend=triton .*C compiler"):
+                LLM(folder, attention_backend="triton", **options)
 
 
 def find(device: str) -> object:

@@ -26,6 +26,7 @@ from teachvllm.attention.backend import (
     to_float8,
 )
 from teachvllm.attention.cpu import TorchSDPABackend
+from teachvllm.kernels import platform_kernels
 from teachvllm.model_executor.layers import Attention, ModelContext, WeightsError
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
@@ -456,6 +457,7 @@ def test_a_gpu_that_cannot_widen_e4m3() -> None:
     """
     ours = pytest.importorskip("teachvllm.gpu_kernels.attention")
     what = ("cuda", torch.bfloat16, 64, 16)
+    kernels = platform_kernels("cuda")
     for capability, serves in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
         chip = ours.DeviceProperties(capability, 1, 1 << 16)
         with (
@@ -463,11 +465,11 @@ def test_a_gpu_that_cannot_widen_e4m3() -> None:
             patch.object(ours, "no_triton", lambda _: None),
         ):
             assert (
-                get_attn_backend(None, *what, E5M2)
-                is get_attn_backend(None, *what)
+                get_attn_backend(None, *what, E5M2, kernels)
+                is get_attn_backend(None, *what, kernels=kernels)
                 is ours.TritonBackend
             )
-            assert get_attn_backend(None, *what, E4M3) is (
+            assert get_attn_backend(None, *what, E4M3, kernels) is (
                 ours.TritonBackend if serves else TorchSDPABackend
             )
             if not serves:
