@@ -69,7 +69,7 @@ from teachvllm.model_executor.models.parity import (
     random_sequences,
     tiny_model,
 )
-from teachvllm.model_executor.models.registry import get_model_class
+from teachvllm.model_executor.models.registry import check_forward, get_model_class
 from teachvllm.model_executor.rotary_embedding import (
     ROPE_KINDS,
     default_frequencies,
@@ -1086,3 +1086,33 @@ def test_cosine_and_sine_are_transformers(kind: str) -> None:
     got_sin = torch.cat((-got_sin[:, :6], got_sin[:, 6:]), -1)
     torch.testing.assert_close(got_cos, cos[0], atol=2e-5, rtol=0)
     torch.testing.assert_close(got_sin, sin[0], atol=2e-5, rtol=0)
+
+
+class VllmsOwn(torch.nn.Module):
+    def forward(
+        self, input_ids: Any, positions: Any, intermediate_tensors: Any = None, embeds: Any = None
+    ) -> Any:
+        raise AssertionError("it is refused before it is called")
+
+
+class WithDefaults(torch.nn.Module):
+    def forward(
+        self, ids: Any, positions: Any, kv: Any = None, meta: Any = None, before: Any = None
+    ) -> Any:
+        raise AssertionError("it is refused before it is called")
+
+
+class AnyArguments(torch.nn.Module):
+    def forward(self, *args: Any) -> Any:
+        raise AssertionError("it is refused before it is called")
+
+
+class NoForward(torch.nn.Module):
+    pass
+
+
+@pytest.mark.parametrize("model_class", [VllmsOwn, WithDefaults, AnyArguments, NoForward])
+def test_a_model_that_takes_no_context_is_refused(model_class: type) -> None:
+    "At the start, with the signature that it needs; not in the first step."
+    with pytest.raises(ValueError, match=r"forward\((self, )?input_ids, context\)"):
+        check_forward(model_class)

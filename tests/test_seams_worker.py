@@ -36,6 +36,7 @@ from teachvllm.model_executor.layers import (
     WeightsError,
     attention_layers,
     default_weight_loader,
+    get_forward_context,
     set_weight_attrs,
 )
 from teachvllm.model_executor.loader import get_model, make_context
@@ -403,26 +404,21 @@ def test_bits_with_log_probabilities_bans_and_several_samples(worker: Worker) ->
 # Adapters
 
 
-class AddsPerAdapter(nn.Module):
-    "A last norm that adds a vector of its own for each adapter."
+class AddsPerAdapter(LinearMethod):
+    "Another method's product, and a vector for each adapter: it asks the step which token has which."
 
-    def __init__(self, norm: nn.Module, model: nn.Module, size: int):
-        super().__init__()
-        self.norm = norm
+    def __init__(self, method: LinearMethod, size: int):
+        self.method = method
         self.vectors = 5 * torch.randn(4, size, generator=torch.Generator().manual_seed(1))
         self.vectors[0] = 0
-        self.ids: torch.Tensor | None = None
-        forward = model.forward
 
-        def with_ids(input_ids: torch.Tensor, context: Any) -> torch.Tensor:
-            self.ids = context.adapter_ids
-            return forward(input_ids, context)
+    def create_weights(self, *args: Any) -> None:
+        raise AssertionError("the weights are there")
 
-        model.forward = with_ids
-
-    def forward(self, x: torch.Tensor, residual: Any = None) -> Any:
-        y = self.norm(x)
-        return y if self.ids is None else y + self.vectors[self.ids]
+    def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.method.apply(layer, x)
+        ids = get_forward_context().adapter_ids
+        return y if ids is None else y + self.vectors[ids]
 
 
 def test_each_token_has_the_adapter_of_its_request(tiny: tuple[str, Any]) -> None:
@@ -432,7 +428,8 @@ def test_each_token_has_the_adapter_of_its_request(tiny: tuple[str, Any]) -> Non
     worker = start(tiny[0], max_num_seqs=6)
     model = worker.model_runner.model
     recorded = worker.model_runner.graphs
-    model.model.norm = AddsPerAdapter(model.model.norm, model, model.lm_head.input_size)
+    last = model.model.layers[-1].mlp.down_proj
+    last.linear_method = AddsPerAdapter(last.linear_method, model.lm_head.input_size)
     wanted = {i: alone(worker, PROMPT, 5, RANDOM, seed=9, adapter_id=i) for i in range(4)}
     assert len({tuple(tokens) for tokens in wanted.values()}) == 4
     got: dict[int, list[int]] = {i: [] for i in range(1, 5)}

@@ -9,13 +9,14 @@ __all__ = ['UNUSED_TENSORS', 'ACTIVATIONS', 'WeightsError', 'default_weight_load
            'MergedColumnParallelLinear', 'RowParallelLinear', 'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices',
            'make_layers', 'load_weights', 'vocab_part', 'VocabParallelEmbedding', 'ParallelLMHead', 'use_kernels',
            'Add', 'RMSNorm', 'get_act_fn', 'ActAndMul', 'Attention', 'attention_layers', 'ForwardContext',
-           'get_input_embeddings', 'config_field']
+           'set_forward_context', 'get_forward_context', 'get_input_embeddings', 'config_field']
 
 # %% ../../nbs/31_layers.ipynb #d9fcdcc8
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
@@ -841,6 +842,29 @@ class ForwardContext:
     input_embeds: tuple[torch.Tensor, torch.Tensor] | None = None
     # [num_tokens] int64: the adapter of each token's request, 0: none; None: none in this step
     adapter_ids: torch.Tensor | None = None
+
+
+# of a thread: engines that step in several threads have a context each
+_forward_context: ContextVar[ForwardContext] = ContextVar("forward_context")
+
+
+@contextmanager
+def set_forward_context(context: ForwardContext) -> Iterator[None]:
+    "Inside, layers may ask `get_forward_context()`: the runner does this around a model's forward."
+    before = _forward_context.set(context)
+    try:
+        yield
+    finally:
+        _forward_context.reset(before)
+
+
+def get_forward_context() -> ForwardContext:
+    """The step that is computed, for a layer whose callers do not know what it needs: a linear
+    method that depends on each token's adapter, say. `LookupError` outside of a step.
+
+    The layers of this book get what they need as arguments, where a reader sees it.
+    """
+    return _forward_context.get()
 
 
 def get_input_embeddings(

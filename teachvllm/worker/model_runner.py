@@ -19,7 +19,12 @@ from ..config import VllmConfig
 from ..core.block_manager import num_blocks_for
 from ..core.scheduler import ForkedSequenceData, NewSequenceData, SchedulerOutput
 from ..distributed.parallel_state import ParallelState
-from ..model_executor.layers import Attention, ForwardContext, attention_layers
+from teachvllm.model_executor.layers import (
+    Attention,
+    ForwardContext,
+    attention_layers,
+    set_forward_context,
+)
 from ..model_executor.loader import get_model, make_context
 from ..model_executor.logits_processors import NONE_LEFT, LogitsProcessors
 from ..model_executor.pooler import Pooler
@@ -763,7 +768,8 @@ class ModelRunner:
         context = ForwardContext(
             inputs["positions"], meta, kv_caches, before, embeds, inputs.get("adapter_ids")
         )
-        hidden: torch.Tensor = self.model(token_ids, context)
+        with set_forward_context(context):
+            hidden: torch.Tensor = self.model(token_ids, context)
         return hidden
 
     def model_inputs(

@@ -11,6 +11,8 @@ __all__ = ['ARCHITECTURES', 'QUANTIZATION_METHODS', 'WITHOUT_EFFECT', 'register_
 import inspect
 from typing import Any
 
+from torch import nn
+
 from ...config import NotSupportedYet, PoolerConfig, defined_fields, require, resolve_class
 from ..pooler import as_pooling_model
 
@@ -166,16 +168,19 @@ def check_forward(model_class: type) -> None:
     """
     forward: Any = getattr(model_class, "forward", None)
     require(
-        callable(forward),
+        callable(forward) and forward is not nn.Module.forward,
         f"{model_class.__name__} is no model: it has no forward(input_ids, context)",
     )
     signature = inspect.signature(forward)
-    try:
-        signature.bind("self", "input_ids", "context")
-    except TypeError:
-        raise ValueError(
-            f"{model_class.__name__}.forward{signature} cannot be called with a step. A model's "
-            "forward is forward(self, input_ids, context): positions, attn_metadata, kv_caches and "
-            "the hidden_states of the pipeline stage before are fields of the context, a "
-            "ForwardContext (teachvllm.model_executor.layers)"
-        ) from None
+    parameters = list(signature.parameters.values())
+    required = [one for one in parameters if one.default is one.empty]
+    require(
+        len(parameters) >= 3
+        and len(required) <= 3
+        and all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters[:3])
+        and parameters[2].name != "positions",
+        f"{model_class.__name__}.forward{signature} cannot be called with a step. A model's "
+        "forward is forward(self, input_ids, context): positions, attn_metadata, kv_caches and "
+        "the hidden_states of the pipeline stage before are fields of the context, a "
+        "ForwardContext (teachvllm.model_executor.layers)",
+    )
