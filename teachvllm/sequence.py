@@ -178,6 +178,7 @@ class SequenceGroup:
         self.fork_rule = fork_rule
         self.prerequisites: list[Any] = []  # what it waits for before it may run: `Prerequisite`s
         self.grammar: Any = None  # which tokens it may write: a `Grammar`; None: all
+        self.wants_drafts = False  # whether its steps wait for guesses of what comes next
         self.seqs = [first_seq]  # all that it has, finished ones too
         self.unfinished = [first_seq]  # those of them that are still being written
         self.num_forks = 0

@@ -72,7 +72,8 @@ class LateWorker(SimulatedWorker):
             assert row.token_ids[: seq.get_len()] == seq.token_ids and row.seed == seq.seed
             assert row.computed + out.num_scheduled_tokens.get(seq_id, 0) == seq.num_computed_tokens
             unforeseen = len(row.token_ids) - seq.num_tokens
-            assert unforeseen in ((0, 1) if group.fork_rule else (0,))
+            waits = group.fork_rule or group.grammar is not None or group.wants_drafts
+            assert unforeseen in ((0, 1) if waits else (0,))
             assert seq.max_len is None or len(row.token_ids) <= seq.max_len
 
 
@@ -135,17 +136,14 @@ class AheadOfTime(Simulation):
         """
         scheduler = self.scheduler
         ahead = bool(self.core.in_flight)
-        decoding = [
-            (group, seq)
-            for group in scheduler.running
-            if all(s.num_new_tokens == 1 for s in group.unfinished)
-            for seq in group.unfinished
-        ]
+        decoding = self.decoding()
         full = {seq.seq_id for _, seq in decoding if seq.is_full}
         out = schedule()
         for group, seq in decoding:
             gone = group.request_id in out.preempted_request_ids or seq.status.finished
-            assert gone or out.num_scheduled_tokens.get(seq.seq_id, 0) == (seq.seq_id not in full)
+            num_drafts = len(out.scheduled_spec_decode_tokens.get(seq.seq_id, ()))
+            wanted = 0 if seq.seq_id in full else 1 + num_drafts
+            assert gone or out.num_scheduled_tokens.get(seq.seq_id, 0) == wanted
         if ahead:  # with a window, the blocks for a prompt's next tokens may not be free yet
             assert not out.preempted_request_ids and (
                 out.num_scheduled_tokens or self.options["window"]

@@ -79,9 +79,14 @@ def likeliest(state: int, count: int) -> list[tuple[int, float]]:
     return sorted(scored, key=lambda pair: (-pair[1], pair[0]))[:count]
 
 
-def draw(state: int, params: SamplingParams, seed: int) -> int:
-    "The simulated model's next token."
-    return likeliest(state, 1)[0][0] if params.temperature == 0 else hash((state, seed, 2)) % VOCAB
+def draw(
+    state: int, params: SamplingParams, seed: int, allowed: Iterable[int] = range(VOCAB)
+) -> int:
+    "The simulated model's next token, of those that are allowed."
+    allowed = list(allowed)
+    if params.temperature == 0:
+        return next(t for t, _ in likeliest(state, VOCAB) if t in allowed)
+    return allowed[hash((state, seed, 2)) % len(allowed)]
 
 
 class Row:
@@ -95,6 +100,20 @@ class Row:
         self.new = new
         self.num_samples = new.num_samples
         self.num_known = len(token_ids)  # the rest it has sampled
+        self.drafts: list[int] = []  # in this step, behind its tokens
+
+    def fork(self, seed: int) -> "Row":
+        "One with the same past."
+        child = Row(list(self.token_ids), self.computed, list(self.table), seed, self.new)
+        child.num_samples = self.num_samples
+        child.num_known = self.num_known
+        return child
+
+    def set_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        "(Index in the table, block) of each block that is another one, or new at its end."
+        for index, block_id in pairs:
+            assert index <= len(self.table), "a hole in a block table"
+            self.table[index : index + 1] = [block_id]
 
 
 class SimulatedWorker:
@@ -128,9 +147,11 @@ class SimulatedWorker:
         self.update(out)
         self.compare_with_scheduler(out)
         self.write(out)
-        for seq_id in out.num_scheduled_tokens:
-            self.check_reads(self.rows[seq_id], self.gpu, out.num_scheduled_tokens[seq_id])
-        self.sampled.append(self.sample(out.num_scheduled_tokens))
+        for seq_id, num_tokens in out.num_scheduled_tokens.items():
+            row = self.rows[seq_id]
+            states = read_text(row.token_ids + row.drafts)
+            self.check_reads(states, row.computed, row.table, self.gpu, num_tokens)
+        self.sampled.append(self.sample(out))
         while self.after:
             self.after.pop()()
 
@@ -159,13 +180,13 @@ class SimulatedWorker:
         for fork in out.forked_seqs:
             parent = rows[fork.parent_seq_id]
             assert fork.seq_id not in rows
-            rows[fork.seq_id] = Row(
-                list(parent.token_ids), parent.computed, list(parent.table), fork.seed, parent.new
-            )
-            rows[fork.seq_id].num_samples = parent.num_samples
-            rows[fork.seq_id].num_known = parent.num_known
-        for seq_id, [token_id] in out.new_token_ids.items():
-            rows[seq_id].token_ids[rows[seq_id].num_known :] = [token_id]
+            rows[fork.seq_id] = parent.fork(fork.seed)
+        for seq_id, token_ids in out.new_token_ids.items():
+            row = rows[seq_id]
+            row.token_ids[row.num_known :] = token_ids
+            row.num_known = len(row.token_ids)
+            # drafts behind them were wrong: their slots are written again
+            row.computed = min(row.computed, row.num_known - 1)
         for seq_id in out.finished_seq_ids:
             assert rows.pop(seq_id, None), (
                 "the worker is told to forget a sequence that it does not know"
@@ -176,10 +197,15 @@ class SimulatedWorker:
                 list(new.token_ids), new.num_computed_tokens, list(new.block_ids), new.seed, new
             )
         for seq_id, block_ids in out.new_block_ids.items():
-            rows[seq_id].table += block_ids
+            rows[seq_id].set_blocks(enumerate(block_ids, len(rows[seq_id].table)))
         for seq_id, copies in out.copied_block_ids.items():
-            for index, block_id in copies:
-                rows[seq_id].table[index] = block_id
+            rows[seq_id].set_blocks(copies)
+        for seq_id, row in rows.items():
+            row.drafts = out.scheduled_spec_decode_tokens.get(seq_id, [])
+            num_computed = row.computed + out.num_scheduled_tokens.get(seq_id, 0)
+            assert not row.drafts or num_computed == len(row.token_ids) + len(row.drafts), (
+                "drafts without the token before them"
+            )
 
     def compare_with_scheduler(self, out: SchedulerOutput) -> None:
         """The worker knows exactly what the scheduler knew before it decided the step, and what was
@@ -198,24 +224,20 @@ class SimulatedWorker:
             assert known == seq.token_ids and row.seed == seq.seed
             assert row.computed + out.num_scheduled_tokens.get(seq_id, 0) == seq.num_computed_tokens
             table = manager.block_tables[seq_id]
-            assert all(
-                known in (NULL_BLOCK, here) for known, here in zip(table, row.table, strict=True)
-            )
+            # what is behind its end was for drafts that were wrong
+            assert len(row.table) >= len(table)
+            assert all(known in (NULL_BLOCK, here) for known, here in zip(table, row.table))
         for seq_id, table in manager.cpu_block_tables.items():
             _, seq = self.scheduler.seqs[seq_id]
-            self.check_reads(
-                SimpleNamespace(
-                    token_ids=seq.token_ids, computed=seq.num_computed_tokens, table=table
-                ),
-                self.cpu,
-            )
+            states = read_text(seq.token_ids)
+            self.check_reads(states, seq.num_computed_tokens, table, self.cpu)
 
     def write(self, out: SchedulerOutput) -> None:
         written = set()
         for seq_id, num_tokens in out.num_scheduled_tokens.items():
             row = self.rows[seq_id]
-            assert 0 < num_tokens <= len(row.token_ids) - row.computed
-            states = read_text(row.token_ids)
+            states = read_text(row.token_ids + row.drafts)
+            assert 0 < num_tokens <= len(states) - row.computed
             for position in range(row.computed, row.computed + num_tokens):
                 slot = row.table[position // self.block_size], position % self.block_size
                 assert slot not in written and slot[0] != NULL_BLOCK, "two write to one slot"
@@ -223,40 +245,71 @@ class SimulatedWorker:
                 self.gpu[slot[0]][slot[1]] = states[position]
             row.computed += num_tokens
 
-    def check_reads(self, row: Any, pool: list[list[int]], num_queries: int = 0) -> None:
+    def check_reads(
+        self,
+        states: list[int],  # of the whole text
+        num_computed: int,
+        table: list[int],
+        pool: list[list[int]],
+        num_queries: int = 0,
+    ) -> None:
         "All that the queries look at is what belongs to this text."
-        states = read_text(row.token_ids)
         size = self.block_size
-        for position in range(max(0, row.computed - num_queries - self.window + 1), row.computed):
-            block_id = row.table[position // size]
+        for position in range(max(0, num_computed - num_queries - self.window + 1), num_computed):
+            block_id = table[position // size]
             assert block_id != NULL_BLOCK and pool[block_id][position % size] == states[position], (
                 f"wrong at {position}"
             )
 
-    def sample(self, seq_ids: Iterable[int]) -> ModelRunnerOutput:
-        "A token, or several first ones, for each sequence whose tokens are all computed."
+    def sample(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """For each sequence whose tokens are all computed a token, or several first ones, or one
+        behind each draft that is right, and one more.
+        """
         out = ModelRunnerOutput([], [])
-        for seq_id, row in ((seq_id, self.rows[seq_id]) for seq_id in seq_ids):
+        for seq_id in step.num_scheduled_tokens:
+            row = self.rows[seq_id]
             if row.computed < len(row.token_ids):
                 continue
-            state = read_text(row.token_ids)[-1]
-            params = row.new.sampling_params
-            num_top = row.new.num_logprobs
-            tokens = [
-                draw(state, params, sequence_seed(row.seed, j)) for j in range(row.num_samples)
-            ]
-            for token_id in tokens:
-                if num_top is not None:
-                    everything = likeliest(state, VOCAB)
-                    rank = 1 + [one for one, _ in everything].index(token_id)
-                    scores = dict(everything)[token_id], rank, everything[:num_top]
-                    out.logprobs[len(out.seq_ids)] = [scores]
+            masks = step.grammar_bitmask.get(seq_id, [])
+            group, _ = self.scheduler.seqs.get(seq_id, (None, None))
+            assert group is None or len(masks) == (
+                1 + len(row.drafts) if group.grammar is not None else 0
+            )
+            first = len(out.seq_ids)
+            for j in range(row.num_samples):
+                tokens, scores = self.write_on(row, sequence_seed(row.seed, j), masks)
+                if row.new.num_logprobs is not None:
+                    out.logprobs[len(out.seq_ids)] = scores
                 out.seq_ids.append(seq_id)
-                out.sampled_token_ids.append([token_id])
+                out.sampled_token_ids.append(tokens)
             row.num_known = len(row.token_ids)
-            row.token_ids.append(tokens[0])
+            if not row.drafts:  # else it is told how many were right
+                row.token_ids += out.sampled_token_ids[first]
             row.num_samples = 1
         return out
+
+    def write_on(
+        self, row: Row, seed: int, masks: list[bytes]
+    ) -> tuple[list[int], list[tuple[float, int, list[tuple[int, float]]]]]:
+        "The next tokens of a text, as far as its drafts are right, and what they are worth."
+        text = list(row.token_ids)
+        tokens = []
+        scores = []
+        for i, draft in enumerate([*row.drafts, None]):
+            state = read_text(text)[-1]
+            allowed = range(VOCAB)
+            if masks:
+                bits = int.from_bytes(masks[i], "little")
+                allowed = [t for t in range(VOCAB) if bits >> t & 1]
+            tokens.append(draw(state, row.new.sampling_params, seed, allowed))
+            everything = likeliest(state, VOCAB)
+            rank = 1 + [one for one, _ in everything].index(tokens[-1])
+            num_top = row.new.num_logprobs or 0
+            scores.append((dict(everything)[tokens[-1]], rank, everything[:num_top]))
+            if tokens[-1] != draft:
+                break
+            text.append(draft)
+        return tokens, scores
 
 
 class SimulatedExecutor(ExecutorBase):
@@ -287,14 +340,15 @@ Params = SamplingParams | BeamSearchParams
 
 
 def write_alone(
-    prompt: list[int], params: SamplingParams, seed: int, longest: int
+    prompt: list[int], params: SamplingParams, seed: int, longest: int, grammar: Any = None
 ) -> tuple[list[int], float]:
     "One sample of the simulated model, and its log-probability."
     text = list(prompt)
     total = 0.0
     while len(text) < min(longest, len(prompt) + (params.max_tokens or longest)):
         state = read_text(text)[-1]
-        text.append(draw(state, params, seed))
+        allowed = grammar.allowed(text[len(prompt) :]) if grammar else range(VOCAB)
+        text.append(draw(state, params, seed, allowed))
         total += dict(likeliest(state, VOCAB))[text[-1]]
         if text[-1] in params.stop_token_ids:
             break
@@ -319,12 +373,14 @@ def search_alone(prompt: list[int], params: BeamSearchParams, longest: int) -> l
     return [found.token_ids for found in search.hypotheses]
 
 
-def answers(prompt: list[int], params: Params, longest: int) -> list[list[int]]:
+def answers(
+    prompt: list[int], params: Params, longest: int, grammar: Any = None
+) -> list[list[int]]:
     "The token ids of all outputs of a request, if there is memory for it."
     if isinstance(params, BeamSearchParams):
         return search_alone(prompt, params, longest)
     seeds = [sequence_seed(params.seed or 0, j) for j in range(params.num_seqs)]
-    samples = [write_alone(prompt, params, seed, longest) for seed in seeds]
+    samples = [write_alone(prompt, params, seed, longest, grammar) for seed in seeds]
     if params.num_seqs > params.n:
         samples = sorted(samples, key=lambda sample: -sample[1])[: params.n]
     return [token_ids for token_ids, _ in samples]
@@ -409,6 +465,8 @@ class Simulation:
         self.told: dict[str, list[list[int]]] = {}
         self.reasons: dict[str, list[str]] = {}  # of the finished ones
         self.gone: set[str] = set()  # aborted
+        self.grammars: dict[str, Any] = {}  # of those requests that have one
+        self.late: set[str] = set()  # requests that were not ready when they came
         self.may_fail: set[str] = set()  # requests that were in a step that failed
         # by request and answer, of those that tell deltas
         self.ends: dict[str, dict[int, str]] = {}
@@ -448,7 +506,17 @@ class Simulation:
         ]
 
     def groups(self) -> list[SequenceGroup]:
-        return [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.swapped]
+        queues = ("running", "waiting", "swapped", "not_ready")
+        return [group for name in queues for group in getattr(self.scheduler, name)]
+
+    def decoding(self) -> list[tuple[SequenceGroup, Sequence]]:
+        "The sequences that lack their newest token, and drafts perhaps, like all of their request."
+        return [
+            (group, seq)
+            for group in self.scheduler.running
+            if all(s.num_new_tokens - len(s.spec_token_ids) == 1 for s in group.unfinished)
+            for seq in group.unfinished
+        ]
 
     def check_schedule(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
         """A sequence that decodes gets a token; the first request by the policy is never preempted;
@@ -458,17 +526,13 @@ class Simulation:
         key = scheduler.policy.key
         groups = self.groups()
         first = min(groups, key=key, default=None)
-        decoding = [
-            (group, seq)
-            for group in scheduler.running
-            if all(s.num_new_tokens == 1 for s in group.unfinished)
-            for seq in group.unfinished
-        ]
+        decoding = self.decoding()
         out = schedule()
         self.preempted += out.preempted_request_ids
         for group, seq in decoding:
             gone = group.request_id in out.preempted_request_ids or seq.status.finished
-            assert gone or out.num_scheduled_tokens.get(seq.seq_id) == 1, (
+            num_drafts = len(out.scheduled_spec_decode_tokens.get(seq.seq_id, ()))
+            assert gone or out.num_scheduled_tokens.get(seq.seq_id) == 1 + num_drafts, (
                 "a sequence that decodes got no token"
             )
         assert first is None or first.request_id not in out.preempted_request_ids, (
@@ -487,7 +551,9 @@ class Simulation:
         if self.options["policy"] == "fcfs" and self.options["max_num_partial_prefills"] == 1:
             begun = [group.arrival for group in groups if group.num_cached_tokens is not None]
             waiting = [
-                group.arrival for group in scheduler.waiting if group.num_cached_tokens is None
+                group.arrival
+                for group in scheduler.waiting
+                if group.num_cached_tokens is None and group.request_id not in self.late
             ]
             assert not begun or not waiting or max(begun) < min(waiting), "a request was overtaken"
         self.check()
@@ -582,7 +648,8 @@ class Simulation:
 
     def check_answer(self, name: str) -> None:
         prompt, params = self.requests[name]
-        wanted = answers(prompt, params, self.options["max_model_len"])
+        grammar = self.grammars.get(name)
+        wanted = answers(prompt, params, self.options["max_model_len"], grammar)
         got = self.told[name]
         error = "error" in self.reasons[name]
         if not error and not self.may_fill_the_pool(name):

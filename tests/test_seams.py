@@ -7,16 +7,19 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import VOCAB, make_tiny, random_prompts
+from helpers import TINY, VOCAB, make_tiny, random_prompts
+from test_async_scheduling import num_ahead
 from test_seams_worker import AddsPerAdapter
+from transformers import MistralConfig
 
 from teachvllm import LLM, SamplingParams
 from teachvllm.core.block_manager import BlockSpaceManager
 from teachvllm.core.scheduler import Scheduler
-from teachvllm.messages import EngineCoreRequest, PromptEmbedding
+from teachvllm.messages import EngineCoreRequest, ModelRunnerOutput, PromptEmbedding
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.sequence import Sequence, SequenceGroup
 
@@ -40,6 +43,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     "A tiny Llama: its folder, and transformers' model."
     path = tmp_path_factory.mktemp("llama")
     return str(path), make_tiny("llama", path)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    "The same with a sliding window."
+    path = tmp_path_factory.mktemp("window")
+    llama = TINY["llama"]().to_dict() | {"architectures": None, "head_dim": 16}
+    with patch.dict(TINY, window=lambda: MistralConfig(**{**llama, "sliding_window": 9})):
+        return str(path), make_tiny("window", path)
 
 
 def core_of(llm: LLM) -> Any:
@@ -80,42 +92,141 @@ class Oracle:
         self.rng = random.Random(seed)
 
     def __call__(self, scheduler: Scheduler) -> dict[int, list[int]]:
-        return {seq_id: self.next_of(seq) for seq_id, (_, seq) in scheduler.seqs.items()}
+        return {seq_id: self.next_of(seq.token_ids) for seq_id, (_, seq) in scheduler.seqs.items()}
 
-    def next_of(self, seq: Sequence) -> list[int]:
-        known = len(seq.token_ids)
-        whole = next((text for text in self.texts if text[:known] == seq.token_ids), seq.token_ids)
+    def next_of(self, token_ids: list[int]) -> list[int]:
+        known = len(token_ids)
+        whole = next((text for text in self.texts if text[:known] == token_ids), token_ids)
         right = whole[known : known + self.num_drafts]
         return [t if self.rng.random() < self.share else self.rng.randrange(VOCAB) for t in right]
 
 
+def draft_in_workers(core: Any, guess: Callable[[list[int]], list[int]]) -> None:
+    "The step's tokens bring drafts with them, as from a model beside the model."
+    collect = core.executor.collect
+
+    def with_drafts() -> ModelRunnerOutput:
+        out = collect()
+        for seq_id, token_ids in zip(out.seq_ids, out.sampled_token_ids, strict=True):
+            if seq_id in core.scheduler.seqs:
+                _, seq = core.scheduler.seqs[seq_id]
+                out.draft_token_ids[seq_id] = guess(seq.token_ids + token_ids)
+        return out
+
+    core.executor.collect = with_drafts
+
+
+def want_drafts(core: Any, names: str | None = None) -> None:
+    "The requests whose names end so want drafts; None: all."
+    core.preparers.append(
+        lambda request, group: setattr(
+            group, "wants_drafts", names is None or request.request_id[-1] in names
+        )
+    )
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("source", ["drafter", "workers"])
 def test_drafts_that_are_right_save_steps(
-    tiny: tuple[str, Any], params: SamplingParams, asynchronous: bool
+    tiny: tuple[str, Any], source: str, params: SamplingParams, asynchronous: bool
 ) -> None:
     "All are accepted: a quarter of the steps, and the same tokens."
     with engine(tiny, async_scheduling=asynchronous) as llm:
         expected, steps = num_steps(llm, lambda: answers(llm, params))
         texts = [p + tokens for p, [tokens] in zip(PROMPTS, expected, strict=True)]
-        core_of(llm).drafter = Oracle(texts, num_drafts=3, share=1)
+        oracle = Oracle(texts, num_drafts=3, share=1)
+        want_drafts(core_of(llm))
+        if source == "drafter":
+            core_of(llm).drafter = oracle
+        else:
+            draft_in_workers(core_of(llm), oracle.next_of)
         got, fewer = num_steps(llm, lambda: answers(llm, params))
     assert got == expected
     # a prompt's step brings one token, each later one four
-    assert fewer <= 1 + -(-(params.max_tokens - 1) // 4) + 1 + asynchronous < steps
+    assert fewer <= 1 + -(-(params.max_tokens - 1) // 4) + 1 < steps
+
+
+@pytest.mark.parametrize("source", ["drafter", "workers"])
+def test_requests_without_drafts_run_ahead_of_those_with(
+    tiny: tuple[str, Any], source: str
+) -> None:
+    "A drafter alone holds up none; of two requests only the one that wants drafts waits for them."
+    with engine(tiny, async_scheduling=True) as llm:
+        core = core_of(llm)
+        with llm.record() as plain:
+            expected = answers(llm, GREEDY, PROMPTS[:2])
+        texts = [p + tokens for p, [tokens] in zip(PROMPTS, expected, strict=False)]
+        oracle = Oracle(texts, num_drafts=3, share=1)
+        if source == "drafter":
+            core.drafter = oracle
+        else:
+            draft_in_workers(core, oracle.next_of)
+        with llm.record() as unwanted:
+            assert answers(llm, GREEDY, PROMPTS[:2]) == expected
+        assert num_ahead(unwanted) == num_ahead(plain) > 10
+        want_drafts(core, "w")
+        with_drafts = []
+        schedule = core.scheduler.schedule
+
+        def watched() -> Any:
+            out = schedule()
+            with_drafts.extend(core.scheduler.seqs[i][0] for i in out.scheduled_spec_decode_tokens)
+            return out
+
+        core.scheduler.schedule = watched
+        for name, prompt in zip(("w", "-"), PROMPTS, strict=False):
+            llm.llm_engine.add_request(name, prompt, GREEDY)
+        done = {}
+        with llm.record() as both:
+            while llm.llm_engine.has_unfinished_requests():
+                done |= {o.request_id: o for o in llm.llm_engine.step() if o.finished}
+    assert [[done[name].outputs[0].token_ids] for name in ("w", "-")] == expected
+    assert len(with_drafts) >= 4 and {group.request_id for group in with_drafts} == {"w"}
+    assert num_ahead(both) > 10
+
+
+FAULTY: dict[str, Callable[[list[int]], Any]] = {
+    "raises": lambda token_ids: 1 // 0,
+    "no list": lambda token_ids: 5,
+    "no ids": lambda token_ids: ["a", None],
+    "beyond the vocabulary": lambda token_ids: [VOCAB, 5],
+    "negative": lambda token_ids: [7, -3, 2],
+    "some": lambda token_ids: [7] if len(token_ids) % 3 else 1 // 0,
+}
+
+
+@pytest.mark.parametrize("source", ["drafter", "workers"])
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_fault_in_drafts_costs_no_request(tiny: tuple[str, Any], fault: str, source: str) -> None:
+    "Nor an output that is complete in that step: the requests end one after the other."
+    if source == "workers" and fault in ("raises", "some"):
+        pytest.skip("that is a fault of the step")
+    params = [replace(GREEDY, max_tokens=n) for n in (3, 5, 9, 9, 13)]
+    with engine(tiny) as llm:
+        expected = answers(llm, params)
+        if source == "drafter":
+            core_of(llm).drafter = lambda scheduler: {
+                seq_id: FAULTY[fault](seq.token_ids) for seq_id, (_, seq) in scheduler.seqs.items()
+            }
+        else:
+            draft_in_workers(core_of(llm), FAULTY[fault])
+        assert answers(llm, params) == expected
 
 
 @pytest.mark.parametrize("blocks", [80, 22])
 @pytest.mark.parametrize("share", [0, 0.5])
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("model", ["tiny", "windowed"])
 def test_drafts_at_random_change_no_token(
-    tiny: tuple[str, Any], share: float, blocks: int, asynchronous: bool
+    request: Any, model: str, share: float, blocks: int, asynchronous: bool
 ) -> None:
     "Beside prompts in chunks, several answers, beams and stops, also where requests are preempted."
+    tiny = request.getfixturevalue(model)
     params = [
         replace(GREEDY, logprobs=2),
         RANDOM,
-        replace(RANDOM, n=2, seed=5),
+        replace(RANDOM, n=3, seed=5),
         replace(GREEDY, max_tokens=3),
         replace(RANDOM, top_p=0.9, seed=6),
     ]
@@ -127,6 +238,7 @@ def test_drafts_at_random_change_no_token(
         scores = llm.generate(PROMPTS[0], params[0], use_tqdm=False)[0].outputs[0].logprobs
     texts = [p + t for p, tokens in zip(PROMPTS, expected, strict=True) for t in tokens]
     with engine(tiny, num_gpu_blocks_override=blocks, **options) as llm:
+        want_drafts(core_of(llm), "02468")
         core_of(llm).drafter = Oracle(texts, num_drafts=4, share=share)
         assert answers(llm, params) == expected
         assert answers(llm, stops) == stopped

@@ -76,23 +76,23 @@ class LookAhead:
     yet.
 
     Sequences whose next step depends on these tokens are left out of it: those about to be forked,
-    those whose drafts are being looked at, and those with a grammar. The others run ahead. vLLM V1:
+    those that have drafts or want some, and those with a grammar. The others run ahead. vLLM V1:
     `v1/core/sched/async_scheduler.py`.
     """
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
 
-    def expect(self, out: SchedulerOutput, has_drafter: bool = False) -> None:
+    def expect(self, out: SchedulerOutput) -> None:
         """The step was sent off: a place is held for each token that it samples, and that can be
-        foreseen; with a drafter, which guesses what comes behind it, none.
+        foreseen.
         """
         for seq_id in out.num_scheduled_tokens:
-            if has_drafter or seq_id not in self.scheduler.seqs:
+            if seq_id not in self.scheduler.seqs:
                 continue
             group, seq = self.scheduler.seqs[seq_id]
-            foreseen = group.fork_rule is None and group.grammar is None
-            if foreseen and seq.num_new_tokens == 0:  # all its tokens are computed
+            waits = group.fork_rule is not None or group.grammar is not None or group.wants_drafts
+            if not waits and seq.num_new_tokens == 0:  # all its tokens are computed
                 seq.num_output_placeholders += 1
 
     def can_run_ahead(self) -> bool:

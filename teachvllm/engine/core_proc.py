@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -95,6 +96,7 @@ class EngineCoreProc:
         self.sock = sock
         self.core = core
         self.is_stopped = False
+        self.last_sent = 0.0  # `time.monotonic` of the newest outputs
         self.num_aborts = 0
         self.decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
         self.encode = msgspec.msgpack.Encoder().encode
@@ -118,9 +120,14 @@ class EngineCoreProc:
             # the next step says which requests it has ended
             self.sock.send_multipart([FAILED, describe_error(error)])
             return
-        self._send(outputs)
+        waits = not outputs.outputs and self.core.is_waiting()
+        if waits:
+            self.sock.poll(1)  # milliseconds; a message ends it
+        if not waits or time.monotonic() > self.last_sent + 0.1:
+            self._send(outputs)
 
     def _send(self, outputs: EngineCoreOutputs) -> None:
+        self.last_sent = time.monotonic()
         outputs.stats = self.core.get_stats()
         self.sock.send_multipart([OUTPUTS, self.encode(outputs), str(self.num_aborts).encode()])
 
