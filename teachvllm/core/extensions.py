@@ -9,7 +9,7 @@ __all__ = ['Swapping', 'ParallelSampling', 'LookAhead', 'make_scheduler']
 from typing import Any
 
 from ..config import VllmConfig, resolve_class
-from .block_manager import BlockSpaceManager
+from .block_manager import BlockSpaceManager, num_blocks_for
 from .scheduler import Sample, Scheduler, SchedulerOutput
 from ..sequence import Sequence, SequenceGroup
 
@@ -135,6 +135,8 @@ def make_scheduler(
     )
     swapping = Swapping(manager, scheduler.preemption_mode) if num_cpu_blocks else None
     stages = config.parallel_config.pipeline_parallel_size
-    return resolve_class(scheduler.scheduler_cls)(
-        scheduler, manager, swapping, virtual_engine, stages
-    )
+    cls = resolve_class(scheduler.scheduler_cls)
+    made = cls(scheduler, manager, swapping, virtual_engine, stages)
+    if isinstance(made, Scheduler):
+        made.builder.mask_size = num_blocks_for(config.model_config.vocab_size, 8)
+    return made
