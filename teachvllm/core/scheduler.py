@@ -1084,8 +1084,7 @@ class Scheduler:
         if seq.num_output_placeholders or not workers_know:
             seq.num_output_placeholders = max(0, seq.num_output_placeholders - len(token_ids))
             self.block_manager.cache_full_blocks(seq)
-        # of a pipeline's workers only those of the last stage sample
-        in_pipeline = self.num_virtual_engines > 1
+        in_pipeline = self.num_virtual_engines > 1  # only its last stage samples
         if in_pipeline or not workers_know:
             self.orders.tell_tokens(seq, token_ids)
 
