@@ -187,6 +187,8 @@ class SimulatedWorker:
             row.num_known = len(row.token_ids)
             # drafts behind them were wrong: their slots are written again
             row.computed = min(row.computed, row.num_known - 1)
+            # and blocks behind them are free
+            del row.table[num_blocks_for(row.num_known, self.block_size) :]
         for seq_id in out.finished_seq_ids:
             assert rows.pop(seq_id, None), (
                 "the worker is told to forget a sequence that it does not know"
@@ -224,8 +226,7 @@ class SimulatedWorker:
             assert known == seq.token_ids and row.seed == seq.seed
             assert row.computed + out.num_scheduled_tokens.get(seq_id, 0) == seq.num_computed_tokens
             table = manager.block_tables[seq_id]
-            # what is behind its end was for drafts that were wrong
-            assert len(row.table) >= len(table)
+            assert len(row.table) == len(table)
             assert all(known in (NULL_BLOCK, here) for known, here in zip(table, row.table))
         for seq_id, table in manager.cpu_block_tables.items():
             _, seq = self.scheduler.seqs[seq_id]

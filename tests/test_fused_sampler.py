@@ -110,7 +110,13 @@ def test_a_whole_vocabulary_as_torch():
     heat = torch.tensor(temperature).clamp(min=1e-3)[:, None]
     drawn = inverse_cdf((logits / heat).softmax(-1), torch.tensor(uniform))
     expected = torch.where(torch.tensor(temperature) == 0, logits.argmax(-1), drawn)
-    assert sample(logits, temperature, uniform) == expected.tolist()
+    for row, (mine, other) in enumerate(
+        zip(sample(logits, temperature, uniform), expected.tolist(), strict=True)
+    ):
+        if mine != other:  # only at a border between two tokens, where one sum is rounded otherwise
+            cdf = (logits[row].double() / heat[row]).softmax(-1).cumsum(-1)
+            first, last = sorted((mine, other))
+            assert (cdf[first:last] - uniform[row]).abs().max() < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NULL_BLOCK', 'NOTHING_NEW', 'num_blocks_for', 'hash_block_tokens', 'block_extra_keys', 'PrefixCache', 'AllocStatus',
-           'NewSlots', 'BlockSpaceManager']
+           'NewSlots', 'touch_blocks', 'free_blocks', 'num_blocks_in', 'BlockSpaceManager']
 
 # %% ../../nbs/11_block_manager.ipynb #7c948a0f
 import enum
@@ -40,7 +40,7 @@ def hash_block_tokens(
 
 
 def block_extra_keys(seq: Sequence, begin: int, end: int) -> tuple[Any, ...]:
-    """What the keys and values of the tokens begin to end of `seq` depend on beside the tokens. Each
+    """What the keys and values of tokens begin to end of `seq` depend on beside the tokens. Each
     is a pair (kind, value), so a salt never equals an adapter. vLLM V1:
     `generate_block_hash_extra_keys` in `v1/core/kv_cache_utils.py`.
 
@@ -125,6 +125,26 @@ class NewSlots(NamedTuple):
 
 NOTHING_NEW = NewSlots([], [])
 
+
+def touch_blocks(table: list[int], allocator: BlockAllocator) -> None:
+    "One more reference to each block of a table."
+    for block_id in table:
+        if block_id != NULL_BLOCK:
+            allocator.touch(block_id)
+
+
+def free_blocks(table: list[int], allocator: BlockAllocator) -> None:
+    "One reference less to each block of a table, its last first: so cached ones are evicted."
+    for block_id in reversed(table):
+        if block_id != NULL_BLOCK:
+            allocator.free(block_id)
+
+
+def num_blocks_in(group: SequenceGroup, tables: dict[int, list[int]]) -> int:
+    "How many blocks the group's sequences have in `tables`, shared ones counted once."
+    held = {block_id for seq in group.unfinished for block_id in tables.get(seq.seq_id, ())}
+    return len(held - {NULL_BLOCK})
+
 # %% ../../nbs/11_block_manager.ipynb #fd874f22
 class BlockSpaceManager:
     """The block tables of all sequences, over an allocator for the GPU's blocks and one for the
@@ -168,15 +188,11 @@ class BlockSpaceManager:
         return self.gpu_allocator.get_num_free_blocks()
 
     def get_block_table(self, seq: Sequence) -> list[int]:
-        """A copy of the ids of `seq`'s blocks on the GPU, in the order of its tokens; empty when it
-        has none.
-        """
+        "A copy of the ids of `seq`'s GPU blocks, in the order of its tokens; empty: it has none."
         return list(self.block_tables.get(seq.seq_id, ()))
 
     def num_required_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of `num_tokens` tokens must have at once: with a window, at most
-        those that one token looks at.
-        """
+        "Blocks that `num_tokens` tokens need at once: with a window, those that one token sees."
         num_blocks = num_blocks_for(num_tokens, self.block_size)
         if self.window is None:
             return num_blocks
@@ -272,7 +288,7 @@ class BlockSpaceManager:
         self._report_for(seq)
         found = self.get_computed_blocks(seq)
         self.block_tables[seq.seq_id] = found
-        self._touch(found)
+        touch_blocks(found, self.gpu_allocator)
         seq.num_computed_tokens = len(found) * self.block_size
         seq.num_cached_blocks = len(found)
         if self.window is None:
@@ -283,11 +299,6 @@ class BlockSpaceManager:
         found = [i for i in self.get_computed_blocks(seq) if i != NULL_BLOCK]
         taken = sum(self.gpu_allocator.ref_count(i) == 0 for i in found)
         return self.num_required_blocks(seq.get_len()) - len(found) + taken
-
-    def _touch(self, block_ids: list[int]) -> None:
-        for block_id in block_ids:
-            if block_id != NULL_BLOCK:
-                self.gpu_allocator.touch(block_id)
 
     # A sequence grows
 
@@ -332,7 +343,7 @@ class BlockSpaceManager:
         self._report_for(seq)
         table = self.block_tables[seq.seq_id]
         num_blocks = num_blocks_for(seq.get_len(), self.block_size)
-        self._free_blocks(table[num_blocks:], self.gpu_allocator)
+        free_blocks(table[num_blocks:], self.gpu_allocator)
         del table[num_blocks:]
         self.remove_skipped_blocks(seq)
 
@@ -368,7 +379,7 @@ class BlockSpaceManager:
         "`child` shares all of `parent`'s blocks."
         self._report_for(child)
         self.block_tables[child.seq_id] = list(self.block_tables[parent.seq_id])
-        self._touch(self.block_tables[child.seq_id])
+        touch_blocks(self.block_tables[child.seq_id], self.gpu_allocator)
 
     def remove_skipped_blocks(self, seq: Sequence) -> None:
         "Free the blocks that no later token of `seq` looks at: those behind the window."
@@ -389,14 +400,8 @@ class BlockSpaceManager:
     def free(self, seq: Sequence) -> None:
         "Take back all blocks of `seq`, its last first: in that order cached ones are evicted."
         self._report_for(seq)
-        self._free_blocks(self.block_tables.pop(seq.seq_id, []), self.gpu_allocator)
-        self._free_blocks(self.cpu_block_tables.pop(seq.seq_id, []), self.cpu_allocator)
-
-    @staticmethod
-    def _free_blocks(table: list[int], allocator: BlockAllocator) -> None:
-        for block_id in reversed(table):
-            if block_id != NULL_BLOCK:
-                allocator.free(block_id)
+        free_blocks(self.block_tables.pop(seq.seq_id, []), self.gpu_allocator)
+        free_blocks(self.cpu_block_tables.pop(seq.seq_id, []), self.cpu_allocator)
 
     def reset(self) -> None:
         "Forget all tables and all contents: after a failed step neither can be trusted."
@@ -421,7 +426,7 @@ class BlockSpaceManager:
     def can_swap_out(self, group: SequenceGroup) -> bool:
         "Whether the CPU has free blocks for the group's."
         num_free = self.cpu_allocator.get_num_free_blocks()
-        return self._num_blocks(group, self.block_tables) <= num_free
+        return num_blocks_in(group, self.block_tables) <= num_free
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
         "Move the group to the CPU's blocks: pairs (GPU block, CPU block) for the worker to copy."
@@ -431,7 +436,7 @@ class BlockSpaceManager:
         self, group: SequenceGroup, headroom: int = 0, freed: Set[int] = frozenset()
     ) -> AllocStatus:
         "Whether the group fits, with a new token for each of its sequences: see `can_allocate`."
-        total = self._num_blocks(group, self.cpu_block_tables)
+        total = num_blocks_in(group, self.cpu_block_tables)
         return self._status(total, total + len(group.unfinished) - len(freed), headroom)
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
@@ -442,10 +447,6 @@ class BlockSpaceManager:
                 seq.num_cached_blocks = 0  # its blocks are others now
                 self.cache_full_blocks(seq)
         return pairs
-
-    def _num_blocks(self, group: SequenceGroup, tables: dict[int, list[int]]) -> int:
-        held = {block_id for seq in group.unfinished for block_id in tables.get(seq.seq_id, ())}
-        return len(held - {NULL_BLOCK})
 
     def _move(self, group: SequenceGroup, kind: str) -> list[tuple[int, int]]:
         "Move the group's tables to the other device; blocks that its sequences share stay shared."
@@ -465,7 +466,7 @@ class BlockSpaceManager:
                 elif block_id != NULL_BLOCK:
                     moved[block_id] = target_allocator.allocate()
             target[seq.seq_id] = [moved.get(block_id, NULL_BLOCK) for block_id in table]
-            self._free_blocks(table, source_allocator)
+            free_blocks(table, source_allocator)
         for pair in moved.items():
             self._report(kind, pair[kind == "swap_in"])
         return list(moved.items())

@@ -454,6 +454,27 @@ class StepBuilder:
         self.mask_size: int | None = None  # bytes of a grammar's mask; None: not known
         self.failed: dict[SequenceGroup, str] = {}  # groups that end with an error after the step
 
+    def schedule_few(
+        self, few: list[SequenceGroup], budget: SchedulingBudget, has_prompts: bool
+    ) -> None:
+        """A token for each of their sequences, and what is left for drafts: where prompts have
+        something to compute, half of it, for a prompt's tokens are sure to be needed.
+        """
+        self.num_running_seqs = sum(len(group.unfinished) for group in self.running)
+        num_seqs = sum(len(group.unfinished) for group in few)
+        for_prompts = num_blocks_for(budget.num_tokens - num_seqs, 2) if has_prompts else 0
+        for group in few:
+            num_seqs -= len(group.unfinished)
+            reserved = num_seqs + for_prompts
+            self.schedule_group(group, budget, budget.num_tokens, reserved)
+
+    def schedule_prompt(self, group: SequenceGroup, budget: SchedulingBudget, share: int) -> None:
+        "At most `share` tokens of what the group lacks, if there are blocks for one of each sequence."
+        # room was made for these, but a request admitted since may have taken them
+        missing = self.block_manager.num_missing_blocks(group)
+        if missing <= self.block_manager.get_num_free_gpu_blocks():
+            self.schedule_group(group, budget, share)
+
     def schedule_group(
         self, group: SequenceGroup, budget: SchedulingBudget, most: int, reserved: int = 0
     ) -> None:
@@ -906,38 +927,17 @@ class Scheduler:
         if out.preempted_request_ids:
             few, many = self._in_order()
             self.prefills.start_step(many)
-        self._schedule_few(few, budget, has_prompts=bool(many or budget.num_seqs))
+        self.builder.schedule_few(few, budget, has_prompts=bool(many or budget.num_seqs))
         share = self.prefills.share(budget.num_tokens, self.prefills.num_prompts(self.waiting))
         for group in many:
             self._admit_requests(budget, share, before=group)
-            self._schedule_prompt(group, budget, share)
+            self.builder.schedule_prompt(group, budget, share)
         self._admit_requests(budget, share)
         self._note_blocks()
         out = self.orders.take()
         while self.builder.failed:  # the next step tells the workers
             self.requests.finish_with_error(*self.builder.failed.popitem())
         return out
-
-    def _schedule_few(
-        self, few: list[SequenceGroup], budget: SchedulingBudget, has_prompts: bool
-    ) -> None:
-        """A token for each of their sequences, and what is left for drafts: where prompts have
-        something to compute, half of it, for a prompt's tokens are sure to be needed.
-        """
-        self.builder.num_running_seqs = sum(len(group.unfinished) for group in self.running)
-        num_seqs = sum(len(group.unfinished) for group in few)
-        for_prompts = num_blocks_for(budget.num_tokens - num_seqs, 2) if has_prompts else 0
-        for group in few:
-            num_seqs -= len(group.unfinished)
-            reserved = num_seqs + for_prompts
-            self.builder.schedule_group(group, budget, budget.num_tokens, reserved)
-
-    def _schedule_prompt(self, group: SequenceGroup, budget: SchedulingBudget, share: int) -> None:
-        "At most `share` tokens of what the group lacks, if there are blocks for one of each sequence."
-        # room was made for these, but a request admitted since may have taken them
-        missing = self.block_manager.num_missing_blocks(group)
-        if missing <= self.block_manager.get_num_free_gpu_blocks():
-            self.builder.schedule_group(group, budget, share)
 
     def _queue_ready_requests(self) -> None:
         "Requests that have all that they need wait from now on, in their places."
@@ -1004,7 +1004,7 @@ class Scheduler:
             self.prefills.begin(group)
             self.admission.admit(group)
             self.builder.num_running_seqs += len(group.unfinished)
-            self._schedule_prompt(group, budget, share)
+            self.builder.schedule_prompt(group, budget, share)
 
     # A step's tokens arrive
 
