@@ -60,12 +60,14 @@ class KernelTable:
         self.names = dict(names)  # operation -> qualified name
         self.found: dict[str, Any] = {}  # those asked for; None: there is none
         self.given_up: set[str] = set()  # folders
+        self.version = 0  # another one once a kernel was replaced or given up
 
     def __repr__(self) -> str:
         return f"KernelTable({', '.join(self.names)})"
 
     def register(self, name: str, qualified_name: str) -> None:
         "Use another kernel for an operation from now on."
+        self.version += 1
         self.names[name] = qualified_name
         self.found.pop(name, None)
 
@@ -117,6 +119,7 @@ class KernelTable:
         return None if reason else kernel
 
     def _give_up(self, folder: str, error: Exception) -> None:
+        self.version += 1
         self.given_up.add(folder)
         for name in self.names:
             if self._home(name)[1] == folder:
