@@ -18,10 +18,14 @@ from teachvllm import LLM, BeamSearchParams, SamplingParams
 from teachvllm.kernels import platform_kernels
 from teachvllm.model_executor.layers import LinearBase, LinearMethod, UnquantizedLinearMethod
 
-pytestmark = pytest.mark.skipif(
-    platform_kernels("cpu").get("linear", torch.empty(64, 64)) is None,
-    reason="no Numba, or a processor without AVX-512",
-)
+if platform_kernels("cpu").find("record") is None:
+    pytest.skip("no Numba, or no threads of GNU OpenMP", allow_module_level=True)
+
+from teachvllm.cpu_kernels import linear
+from teachvllm.cpu_kernels.graph import CpuGraphRunner, ModelWatch
+
+# looked up before a test changes what is served: that kernels are compiled for it, see 21f's `WIDE`
+SERVED = linear.dtypes_served()
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -40,6 +44,22 @@ PARAMS = {
         temperature=0, max_tokens=12, repetition_penalty=1.3, logprobs=2, ignore_eos=True
     ),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float32_is_served() -> Iterator[None]:
+    """Our product of float32 also runs without AVX-512: LLVM cuts its vectors in two. Only the engine
+    does not take it there, because oneDNN is faster; here it does.
+    """
+    if torch.float32 in SERVED:
+        yield
+        return
+    if not linear.host_features().get("fma"):
+        pytest.skip("a processor without fused multiply-add")
+    with patch.object(linear, "host_features", lambda: {"avx512f": True}):
+        linear.dtypes_served.cache_clear()
+        yield
+    linear.dtypes_served.cache_clear()
 
 
 def runner_of(llm: LLM) -> Any:
@@ -417,3 +437,124 @@ def test_a_tied_head_is_doubled_with_its_embedding(tmp_path: Path, by_apply_mode
         with replays(llm) as run:
             assert answers(llm, GREEDY) == wanted
             assert run.call_count > 5
+
+
+# What the watch sees, and what it costs
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Packed:
+    def __init__(self) -> None:
+        self.panels = torch.ones(4, 2)
+
+
+def layers() -> Any:
+    part = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(70)])
+    part.requires_grad_(False)
+    part[40].packed = Packed()
+    part[40].flag = 1
+    return part
+
+
+CHANGES: dict[str, Any] = {
+    "written to": lambda m: m[40].weight.mul_(2),
+    "other memory": lambda m: setattr(m[40].weight, "data", torch.ones(2, 2)),
+    "another parameter": lambda m: setattr(m[40], "weight", m[1].weight),
+    "no parameter": lambda m: setattr(m[40], "bias", None),
+    "another layer": lambda m: m.insert(1, torch.nn.Identity()),
+    "an attribute": lambda m: setattr(m[40], "scale", 2),
+    "its value": lambda m: setattr(m[40], "flag", 2),
+    "no attribute": lambda m: delattr(m[40], "flag"),
+    "a method": lambda m: setattr(m[40], "forward", m[2].forward),
+    "a class": lambda m: setattr(m[40], "__class__", Doubled),
+    "what was packed": lambda m: setattr(m[40].packed, "panels", torch.zeros(4, 2)),
+    "a hook": lambda m: m[40].register_forward_hook(print),
+    "a hook before": lambda m: m[40].register_forward_pre_hook(print),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_watch_sees(name: str) -> None:
+    "Looking at everything, at once; looking at a share, when its turn has come."
+    for everything, calls in ((True, 1), (False, ModelWatch.SHARES)):
+        model = layers()
+        watch = ModelWatch(model)
+        assert not any(watch.changed(everything) for _ in range(2 * ModelWatch.SHARES))
+        CHANGES[name](model)
+        assert any(watch.changed(everything) for _ in range(calls))
+
+
+def test_a_changed_class_is_seen_and_a_hook_at_once() -> None:
+    model = layers()
+    model[3] = Doubled(2, 2)
+    watch = ModelWatch(model)
+    with patch.object(Doubled, "forward", torch.nn.Linear.forward):
+        assert watch.changed()
+    model[40].register_forward_hook(print)
+    assert watch.changed(everything=False)
+
+
+def test_a_step_looks_at_a_share_of_the_model(folder: str) -> None:
+    "At everything only after a step that was none of these: with a prompt in it, say."
+    with LLM(folder, **OPTIONS) as llm:
+        watch = runner_of(llm).graphs.watch
+        for _ in range(2):
+            with patch.object(watch, "changed", wraps=watch.changed) as changed:
+                llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+            looked = [call.args[0] for call in changed.call_args_list]
+            assert looked[0] and not any(looked[1:]) and len(looked) > 10
+
+
+def test_a_replaced_kernel_is_seen(folder: str, expected: dict) -> None:
+    "One that is switched off in the table is not in recorded steps either; and on again."
+    with LLM(folder, **CHANGING) as llm:
+        table = runner_of(llm).context.kernels
+        name = table.names["rms_norm"]
+        table.register("rms_norm", f"{__name__}.not_there")
+        for recorded in (False, True):
+            with replays(llm) as run:
+                assert answers(llm, GREEDY) == expected["greedy"]
+            assert (run.call_count > 5) == recorded
+            table.given_up.clear()
+            table.register("rms_norm", name)
+
+
+def test_a_forward_that_changes_the_model_is_not_recorded(
+    folder: str, expected: dict, caplog: pytest.LogCaptureFixture
+) -> None:
+    "A counter: replays would not raise it. After some tries it is let be, and the log warns once."
+    with LLM(folder, **CHANGING) as llm:
+        layer = down(runner_of(llm).model)
+        forward = layer.forward
+
+        def counted(x: torch.Tensor) -> torch.Tensor:
+            layer.calls = getattr(layer, "calls", 0) + 1
+            return forward(x)
+
+        layer.forward = counted
+        graphs = runner_of(llm).graphs
+        with replays(llm) as run, patch.object(graphs, "record", wraps=graphs.record) as record:
+            for _ in range(5):
+                before = getattr(layer, "calls", 0)
+                assert answers(llm, GREEDY) == expected["greedy"]
+                assert layer.calls >= before + 20
+        assert run.call_count == 0 and record.call_count == CpuGraphRunner.TRIES
+        assert caplog.text.count("each forward changes the model") == 1
+
+
+# Chunks of prompts that chapter 21e's loops do not take
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1 << 15])
+def test_nothing_is_compiled_in_a_step(folder: str, expected: dict, most_bytes: int) -> None:
+    "Chunks with too many keys for the loops go torch's way, which needs no kernel."
+    with LLM(folder, **OPTIONS) as llm:
+        with (
+            patch("teachvllm.cpu_kernels.attention.MOST_BYTES", most_bytes),
+            patch("teachvllm.cpu_kernels.utils.Kernel.compile", side_effect=AssertionError),
+        ):
+            assert answers(llm, GREEDY) == expected["greedy"]

@@ -21,8 +21,8 @@ from helpers import random_prompts
 from tqdm import tqdm
 
 from teachvllm import LLM, SamplingParams, kernels
-from teachvllm.attention.backend import ReferenceBackend, get_attn_backend
-from teachvllm.attention.cpu import TorchSDPABackend
+from teachvllm.attention.backend import AttentionMetadata, ReferenceBackend, get_attn_backend
+from teachvllm.attention.cpu import HEAD_FIRST, TorchSDPABackend
 from teachvllm.kernels import KernelTable, platform_kernels, takes
 from teachvllm.model_executor.layers import ActAndMul, Add, RMSNorm, use_kernels
 from teachvllm.model_executor.rotary_embedding import ApplyRotaryEmb, RotaryEmbedding
@@ -317,6 +317,53 @@ def double(x: int) -> int:
     return 2 * x
 
 
+# Attention of chunks that no compiled loop takes
+
+
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize(
+    "rules", [{}, {"window": 30}, {"soft_cap": 2.0}, {"num_heads": 98, "num_kv_heads": 2}]
+)
+def test_chunks_that_are_left_are_torchs(rules: dict[str, Any], served: bool) -> None:
+    """Beside decoding sequences, in one batch: where the dtype is not served, where one chunk has too
+    many keys, and where no loop takes the heads.
+    """
+    if platform_kernels("cpu").find("attention") is None:
+        pytest.skip("no Numba, or no threads of GNU OpenMP")
+    from teachvllm.cpu_kernels import attention, linear
+
+    if served and not linear.host_features().get("fma"):
+        pytest.skip("a processor without fused multiply-add")
+    torch.manual_seed(0)
+    news = torch.tensor([1, 1, 40, 150, 7])
+    lens = torch.tensor([5, 90, 40, 200, 60])
+    size = 16
+    options = {"num_heads": 4, "num_kv_heads": 2} | rules
+    table = torch.randperm(5 * 13 + 1)[:-1].view(5, 13).int()
+    shape = (2, 66, 16, options["num_kv_heads"], size)
+    cache = torch.empty_permuted(shape, HEAD_FIRST).normal_()
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), news.cumsum(0)))
+    slots = torch.zeros(int(news.sum()), dtype=torch.int64)
+    q = torch.randn(int(news.sum()), options["num_heads"], size)
+    dtypes = frozenset([torch.float32] if served else [])
+    with (
+        patch.object(attention, "dtypes_served", lambda: dtypes),
+        patch.object(attention, "MOST_BYTES", 4 * 3 * 2 * 64 * (16 + 64)),  # three tiles
+    ):
+        classes: list[Any] = [ReferenceBackend, attention.NumbaBackend]
+        backends = [cls(head_size=size, scale=0.25, **options) for cls in classes]
+        found = []
+        for backend in backends:
+            backend.v_scale = 0.5
+            meta = AttentionMetadata(starts, lens, table, slots, 2)
+            backend.build(meta, 16)
+            found.append(backend.forward(q, cache, meta))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=0)
+    (plan,) = meta.plans.values()
+    whole = served and options["num_heads"] == 4  # but for the chunk of 200 keys, without a window
+    assert len(plan.parts) == ((0 if "window" in rules else 2) if whole else 4)
+
+
 # Who imports what
 
 
@@ -350,6 +397,8 @@ def test_layers_know_no_kernels() -> None:
             assert "triton" not in roots, name
         if home in ("attention", "model_executor", "worker", "executor", "engine", "core"):
             assert not [one for one in found if "_kernels" in one], name
+        if home not in ("benchmarks", "exercises", "__main__"):
+            assert not [one for one in found if "benchmarks" in one], name
 
 
 def test_no_private_name_crosses_a_module_of_kernels() -> None:

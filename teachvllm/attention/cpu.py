@@ -6,7 +6,7 @@
 __all__ = ['HEAD_FIRST', 'TILE', 'FUSED_UP_TO', 'bucket_by_length', 'Part', 'plan_part', 'TorchSDPABackend']
 
 # %% ../../nbs/21_cpu_attention.ipynb #f962426e
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +112,7 @@ class TorchSDPABackend(AttentionBackend):
         return HEAD_FIRST
 
     @property
-    def plan_key(self) -> int | None:
+    def plan_key(self) -> Hashable:
         "What to gather depends on the window alone."
         return self.window
 
@@ -120,7 +120,8 @@ class TorchSDPABackend(AttentionBackend):
         "One part a bucket of decodes, one a tile of each other sequence."
         if self.plan_key in meta.plans:
             return
-        jobs = [*self.decode_jobs(meta), *self.chunk_jobs(meta)]
+        chunks = range(meta.num_decodes, len(meta.seq_lens))
+        jobs = [*self.decode_jobs(meta), *self.chunk_jobs(meta, chunks)]
         meta.plans[self.plan_key] = [plan_part(*job, meta, block_size, self.window) for job in jobs]
 
     def decode_jobs(self, meta: AttentionMetadata) -> Iterator[Job]:
@@ -133,28 +134,34 @@ class TorchSDPABackend(AttentionBackend):
         for rows in bucket_by_length(seen):
             yield rows, rows, meta.seq_lens[rows, None] - 1
 
-    def chunk_jobs(self, meta: AttentionMetadata) -> Iterator[Job]:
-        "The new tokens of each other sequence, in tiles."
-        n = meta.num_decodes
+    def chunk_jobs(self, meta: AttentionMetadata, rows: Sequence[int]) -> Iterator[Job]:
+        "The new tokens of these sequences of the batch, in tiles."
         device = meta.seq_lens.device
         bounds = meta.query_start_loc.tolist()
-        for i, seq_len in enumerate(meta.seq_lens[n:].tolist(), start=n):
+        lens = meta.seq_lens.tolist()
+        for i in rows:
             for start in range(bounds[i], bounds[i + 1], TILE):
-                rows = torch.tensor([i], device=device)
                 tokens = torch.arange(start, min(start + TILE, bounds[i + 1]), device=device)
-                yield rows, tokens, tokens[None] + (seq_len - bounds[i + 1])
+                seen = tokens[None] + (lens[i] - bounds[i + 1])
+                yield torch.tensor([i], device=device), tokens, seen
 
     def forward(
         self, q: torch.Tensor, kv_cache: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
-        "Run the plan: gather each part's pages, and attend."
-        plan = meta.plans[self.plan_key]
-        pages = kv_cache.permute(HEAD_FIRST)
+        "Run the plan."
         out = torch.empty_like(q)
+        self.attend_parts(q, out, kv_cache, meta.plans[self.plan_key])
+        return out
+
+    def attend_parts(
+        self, q: torch.Tensor, out: torch.Tensor, kv_cache: torch.Tensor, parts: Sequence[Part]
+    ) -> None:
+        "Gather each part's pages, and attend: the parts' rows of `out`."
+        pages = kv_cache.permute(HEAD_FIRST)
         page = 2 * self.num_kv_heads * kv_cache.shape[2] * self.head_size  # elements
         # scratch, used by one part after the other
-        room = kv_cache.new_empty(page * max((len(part.pages) for part in plan), default=0))
-        for part in plan:
+        room = kv_cache.new_empty(page * max((len(part.pages) for part in parts), default=0))
+        for part in parts:
             kv = room[: page * len(part.pages)].view(
                 2, self.num_kv_heads, len(part.pages), -1, self.head_size
             )
@@ -164,10 +171,10 @@ class TorchSDPABackend(AttentionBackend):
             kv = from_float8(kv, q.dtype) if kv.dtype in FLOAT8 else kv
             is_short = part.tokens.numel() == 1 and kv.shape[2] <= FUSED_UP_TO
             if is_short and self.window is None and self.soft_cap is None:
-                out[part.tokens] = self._attend_one(q[part.tokens], kv, part)
+                found = self._attend_one(q[part.tokens], kv, part)
             else:
-                out[part.tokens] = self._attend_many(q[part.tokens], kv, part)
-        return out if self.v_scale == 1 else out.mul_(self.v_scale)
+                found = self._attend_many(q[part.tokens], kv, part)
+            out[part.tokens] = found if self.v_scale == 1 else found.mul_(self.v_scale)
 
     def _attend_one(self, q: torch.Tensor, kv: torch.Tensor, part: Part) -> torch.Tensor:
         """One token, [1, num_heads, head_size] in and out, by torch's fused kernel; `kv` is [2,

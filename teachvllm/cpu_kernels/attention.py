@@ -20,8 +20,7 @@ import torch
 from numba import types
 from numba.core import cgutils
 
-from ..attention.backend import AttentionBackend
-from ..attention.cpu import HEAD_FIRST
+from ..attention.cpu import HEAD_FIRST, Part, TorchSDPABackend, plan_part
 from teachvllm.cpu_kernels.chunks import (
     ATTEND,
     MOST_BYTES,
@@ -47,21 +46,13 @@ from teachvllm.cpu_kernels.linear import (
     put_sums,
     zeros,
 )
-from teachvllm.cpu_kernels.prefill import (
-    CACHE_DTYPES,
-    GATHER,
-    MERGE_TILES,
-    QUERIES,
-    SEEN_AS,
-    SOFTEN,
-    prefill,
-    squash,
-)
 from teachvllm.cpu_kernels.utils import (
+    CACHE_DTYPES,
     DTYPES,
     FLOAT,
     GRAIN,
     I32,
+    SEEN_AS,
     Kernel,
     arguments,
     array_at,
@@ -76,6 +67,7 @@ from teachvllm.cpu_kernels.utils import (
     operation,
     prefetch,
     share,
+    squash,
     store,
     thread_num,
 )
@@ -619,22 +611,21 @@ WRITE = {dtype: _write(seen) for dtype, seen in {**DTYPES, torch.uint8: np.uint8
 @dataclass
 class NumbaPlan:
     """What layers of one shape need in a step: the kernel's arguments for the sequences that
-    decode, and a list of chunks.
+    decode, and how the chunks are computed.
     """
 
-    # first token, the one after the last, seq_len, table [width] int32
-    chunks: list[tuple[int, int, int, torch.Tensor]]
-    alone: Sequence[int] = ()  # which of the chunks must be computed one by one
-    groups: Sequence[Chunks] = ()  # the others, as chapter 21e computes them
+    groups: Sequence[Chunks] = ()  # chunks that chapter 21e's loops take
+    left: Sequence[int] = ()  # rows of the batch: the chunks that they do not take
+    parts: Sequence[Part] = ()  # of what is left, for torch; the first layer makes them
     threads: int = 1  # for so many there is scratch memory
     splits: int = 1  # parts that each decoding sequence is cut into
     decode_args: tuple[Any, ...] = ()  # see `decode`; without those that are a layer's own
     scratch: tuple[torch.Tensor, ...] = ()  # scores, sums and stats, for one layer after the other
 
 # %% ../../nbs/21f_numba_attention.ipynb #9a8b5596
-class NumbaBackend(AttentionBackend):
-    """Decoding sequences by a compiled loop over their pages, chunks of prompts by chapters 21d and
-    21e. bfloat16 and float32.
+class NumbaBackend(TorchSDPABackend):
+    """Decoding sequences by a compiled loop over their pages, chunks of prompts by chapter 21e's
+    loops, and what those do not take as in `TorchSDPABackend`. bfloat16 and float32.
 
     Scores and sums are float32. vLLM: `csrc/cpu/attention.cpp`.
     """
@@ -653,30 +644,13 @@ class NumbaBackend(AttentionBackend):
         return None if find_openmp() else "torch's threads are not GNU OpenMP's"
 
     @classmethod
-    def why_no_float8(cls, device: str, kv_cache_dtype: torch.dtype) -> str | None:
-        "Each number is widened as it is read."
-        return None
-
-    @staticmethod
-    def get_kv_cache_stride_order() -> tuple[int, ...]:
-        "A head's pages are pieces of their own."
-        return HEAD_FIRST
-
-    @classmethod
     def compile(cls, dtype, kv_cache_dtype):
         "Compile the kernels of these dtypes, or load them, before a step needs them."
         stored = torch.uint8 if kv_cache_dtype != dtype else dtype
-        prompts: tuple[Kernel, ...] = (
-            GATHER[dtype, kv_cache_dtype],
-            QUERIES[dtype],
-            SOFTEN[dtype],
-            MERGE_TILES[dtype],
-        )
+        kernels = [DECODE[dtype, kv_cache_dtype], MERGE[dtype], WRITE[stored]]
         if dtype in dtypes_served():
-            prompts = PACK[dtype, kv_cache_dtype], ATTEND[dtype]
-        compile_all(
-            (*prompts, DECODE[dtype, kv_cache_dtype], MERGE[dtype], WRITE[stored]), "attention"
-        )
+            kernels += [PACK[dtype, kv_cache_dtype], ATTEND[dtype]]
+        compile_all(kernels, "attention")
 
     @property
     def plan_key(self) -> tuple[Any, ...]:
@@ -691,13 +665,11 @@ class NumbaBackend(AttentionBackend):
             bounds = meta.query_start_loc.tolist()
             lens = meta.seq_lens.tolist()
             chunks = [(bounds[i], bounds[i + 1], lens[i], i) for i in range(n, len(table))]
-            plan = NumbaPlan(
-                [(first, last, seq_len, table[i]) for first, last, seq_len, i in chunks],
-                alone=range(len(chunks)),
-            )
+            plan = NumbaPlan(left=range(n, len(table)))
             if chunks and serves(self.num_heads, self.num_kv_heads, self.head_size):
                 largest = MOST_BYTES // (4 * tile_numbers(self.num_kv_heads, self.head_size))
-                plan.groups, plan.alone = group_chunks(chunks, table, self.window, largest)
+                plan.groups, alone = group_chunks(chunks, table, self.window, largest)
+                plan.left = [n + i for i in alone]
             if n:
                 self.plan_decodes(plan, table[:n], meta.seq_lens[:n].to(torch.int64).contiguous())
             meta.plans[self.plan_key] = plan
@@ -753,14 +725,18 @@ class NumbaBackend(AttentionBackend):
         out = q.new_empty(q.shape)
         if meta.num_decodes:
             self.decode(q, out, kv_cache, plan)
-        pages = kv_cache.permute(HEAD_FIRST)
-        served = q.dtype in dtypes_served()
-        rules = float(self.scale * self.k_scale), self.window, self.soft_cap, self.v_scale
-        for chunks in plan.groups if served else ():
-            attend_chunks(q, out, pages, chunks, *rules)
-        for i in plan.alone if served else range(len(plan.chunks)):
-            first, last, seq_len, table = plan.chunks[i]
-            prefill(q[first:last], out[first:last], pages, table, seq_len, *rules)
+        left = range(meta.num_decodes, len(meta.seq_lens))
+        if q.dtype in dtypes_served():
+            pages = kv_cache.permute(HEAD_FIRST)
+            rules = float(self.scale * self.k_scale), self.window, self.soft_cap, self.v_scale
+            for chunks in plan.groups:
+                attend_chunks(q, out, pages, chunks, *rules)
+            left = plan.left
+        if left and not plan.parts:  # only here the dtype is known, and so what is left
+            jobs = self.chunk_jobs(meta, left)
+            plan.parts = [plan_part(*job, meta, kv_cache.shape[2], self.window) for job in jobs]
+        if left:
+            self.attend_parts(q, out, kv_cache, plan.parts)
         return out
 
     def decode(

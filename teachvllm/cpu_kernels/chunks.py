@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .prefill import CACHE_DTYPES, SEEN_AS, squash
 from teachvllm.cpu_kernels.utils import (
+    CACHE_DTYPES,
     DTYPES,
     LOG2_E,
+    SEEN_AS,
     Kernel,
     arguments,
     array_at,
@@ -27,6 +28,7 @@ from teachvllm.cpu_kernels.utils import (
     largest_of,
     load,
     num_threads,
+    squash,
     store,
     thread_num,
 )

@@ -10,7 +10,6 @@ __all__ = ['aten', 'MAKES', 'NAMES', 'LOOK_UP', 'NORMALIZE', 'PRODUCT', 'ROTATE'
 # %% ../../nbs/43a_cpu_graph.ipynb #af273dad
 import logging
 from collections.abc import Callable
-from operator import eq, itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 import torch.nn.modules.module as module_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from teachvllm.cpu_kernels.attention import (
     DECODE,
@@ -204,56 +204,55 @@ RUN_ORDERS = {dtype: _run_orders(seen) for dtype, seen in DTYPES.items()}
 
 # %% ../../nbs/43a_cpu_graph.ipynb #129fb8fb
 class ModelWatch:
-    """Notices that a model is not what it was when this was made: a module, a parameter, a hook, a
-    method or an attribute of a module was replaced, or a parameter got other memory or was written
-    to (not through `.data`).
+    """Notices that a model is not what it was when this was made: a module, its class, a parameter,
+    a hook, a method or an attribute of a module was replaced, or a parameter got other memory or was
+    written to (not through `.data`).
     """
 
-    # what torch itself keeps in a module; of that, only the dictionaries below are compared
-    TORCHS = frozenset(vars(torch.nn.Module()))
+    SHARES = 32  # `changed(everything=False)` looks at one of so many
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
-        modules = list(model.modules())
-        own = [vars(module) for module in modules]
-        parts = [d for m in modules for d in (m._parameters, m._buffers, m._modules)]
-        hooks = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
-        hooks += [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
-        helpers = [x for d in own for x in (d.get("linear_method"), d.get("backend")) if x]
-        kinds = {kind for x in (*modules, *helpers) for kind in type(x).__mro__}
-        classes = [
-            vars(k) for k in kinds if k.__module__.split(".")[0] not in ("torch", "builtins")
+        self.modules = list(model.modules())
+        self.kinds = list(map(type, self.modules))
+        own = [vars(m) for m in self.modules]
+        parts = [d for m in self.modules for d in (m._parameters, m._buffers, m._modules)]
+        hooks = [d for m in self.modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        self.hooks = [
+            module_hooks._global_forward_hooks,
+            module_hooks._global_forward_pre_hooks,
+            *hooks,
         ]
-        self.hooks = hooks
-        self.empty = [d for d in (*parts, *hooks) if not d]
-        self.full = [*(d for d in (*parts, *hooks) if d), *map(vars, helpers), *classes]
-        self.copies = [dict(d) for d in self.full]
-        self.own = own
-        self.lengths = list(map(len, own))
-        names = [[name for name in d if name not in self.TORCHS] for d in own]
-        self.chosen = [(itemgetter(*some), d) for some, d in zip(names, own) if some]
-        self.values = [get(d) for get, d in self.chosen]
+        names = "linear_method", "packed", "backend"  # whose methods do the work of a module
+        helpers = [d[name] for d in own for name in names if d.get(name)]
+        kinds = {kind for x in (*self.modules, *helpers) for kind in type(x).__mro__}
+        classes = [k for k in kinds if k.__module__.split(".")[0] not in ("torch", "builtins")]
+        self.dicts = [*own, *parts, *self.hooks, *map(vars, (*helpers, *classes))]
+        self.copies = [dict(d) for d in self.dicts]
         self.tensors = [*model.parameters(), *model.buffers()]
         self.places = list(map(torch.Tensor.data_ptr, self.tensors))
         self.written = [x for x in self.tensors if not x.is_inference()]
         self.versions = [x._version for x in self.written]
+        self.turn = 0
+        self.next_hook = RemovableHandle.next_id
 
-    def changed(self) -> bool:
-        "Whether anything is different now."
+    def changed(self, everything: bool = True) -> bool:
+        """Whether anything is different now. Without `everything` a new hook is seen at once, the
+        rest by one of `SHARES` such calls, which take turns.
+        """
+        if self.next_hook != RemovableHandle.next_id:  # torch counts the hooks of all modules
+            self.next_hook = RemovableHandle.next_id
+            everything = True
+        self.turn = (self.turn + 1) % self.SHARES
+        some = slice(None) if everything else slice(self.turn, None, self.SHARES)
         try:
             return not (
-                not any(self.empty)
-                and self.places == list(map(torch.Tensor.data_ptr, self.tensors))
-                and self.versions == [x._version for x in self.written]
-                and all(map(eq, self.full, self.copies))
-                and self.lengths == list(map(len, self.own))
-                and self.values == [get(d) for get, d in self.chosen]
+                self.dicts[some] == self.copies[some]
+                and self.kinds[some] == list(map(type, self.modules[some]))
+                and self.places[some] == list(map(torch.Tensor.data_ptr, self.tensors[some]))
+                and self.versions[some] == [x._version for x in self.written[some]]
             )
-        except (
-            KeyError,
-            RuntimeError,
-            ValueError,
-        ):  # one is gone; or tensors, which are not compared
+        except (RuntimeError, ValueError):  # an attribute is another tensor now, or another array
             return True
 
 # %% ../../nbs/43a_cpu_graph.ipynb #7a6d3f96
@@ -273,9 +272,11 @@ class CpuGraphRunner:
     """Steps in which up to `max_num_seqs` sequences decode, as one recorded list of orders.
 
     `NotRecordable` if the model needs more than our kernels. `kv_caches` must stay where they are. A
-    model that has changed is recorded anew before the next step.
+    model that has changed is recorded anew: before the first such step after any other step, and
+    within `ModelWatch.SHARES` steps otherwise.
     """
 
+    TRIES = 3  # to record a model whose own forward changes it
     INPUTS = "token_ids", "positions", "slot_mapping"
     # the words of `NumbaPlan.decode_args` in an order, and where its scratch memory is
     PLANNED = slice(1, 12)
@@ -285,6 +286,8 @@ class CpuGraphRunner:
         self.runner = runner
         self.kv_caches = kv_caches
         self.max_num_seqs = max_num_seqs
+        self.decoded = False  # whether the last step was one of these
+        self.restless = 0  # recordings that changed the model
         self.record()
 
     @torch.inference_mode()
@@ -293,6 +296,7 @@ class CpuGraphRunner:
         runner = self.runner
         max_num_seqs = self.max_num_seqs
         self.recorded = False
+        self.kernels_version = runner.context.kernels.version
         for module in runner.model.modules():
             if isinstance(module, LinearBase):
                 module.linear_method.refresh(module)
@@ -316,6 +320,9 @@ class CpuGraphRunner:
         with Recorder() as recorder:
             step = ForwardContext(x["positions"], meta, self.kv_caches)
             self.hidden = runner.model(x["token_ids"], step)
+        if self.watch.changed():
+            self.restless += 1
+            raise NotRecordable("its forward changes the model")
         self.pool = recorder.pool
         kernels = orders_of(runner.context.dtype)
         self.orders = np.zeros((len(recorder.calls), WORDS), np.int64)
@@ -346,13 +353,25 @@ class CpuGraphRunner:
         """Whether all sequences of `batch` decode, with no embeddings and no adapters, and are not
         too many; and there are orders for the model as it is now.
         """
-        if not len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs:
+        decoded = self.decoded
+        self.decoded = len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs
+        if not self.decoded or batch.extras or self.restless == self.TRIES:
             return False
-        if batch.extras:
-            return False
-        if self.watch.model is not self.runner.model or self.watch.changed():
+        if self.changed(everything=not decoded):
             attempt(self.record)
+            if self.restless == self.TRIES:
+                logging.getLogger("teachvllm").warning(
+                    "steps are run operation by operation, slower: each forward changes the model"
+                )
         return self.recorded
+
+    def changed(self, everything: bool) -> bool:
+        "Whether there is another model, or the model or the table of kernels changed."
+        return (
+            self.watch.model is not self.runner.model
+            or self.kernels_version != self.runner.context.kernels.version
+            or self.watch.changed(everything)
+        )
 
     @torch.inference_mode()
     def run(
