@@ -3,9 +3,13 @@
 """
 
 import random
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import test_blocks
 from hypothesis import strategies as st
@@ -24,8 +28,10 @@ from test_blocks import (
 )
 
 from teachvllm.core.block_manager import block_extra_keys, hash_block_tokens
-from teachvllm.core.scheduler import Scheduler
-from teachvllm.messages import EngineCoreRequest
+from teachvllm.core.scheduler import Scheduler, SchedulerOutput
+from teachvllm.engine.core_proc import ABORT, ADD, OUTPUTS, STOP, EngineCoreProc, import_zmq
+from teachvllm.messages import EngineCoreOutputs, EngineCoreRequest
+from teachvllm.sampling_params import SamplingParams
 from teachvllm.sequence import Sequence, SequenceGroup
 
 SEEN: Counter[str] = Counter()  # what the loads below came to
@@ -203,6 +209,92 @@ def test_answers_of_different_lengths_are_computed_again(seed: int, caching: boo
             simulation.step()
     simulation.finish()
     assert len(lengths) == 2 and name in simulation.preempted
+
+
+class Until:
+    "Ready when it is told so."
+
+    name = "grammar"
+    ready = False
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+
+def test_nothing_is_sent_while_no_request_is_ready() -> None:
+    "Neither to the workers, nor, but for a sign of life, to the front; a message is heard at once."
+    simulation = Simulation(num_gpu_blocks=40)
+    core = simulation.core
+    compiled = Until()
+    core.preparers.append(
+        lambda request, group: setattr(
+            group, "prerequisites", [compiled] if request.request_id == "slow" else []
+        )
+    )
+    num_submitted = 0
+    submit = core.executor.submit
+
+    def counting(out: SchedulerOutput) -> None:
+        nonlocal num_submitted
+        num_submitted += 1
+        submit(out)
+
+    core.executor.submit = counting
+
+    def add(sock: Any, name: str) -> None:
+        request = EngineCoreRequest(name, [1, 2], SamplingParams(max_tokens=1), seed=0)
+        sock.send_multipart([ADD, msgspec.msgpack.encode(request)])
+
+    def receive(sock: Any, until: Callable[[EngineCoreOutputs], Any]) -> EngineCoreOutputs:
+        while sock.poll(20_000):
+            kind, data, _ = sock.recv_multipart()
+            assert kind == OUTPUTS
+            outputs = msgspec.msgpack.decode(data, type=EngineCoreOutputs)
+            if until(outputs):
+                return outputs
+        raise TimeoutError
+
+    zmq = import_zmq()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours:
+        with context.socket(zmq.PAIR) as theirs:
+            ours.bind("inproc://core")
+            theirs.connect("inproc://core")
+            loop = threading.Thread(target=EngineCoreProc(theirs, core).run_busy_loop)
+            loop.start()
+            add(ours, "slow")
+            idle = []
+            end = time.monotonic() + 0.5
+            receive(ours, lambda o: idle.append(o) or time.monotonic() > end)
+            assert len(idle) <= 8 and {o.stats.num_waiting for o in idle} == {1}
+            assert num_submitted == 0
+            add(ours, "quick")
+            assert receive(ours, lambda o: o.outputs).outputs[0].request_id == "quick"
+            ours.send_multipart([ABORT, msgspec.msgpack.encode([("slow", None)])])
+            receive(ours, lambda o: o.stats.num_waiting == 0)
+            add(ours, "slow")
+            receive(ours, lambda o: o.stats.num_waiting == 1)
+            compiled.ready = True
+            assert receive(ours, lambda o: o.outputs).outputs[0].request_id == "slow"
+            ours.send_multipart([STOP])
+            loop.join()
+    assert num_submitted <= 4
+
+
+def test_an_engine_in_this_process_sends_nothing_either() -> None:
+    simulation = Simulation(num_gpu_blocks=40)
+    compilation = Compilation(30)
+    simulation.core.preparers.append(
+        lambda request, group: setattr(group, "prerequisites", [compilation])
+    )
+    submitted = []
+    submit = simulation.core.executor.submit
+    simulation.core.executor.submit = lambda out: (submitted.append(out), submit(out))
+    simulation.add([1, 2], with_tokens(1))
+    for _ in range(29):
+        simulation.step()
+        assert not submitted
+    simulation.finish()
+    assert len(submitted) == 2  # its only step, and that it has ended
 
 
 class SeamsMachine(EngineMachine):

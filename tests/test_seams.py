@@ -274,8 +274,9 @@ class EvenIds:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("blocks", [80, 22])
+@pytest.mark.parametrize("drafts", [False, True])
 def test_a_grammar_that_is_compiled_while_others_go_on(
-    tiny: tuple[str, Any], blocks: int, asynchronous: bool
+    tiny: tuple[str, Any], drafts: bool, blocks: int, asynchronous: bool
 ) -> None:
     "Its requests are passed over for two steps, write even ids only, forked or preempted; others any."
 
@@ -284,19 +285,30 @@ def test_a_grammar_that_is_compiled_while_others_go_on(
             group.grammar = EvenIds()
             group.prerequisites = [Compilation(2)]
 
-    params = {"even": RANDOM, "any": RANDOM, "even2": replace(RANDOM, n=3), "any2": GREEDY}
-    options = {"num_gpu_blocks_override": blocks, "async_scheduling": asynchronous}
-    with engine(tiny, **options) as llm:
-        alone = [answers(llm, RANDOM, PROMPTS[1:2])[0], answers(llm, GREEDY, PROMPTS[3:4])[0]]
-        core_of(llm).preparers.append(prepare)
-        core_of(llm).drafter = Oracle([], 0, 0)
-        done = {}
+    # the last is preempted first
+    params = {"even": RANDOM, "any": RANDOM, "any2": GREEDY, "even2": replace(RANDOM, n=3)}
+    requests = dict(zip(params, PROMPTS, strict=False))
+
+    def run(llm: LLM) -> tuple[dict[str, list[list[int]]], Any]:
         with llm.record() as trace:
-            for (name, one), prompt in zip(params.items(), PROMPTS, strict=False):
-                llm.llm_engine.add_request(name, prompt, one)
+            for name, prompt in requests.items():
+                llm.llm_engine.add_request(name, prompt, params[name])
+            done = {}
             while llm.llm_engine.has_unfinished_requests():
                 done |= {o.request_id: o for o in llm.llm_engine.step() if o.finished}
-    tokens = {name: [a.token_ids for a in output.outputs] for name, output in done.items()}
+        return {name: [a.token_ids for a in done[name].outputs] for name in params}, trace
+
+    with engine(tiny, num_gpu_blocks_override=blocks, async_scheduling=asynchronous) as llm:
+        alone = [answers(llm, params[name], [requests[name]])[0] for name in ("any", "any2")]
+        core_of(llm).preparers.append(prepare)
+        tokens, trace = run(llm)
+        if drafts:
+            texts = [requests[name] + ids for name in params for ids in tokens[name]]
+            core_of(llm).drafter = Oracle(texts, 3, 0.8)
+            want_drafts(core_of(llm), "n2")  # "any" runs ahead
+            expected = tokens
+            tokens, trace = run(llm)
+            assert tokens == expected
     assert [tokens["any"], tokens["any2"]] == alone
     assert all(t % 2 == 0 for name in ("even", "even2") for ids in tokens[name] for t in ids)
     assert any(t % 2 for t in tokens["any"][0]) and len(tokens["even2"]) == 3
@@ -304,6 +316,42 @@ def test_a_grammar_that_is_compiled_while_others_go_on(
     assert waiting and set(waiting[0]) == {"even", "even2"}
     assert set(waiting[0].values()) == {"grammar"}
     assert {"any", "any2"} <= set(trace.steps[0].num_scheduled_tokens)
+    preempted = {name for step in trace.steps for name in step.preempted}
+    assert ({"even2", "even2.1", "even2.2"} <= preempted) == (blocks == 22)
+
+
+class MasksOf:
+    "A grammar whose masks are wrong."
+
+    def __init__(self, num_bytes: int, count: int | None = None):
+        self.num_bytes = num_bytes
+        self.count = count
+
+    def bitmask(self, output_token_ids: list[int], drafts: list[int]) -> list[bytes]:
+        count = 1 + len(drafts) if self.count is None else self.count
+        return [b"\x55" * self.num_bytes] * count
+
+
+@pytest.mark.parametrize("grammar", [MasksOf(3), MasksOf(16, 0), MasksOf(16, 2)])
+def test_masks_of_a_wrong_size_end_their_request_only(
+    tiny: tuple[str, Any], grammar: MasksOf
+) -> None:
+    "Too few bytes for the vocabulary, no mask for a token, or one too many."
+    with engine(tiny) as llm:
+        expected = answers(llm, GREEDY, PROMPTS[:1])
+        core_of(llm).preparers.append(
+            lambda request, group: setattr(
+                group, "grammar", grammar if request.request_id == "bad" else None
+            )
+        )
+        for name in ("good", "bad", "good too"):
+            llm.llm_engine.add_request(name, PROMPTS[0], GREEDY)
+        done = {}
+        while llm.llm_engine.has_unfinished_requests():
+            done |= {o.request_id: o for o in llm.llm_engine.step() if o.finished}
+    bad = done.pop("bad").outputs[0]
+    assert bad.finish_reason == "error" and "mask" in bad.stop_reason
+    assert [[o.outputs[0].token_ids] for o in done.values()] == expected * 2
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_only(tiny: tuple[str, Any]) -> None:
@@ -406,6 +454,33 @@ def test_embeddings_in_place_of_placeholder_tokens(tiny: tuple[str, Any]) -> Non
             assert done[0].outputs[0].token_ids == expected[int(name[-1])], name
             cached.append(done[0].num_cached_tokens)
     assert cached == [0, 4, 12, 12]  # the first block of four is before the picture
+
+
+WRONG_VECTORS = {
+    "values has 9": [PromptEmbedding(1, "x", b"123456789", 1)],
+    "values has 512": [PromptEmbedding(1, "x", bytes(2 * 4 * 64), 1)],
+    "places 3 to 6": [PromptEmbedding(3, "x", bytes(3 * 4 * 64), 3)],
+    "places -1 to 1": [PromptEmbedding(-1, "x", bytes(2 * 4 * 64), 2)],
+    "places 2 to 2": [PromptEmbedding(2, "x", b"", 0)],
+    "before it ends at 3": [PromptEmbedding(i, "x", bytes(2 * 4 * 64), 2) for i in (1, 2)],
+}
+
+
+@pytest.mark.parametrize("why", WRONG_VECTORS)
+def test_embeddings_that_do_not_fit_are_refused(tiny: tuple[str, Any], why: str) -> None:
+    "With the field's name, before they can fail a step; a request beside it notices nothing."
+
+    def prepare(request: EngineCoreRequest, group: SequenceGroup) -> None:
+        group.first_seq.prompt_embeddings = WRONG_VECTORS[why] * (request.request_id == "bad")
+
+    with engine(tiny) as llm:
+        core_of(llm).preparers.append(prepare)
+        llm.llm_engine.add_request("good", [5, 6, 7, 8], GREEDY)
+        with pytest.raises(ValueError, match=rf"prompt_embeddings\[[01]\]: .*{why}"):
+            llm.llm_engine.add_request("bad", [5, 6, 7, 8], GREEDY)
+        while llm.llm_engine.has_unfinished_requests():
+            done = llm.llm_engine.step()
+    assert [o.request_id for o in done] == ["good"] and len(done[0].outputs[0].token_ids) == 20
 
 
 # Layers of two kinds
