@@ -17,8 +17,10 @@ import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention.backend import AttentionBackend, AttentionMetadata, visible
+from ..core.block_manager import num_blocks_for
 from teachvllm.gpu_kernels.utils import (
     LOG2_E,
+    allocate_partials,
     dot,
     find_sequence,
     interpreted,
@@ -352,14 +354,15 @@ def launch_attention(
     """Attend for some sequences of a batch. The grid depends on their number and that of their
     tokens, not on lengths.
     """
-    (k, v), (_, num_heads, head_size), num_seqs = kv_cache, q.shape, len(seq_lens)
+    k, v = kv_cache
+    _, num_heads, head_size = q.shape
+    num_seqs = len(seq_lens)
     head_padded = max(16, triton.next_power_of_2(head_size))
     block_q = 1 if decode else tiles.block_m // group
-    rows = num_tokens * num_heads * splits if splits > 1 else 0
-    partial, stats = (
-        torch.empty(rows * n, dtype=torch.float32, device=q.device) for n in (head_padded, 2)
-    )
-    grid = (num_seqs if decode else num_tokens // block_q + num_seqs, num_heads // group, splits)
+    num_blocks = num_seqs if decode else num_tokens // block_q + num_seqs
+    num_rows = num_tokens * num_heads if splits > 1 else 0  # without splits nothing is merged
+    partial, stats = allocate_partials(num_rows, splits, head_padded, q.device)
+    grid = (num_blocks, num_heads // group, splits)
     unified_attention[grid](
         out,
         partial,
@@ -415,14 +418,26 @@ def choose_tiles(
     modern = capability >= (8, 0)
     # else products go through registers: smaller tiles, or they spill
     tensor_cores = modern and itemsize == 2
-    block_m = 16 if decode else 32 if not tensor_cores else 128 if head_padded <= 128 else 64
+    if decode:
+        block_m = 16
+    elif not tensor_cores:
+        block_m = 32
+    else:
+        block_m = 128 if head_padded <= 128 else 64
     block_m = max(triton.next_power_of_2(group), block_m)
-    tile = max(16, min(64, (2048 if not tensor_cores else 4096 if decode else 8192) // head_padded))
+    tile_elements = 2048
+    if tensor_cores:
+        tile_elements = 4096 if decode else 8192
+    tile = max(16, min(64, tile_elements // head_padded))
     row = head_padded * itemsize
     # tiles of keys and values beside the queries
     ahead = (shared_memory - 2048 - block_m * row) // (2 * tile * row)
-    warps = 8 if block_m >= (128 if tensor_cores else 64) else 4
-    return Tiles(block_m, tile, warps, 1 if not modern else 5 if tensor_cores and ahead >= 3 else 3)
+    many_rows = 128 if tensor_cores else 64
+    if not modern:
+        num_stages = 1
+    else:
+        num_stages = 5 if tensor_cores and ahead >= 3 else 3
+    return Tiles(block_m, tile, num_warps=8 if block_m >= many_rows else 4, num_stages=num_stages)
 
 # %% ../../nbs/23_triton_attention.ipynb #8bcaf295
 @dataclass(frozen=True)
@@ -472,7 +487,7 @@ def attend_gathered(
     block_size = kv_cache.shape[2]
     # pages that are gone
     behind = 0 if window is None else max(0, seq_len - query_len + 1 - window) // block_size
-    pages = block_table[behind : -(-seq_len // block_size)]
+    pages = block_table[behind : num_blocks_for(seq_len, block_size)]
     length = seq_len - behind * block_size
     kv = (
         kv_cache[:, pages]
@@ -521,10 +536,10 @@ class TritonBackend(AttentionBackend):
         """Triton widens e4m3 where the GPU can: with a compute capability of 8.9 or more. e5m2 are
         the upper bits of a float16.
         """
-        if kv_cache_dtype == torch.float8_e5m2 or (found := get_device_properties().capability) >= (
-            8,
-            9,
-        ):
+        if kv_cache_dtype == torch.float8_e5m2:
+            return None
+        found = get_device_properties().capability
+        if found >= (8, 9):
             return None
         return (
             "kv_cache_dtype=fp8_e4m3 needs compute capability 8.9, this GPU has "
@@ -596,11 +611,9 @@ class TritonBackend(AttentionBackend):
             self.head_padded,
             group,
         )
-        splits = (
-            num_splits(num_tokens * self.num_heads // group, device, self.max_splits)
-            if decode
-            else 1
-        )
+        splits = 1
+        if decode:
+            splits = num_splits(num_tokens * self.num_heads // group, device, self.max_splits)
         launch_attention(
             q,
             kv_cache,

@@ -19,7 +19,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from ..attention.backend import AttentionMetadata
-from .utils import LOG2_E, dot, find_sequence, interpreted, merge_splits
+from teachvllm.gpu_kernels.utils import (
+    LOG2_E,
+    allocate_partials,
+    dot,
+    find_sequence,
+    interpreted,
+    merge_splits,
+)
 from ..config import require
 
 # %% ../../nbs/22_triton_ladder.ipynb #253b7f40
@@ -50,8 +57,10 @@ def launch(
     """Run a rung's `kernel`: first what all of them take, then its `own` arguments. Gives the
     output, shaped like q.
     """
-    (k, v), out, reads = kv_cache, torch.empty(q.shape, dtype=q.dtype, device=q.device), None
     assert q.stride(2) == 1, "the elements of a head must lie together"
+    k, v = kv_cache
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    reads = None
     if log is not None:
         reads = torch.zeros(len(k), *reversed(grid), dtype=torch.int32, device=q.device)
         log.append(reads)
@@ -493,15 +502,12 @@ def paged_attention_v4(
         num_splits > 0 and num_splits & (num_splits - 1) == 0,
         f"num_splits={num_splits} is no power of two",
     )
-    (num_seqs, num_heads, head_size), num_kv_heads = q.shape, kv_cache.shape[3]
-    padded, num_rows = (
-        max(16, triton.next_power_of_2(n)) for n in (head_size, num_heads // num_kv_heads)
-    )
-    parts = num_seqs * num_heads * num_splits
+    num_seqs, num_heads, head_size = q.shape
+    num_kv_heads = kv_cache.shape[3]
+    head_padded = max(16, triton.next_power_of_2(head_size))
+    num_rows = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
     grid = (num_seqs, num_kv_heads, num_splits)
-    partial, stats = (
-        torch.empty(parts, n, dtype=torch.float32, device=q.device) for n in (padded, 2)
-    )
+    partial, stats = allocate_partials(num_seqs * num_heads, num_splits, head_padded, q.device)
     out = launch(
         v4_kernel,
         grid,
@@ -516,7 +522,7 @@ def paged_attention_v4(
         TILE=tile_size(q),
         NUM_SPLITS=num_splits,
     )
-    merge_splits[(num_seqs * num_heads,)](out, partial, stats, head_size, padded, num_splits)
+    merge_splits[(num_seqs * num_heads,)](out, partial, stats, head_size, head_padded, num_splits)
     return out
 
 # %% ../../nbs/22_triton_ladder.ipynb #cc37d4a7

@@ -100,10 +100,8 @@ def sample_rows(
     `logits` [rows, vocab_size] float32, float16 or bfloat16, each row in one piece; `temperature`
     and `uniform` [rows] float32; returns int64 [rows]. A row with a NaN gets -1.
     """
-    (num_rows, vocab_size), block = (
-        logits.shape,
-        min(BLOCK, triton.next_power_of_2(logits.shape[1])),
-    )
+    num_rows, vocab_size = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(vocab_size))
     assert logits.stride(1) == 1 and temperature.shape == uniform.shape == (num_rows,)
     ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     num_blocks = triton.next_power_of_2(triton.cdiv(vocab_size, block))

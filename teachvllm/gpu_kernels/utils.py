@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOG2_E', 'INTERPRETED', 'write_kernel', 'reshape_and_cache', 'dot', 'interpreted', 'no_triton', 'find_sequence',
-           'merge_splits']
+           'allocate_partials', 'merge_splits']
 
 # %% ../../nbs/21a_triton_utils.ipynb #6f4e4c49
 import torch
@@ -61,7 +61,8 @@ def reshape_and_cache(
     `kv_cache` is [2, num_blocks, block_size, num_kv_heads, head_size] in any memory order.
     vLLM: `attention/ops/triton_reshape_and_cache_flash.py`.
     """
-    (k, v), (num_tokens, num_kv_heads, head_size) = kv_cache, key.shape
+    k, v = kv_cache
+    num_tokens, num_kv_heads, head_size = key.shape
     assert key.stride()[1:] == value.stride()[1:] == (head_size, 1), (
         "the heads of a token must lie together"
     )
@@ -134,6 +135,17 @@ def find_sequence(query_start_loc, q_block, num_seqs, BLOCK_Q: tl.constexpr):
     return seq, (q_block - first_block) * BLOCK_Q
 
 # %% ../../nbs/21a_triton_utils.ipynb #c12e37d6
+def allocate_partials(
+    num_rows: int, num_splits: int, head_padded: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the splits of `num_rows` = tokens * heads leave for `merge_splits`: `partial` [num_rows,
+    num_splits, head_padded] and `stats` [num_rows, num_splits, 2], float32.
+    """
+    partial = torch.empty(num_rows, num_splits, head_padded, dtype=torch.float32, device=device)
+    stats = torch.empty(num_rows, num_splits, 2, dtype=torch.float32, device=device)
+    return partial, stats
+
+
 @triton.jit
 def merge_splits(
     out,
