@@ -310,10 +310,10 @@ class SeamsMachine(EngineMachine):
 
 
 def test_any_order_of_calls() -> None:
-    test_blocks.run(SeamsMachine, 40)
+    test_blocks.run(SeamsMachine, 60)
 
 
 def test_that_was_everything() -> None:
     if sum(SEEN.values()) < 1000:
         pytest.skip("counts what the tests before it did")
-    assert len(SEEN) == 7 and min(SEEN.values()) > 3, SEEN
+    assert len(SEEN) == 6 and min(SEEN.values()) > 3, SEEN
