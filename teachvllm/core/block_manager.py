@@ -40,8 +40,8 @@ def hash_block_tokens(
 
 
 def block_extra_keys(seq: Sequence, begin: int, end: int) -> tuple[Any, ...]:
-    """What the keys and values of the tokens begin to end of `seq` depend on beside the tokens. Each
-    is a pair (kind, value), so a salt never equals an adapter. vLLM V1:
+    """What the keys and values of the tokens begin to end of `seq` depend on beside the tokens.
+    Each is a pair (kind, value), so a salt never equals an adapter. vLLM V1:
     `generate_block_hash_extra_keys` in `v1/core/kv_cache_utils.py`.
 
     What holds for a whole sequence stands in its first block: the others are chained to it.

@@ -933,7 +933,7 @@ class Scheduler:
             self.builder.schedule_group(group, budget, budget.num_tokens, reserved)
 
     def _schedule_prompt(self, group: SequenceGroup, budget: SchedulingBudget, share: int) -> None:
-        "At most `share` tokens of what the group lacks, if there are blocks for one of each sequence."
+        "At most `share` tokens of what the group lacks, if there are blocks for one a sequence."
         # room was made for these, but a request admitted since may have taken them
         missing = self.block_manager.num_missing_blocks(group)
         if missing <= self.block_manager.get_num_free_gpu_blocks():
