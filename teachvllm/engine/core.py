@@ -75,7 +75,7 @@ def make_group(
 
 # %% ../../nbs/52_engine_core.ipynb #11876450
 def check_embeddings(seq: Sequence, hidden_size: int) -> None:
-    "Raise `ValueError` unless the vectors of `seq` have their size, and their places in its prompt."
+    "Raise `ValueError` unless the vectors of `seq` have their size, and places in its prompt."
     end = 0
     for i, one in enumerate(seq.prompt_embeddings):
         name = f"prompt_embeddings[{i}]"
