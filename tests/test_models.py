@@ -40,6 +40,7 @@ from teachvllm.attention.backend import AttentionMetadata, KVCacheSpec, Referenc
 from teachvllm.attention.cpu import TorchSDPABackend
 from teachvllm.config import NotSupportedYet
 from teachvllm.distributed.parallel_state import run_ranks
+from teachvllm.kernels import KernelTable
 from teachvllm.model_executor.layers import (
     ACTIVATIONS,
     Attention,
@@ -55,6 +56,7 @@ from teachvllm.model_executor.layers import (
     attention_layers,
     get_act_fn,
     load_weights,
+    pack_weight,
 )
 from teachvllm.model_executor.loader import convert_gguf
 from teachvllm.model_executor.models import registry
@@ -1116,3 +1118,11 @@ def test_a_model_that_takes_no_context_is_refused(model_class: type) -> None:
     "At the start, with the signature that it needs; not in the first step."
     with pytest.raises(ValueError, match=r"forward\((self, )?input_ids, context\)"):
         check_forward(model_class)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_packed_can_be_packed(dtype: torch.dtype) -> None:
+    "oneDNN takes bfloat16 on some processors only; on the others the weights stay as they are."
+    weight = torch.randn(64, 64).to(dtype)
+    packed = pack_weight(weight, KernelTable())
+    assert packed is None or torch.equal(packed.unpack(), weight)

@@ -150,12 +150,12 @@ class BlockSpaceManager:
     """The block tables of all sequences, over an allocator for the GPU's blocks and one for the
     CPU's. Knows ids, never tensors.
 
-    A table changes in four ways only: it grows at its end, it loses there what only wrong drafts
-    needed, a block that other sequences share is replaced by a copy before it is written, and
-    blocks behind a sliding `window` are freed.
+    A table changes in four ways only: it grows at its end, loses there what only wrong drafts
+    needed, gets a copy of a block that others share before it is written, and blocks behind a
+    sliding `window` are freed.
     `watermark` is the fraction of the pool that admitting a request leaves free, so that running
-    sequences can grow before one is preempted. With `enable_caching` full blocks are found again by
-    their content. vLLM: `core/block_manager.py`, and `KVCacheManager` in V1.
+    sequences can grow before one is preempted. With `enable_caching` full blocks are found again.
+    vLLM: `core/block_manager.py`, and `KVCacheManager` in V1.
     """
 
     def __init__(
@@ -337,9 +337,8 @@ class BlockSpaceManager:
         return max(0, end - len(table)), shared
 
     def remove_draft_blocks(self, seq: Sequence) -> None:
-        """Drafts of `seq` were verified: free the blocks behind its tokens, which only wrong ones
-        needed, and those that right ones have left behind the window. The workers, which are told
-        the tokens, cut their copy of the table in the same way.
+        """Drafts of `seq` were verified: free the blocks behind its tokens, and those that are
+        behind the window now. The workers, which are told the tokens, cut their table likewise.
         """
         self._report_for(seq)
         table = self.block_tables[seq.seq_id]

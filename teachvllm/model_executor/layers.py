@@ -122,13 +122,14 @@ class OneDNNLinear:
 
     @staticmethod
     def serves(weight: torch.Tensor) -> bool:
-        "Whether torch has oneDNN, and that takes the matrix."
-        return (
-            weight.device.type == "cpu"
-            and weight.dtype in (torch.float32, torch.bfloat16)
-            and torch.backends.mkldnn.is_available()
-            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        )
+        "Whether torch has oneDNN, and that takes the matrix: bfloat16 on some processors only."
+        ops = torch.ops.mkldnn
+        if not torch.backends.mkldnn.is_available() or not hasattr(ops, "_linear_pointwise"):
+            return False
+        if weight.dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():
+            return False
+        dtypes = (torch.float32, torch.bfloat16)
+        return weight.device.type == "cpu" and weight.dtype in dtypes
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         "[n, input_size] -> [n, output_size]."
