@@ -243,7 +243,7 @@ def test_nothing_is_sent_while_no_request_is_ready() -> None:
 
     def add(sock: Any, name: str) -> None:
         request = EngineCoreRequest(name, [1, 2], SamplingParams(max_tokens=1), seed=0)
-        sock.send_multipart([ADD, msgspec.msgpack.encode(request)])
+        sock.send_multipart([ADD, b"a", msgspec.msgpack.encode(request)])
 
     def receive(sock: Any, until: Callable[[EngineCoreOutputs], Any]) -> EngineCoreOutputs:
         while sock.poll(20_000):

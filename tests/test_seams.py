@@ -398,7 +398,8 @@ def test_each_request_of_a_batch_has_its_adapter(tiny: tuple[str, Any]) -> None:
 
     with engine(tiny, enable_prefix_caching=True, enforce_eager=True) as llm:
         [model] = llm.collective_rpc(lambda worker: worker.model_runner.model)
-        model.model.norm = AddsPerAdapter(model.model.norm, model, model.lm_head.input_size)
+        last = model.model.layers[-1].mlp.down_proj
+        last.linear_method = AddsPerAdapter(last.linear_method, model.lm_head.input_size)
         core_of(llm).preparers.append(prepare)
         alone = {}
         for i in range(3):
