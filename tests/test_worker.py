@@ -219,8 +219,9 @@ def test_a_sequence_keeps_its_slot(tiny: tuple[str, Any]) -> None:
             del texts[seq_id]
         while len(texts) < most and rng.random() < 0.5:
             tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+            num_blocks = rng.randint(0, min(2, -(-len(tokens) // block_size)))  # none in vain
             out.new_seqs.append(
-                new(next_id, tokens, [rng.randrange(99) for _ in range(rng.randint(0, 2))])
+                new(next_id, tokens, [rng.randrange(99) for _ in range(num_blocks)])
             )
             texts[next_id] = tokens, 0, list(out.new_seqs[-1].block_ids), -1
             next_id += 1
