@@ -290,20 +290,23 @@ def test_what_becomes_ready_does_not_preempt_a_request_in_flight() -> None:
         scheduler.add_request(group)
     in_flight: list[SchedulerOutput] = []
     ended = set()
+    ahead_of_high = 0
     while scheduler.has_unfinished_requests():
+        scheduler.queue_ready_requests()
         if not in_flight:
             in_flight.append(scheduler.schedule())
             look_ahead.expect(in_flight[-1])
         if look_ahead.can_run_ahead():
             ahead = scheduler.schedule()
             assert not ahead.preempted_request_ids
+            ahead_of_high += len(scheduler.not_ready)
             look_ahead.expect(ahead)
             in_flight.append(ahead)
         out = in_flight.pop(0)
         done = [i for i in out.num_scheduled_tokens if i in scheduler.seqs]
         outputs = scheduler.update_from_output(ModelRunnerOutput(done, [[5]] * len(done)))
         ended |= {one.request_id for one in outputs if one.finish_reason}
-    assert ended == {"low", "high"}
+    assert ended == {"low", "high"} and ahead_of_high == 2
 
 
 # A full pool

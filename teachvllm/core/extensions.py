@@ -106,10 +106,8 @@ class LookAhead:
             for seq in group.unfinished
         ):
             return False
-        # one that becomes ready meanwhile may take the place of a request, too
-        first = [scheduler.admission.next_group(), *scheduler.not_ready]
-        last = scheduler.running.last()
-        if any(group and scheduler.policy.may_preempt(group, last) for group in first):
+        group = scheduler.admission.next_group()
+        if group and scheduler.policy.may_preempt(group, scheduler.running.last()):
             return False
         return scheduler.preemption.all_fit()
 

@@ -891,6 +891,22 @@ class Scheduler:
         else:
             self.waiting.add(group)
 
+    def queue_ready_requests(self) -> None:
+        """Requests that have all that they need wait from now on, in their places. It is asked
+        before a step is decided, and before whether one can be: see `LookAhead`.
+        """
+        for group in list(self.not_ready):
+            try:
+                ready = all(one.is_ready() for one in group.prerequisites)
+            except Exception as error:
+                self.requests.finish_with_error(group, f"{type(error).__name__}: {error}")
+                continue
+            if ready:
+                group.prerequisites = []
+                self.not_ready.remove(group)
+                group.set_status(SequenceStatus.WAITING)
+                self.waiting.add(group)
+
     def has_unfinished_requests(self) -> bool:
         "Whether there is anything left to compute or to report."
         live = self.waiting or self.running or self.swapped or self.not_ready
@@ -914,7 +930,6 @@ class Scheduler:
         "Decide the next step and take the blocks for it. Its tokens count as computed from now on."
         out = self.orders.next
         budget = SchedulingBudget(self.config.max_num_batched_tokens)
-        self._queue_ready_requests()
         few, many = self._in_order()
         self.prefills.start_step(many)
         self.preemption.make_way(self.admission, self.prefills, out)
@@ -939,19 +954,6 @@ class Scheduler:
             self.requests.finish_with_error(*self.builder.failed.popitem())
         return out
 
-    def _queue_ready_requests(self) -> None:
-        "Requests that have all that they need wait from now on, in their places."
-        for group in list(self.not_ready):
-            try:
-                ready = all(one.is_ready() for one in group.prerequisites)
-            except Exception as error:
-                self.requests.finish_with_error(group, f"{type(error).__name__}: {error}")
-                continue
-            if ready:
-                group.prerequisites = []
-                self.not_ready.remove(group)
-                group.set_status(SequenceStatus.WAITING)
-                self.waiting.add(group)
 
     def _in_order(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
         "The running groups whose sequences lack few tokens, and those that lack many."
@@ -1033,7 +1035,6 @@ class Scheduler:
                 forking.setdefault(group, []).append(Sample(seq, token_ids[0], scores[0]))
         for group, samples in forking.items():
             self._fork(group, samples)
-        self.update_draft_token_ids(sampled.draft_token_ids)
         return self.reports.take()
 
     def _fork(self, group: SequenceGroup, samples: list[Sample]) -> None:

@@ -413,6 +413,8 @@ class EngineCore:
         """
         self._check()
         try:
+            for scheduler in self.schedulers:
+                scheduler.queue_ready_requests()
             busy = [step.scheduler for step in self.in_flight]
             free = [scheduler for scheduler in self.schedulers if scheduler not in busy]
             due = [scheduler for scheduler in free if scheduler.has_unfinished_requests()]
