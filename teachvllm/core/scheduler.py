@@ -954,7 +954,6 @@ class Scheduler:
             self.requests.finish_with_error(*self.builder.failed.popitem())
         return out
 
-
     def _in_order(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
         "The running groups whose sequences lack few tokens, and those that lack many."
         few: list[SequenceGroup] = []
