@@ -68,7 +68,8 @@ class ParallelSampling:
 
     def seq_ended(self, scheduler: Scheduler, group: SequenceGroup, seq: Sequence) -> None:
         "The pool is too small even for its prompt: it ends without output."
-        scheduler.append_tokens(group, seq, [])
+        scheduler.reports.add(group, seq, [])
+        scheduler.requests.drop_if_finished(group)
 
 # %% ../../nbs/13_scheduler_extensions.ipynb #86e5b5f0
 class LookAhead:

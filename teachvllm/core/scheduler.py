@@ -160,12 +160,6 @@ class SchedulingBudget:
     num_tokens: int
     num_seqs: int = 0  # that may still be admitted
 
-    def take(self, wanted: int) -> int:
-        "As many tokens of `wanted` as are left."
-        num_tokens = min(wanted, self.num_tokens)
-        self.num_tokens -= num_tokens
-        return num_tokens
-
 # %% ../../nbs/12_scheduler.ipynb #c12000a5
 def is_behind(seqs: Iterable[Sequence]) -> bool:
     "Whether one of these sequences lacks more than its newest token."
@@ -490,7 +484,9 @@ class StepBuilder:
                 if behind or not self._begin(group, seq):
                     budget.num_seqs = 0  # blocks are short: none is admitted before it has begun
                     return
-            num_tokens = min(seq.num_new_tokens, most, budget.num_tokens)
+            num_tokens = seq.num_new_tokens
+            if num_tokens > 1 or budget.num_tokens == 0:
+                num_tokens = min(num_tokens, most, budget.num_tokens)
             # the second: its last token is under way, so there is nothing to compute after it
             if num_tokens <= 0 or (seq.num_output_placeholders and seq.is_full):
                 behind = behind or is_behind([seq])
@@ -500,8 +496,8 @@ class StepBuilder:
                 num_tokens = self._fitting(group, seq, max(1, min(num_tokens, left)), num_to_come)
             if not self._schedule_tokens(group, seq, num_tokens):
                 return
-            budget.take(num_tokens)
-            behind = behind or seq.num_computed_tokens < seq.num_tokens
+            budget.num_tokens -= num_tokens
+            behind = behind or (num_to_come > 0 and seq.num_new_tokens > 0)
 
     def _begin(self, group: SequenceGroup, seq: Sequence) -> bool:
         "Blocks for a sequence that has none; False: they are not there yet."
@@ -1024,11 +1020,11 @@ class Scheduler:
             group, seq = self.seqs[seq_id]
             if token_ids[-1] < 0:
                 if len(token_ids) > 1:  # drafts that were right stand
-                    self.append_tokens(group, seq, token_ids[:-1], sampled.logprobs.get(i, ()))
+                    self.append_tokens(group, seq, token_ids[:-1], sampled.logprobs.get(i))
                 nan = NOT_A_NUMBER.format("logits")
                 self.requests.finish_with_error(group, sampled.errors.get(i, nan))
             elif group.fork_rule is None:
-                self.append_tokens(group, seq, token_ids, sampled.logprobs.get(i, ()))
+                self.append_tokens(group, seq, token_ids, sampled.logprobs.get(i))
             else:
                 scores = sampled.logprobs.get(i) or [(0.0, 0, [])]
                 forking.setdefault(group, []).append(Sample(seq, token_ids[0], scores[0]))
@@ -1050,7 +1046,7 @@ class Scheduler:
         group: SequenceGroup,
         seq: Sequence,
         token_ids: list[int],
-        scores: Iterable[TokenLogprobs] = (),
+        scores: list[TokenLogprobs] | None = None,
         sampled: bool = True,
     ) -> None:
         """New tokens for `seq`, which ends with the first that says so: reported. Drafts that were
@@ -1060,7 +1056,6 @@ class Scheduler:
         if num_drafts:  # one token more than drafts that were right
             seq.num_computed_tokens -= num_drafts - (len(token_ids) - 1)
             seq.num_draft_tokens = 0
-        scores = list(scores)
         status = None
         for n, token_id in enumerate(token_ids, 1):
             seq.token_ids.append(token_id)
@@ -1068,16 +1063,17 @@ class Scheduler:
             if status:
                 token_ids = token_ids[:n]
                 break
-        scores = scores[: len(token_ids)]
-        for logprob, _, _ in scores:
-            seq.cumulative_logprob += logprob
+        if scores:
+            scores = scores[: len(token_ids)]
+            seq.cumulative_logprob += sum(logprob for logprob, _, _ in scores)
         self._tokens_known(seq, token_ids, workers_know=sampled and not num_drafts)
         if status:
             self.requests.finish_seq(group, seq, status)
         elif num_drafts:
             self.block_manager.remove_draft_blocks(seq)
         self.reports.add(group, seq, token_ids, scores)
-        self.requests.drop_if_finished(group)
+        if status:
+            self.requests.drop_if_finished(group)
 
     def _tokens_known(self, seq: Sequence, token_ids: list[int], workers_know: bool) -> None:
         "The newest tokens of `seq` are `token_ids`; a step may have computed some of them already."
