@@ -492,7 +492,11 @@ class LLM:
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        "Call `func(model)` in every worker, on its part of the model; one result each."
+        """Call `func(model)` in every worker, on its part of the model; one result each.
+
+        Weights are to be changed here, not through `collective_rpc`: a CPU computes with packed
+        copies, and what is written through `.data` behind them would not be seen.
+        """
         return self.collective_rpc("apply_model", args=(func,))
 
     def sleep(self, level: int = 1) -> None:
