@@ -21,13 +21,13 @@ test: $(READY) ## run every check and every notebook (GPU tests where there is a
 	$(PY) -m mypy
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
-nbdev-test: $(READY) ## run notebooks as nbdev does, saving nothing: NB="12 60" FLAGS="gpu slow"
+nbdev-test: $(READY) ## run notebooks as nbdev does, saving nothing: NB="13 cpu" FLAGS="gpu slow"
 	$(PY) tools/notebooks.py --check --flags "$(FLAGS)" $(NB)
 
 export: $(READY) ## write teachvllm/ from the notebooks
 	$(PY) tools/export.py
 
-notebooks: export ## run notebooks and save them with their outputs: NB="12 60"
+notebooks: export ## run notebooks and save them with their outputs: NB="13 cpu"
 	$(PY) tools/notebooks.py $(NB)
 	$(PY) tools/readme.py
 

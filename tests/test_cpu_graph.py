@@ -24,7 +24,7 @@ if platform_kernels("cpu").find("record") is None:
 from teachvllm.cpu_kernels import linear
 from teachvllm.cpu_kernels.graph import CpuGraphRunner, ModelWatch
 
-# looked up before a test changes what is served: that kernels are compiled for it, see 21f's `WIDE`
+# looked up before a test changes what is served: that kernels are compiled for it, see cpu/05's `WIDE`
 SERVED = linear.dtypes_served()
 
 OPTIONS: dict[str, Any] = {
@@ -546,7 +546,7 @@ def test_a_forward_that_changes_the_model_is_not_recorded(
         assert caplog.text.count("each forward changes the model") == 1
 
 
-# Chunks of prompts that chapter 21e's loops do not take
+# Chunks of prompts that chapter cpu/04's loops do not take
 
 
 @pytest.mark.parametrize("most_bytes", [0, 1 << 15])

@@ -18,12 +18,13 @@ import pytest
 
 from teachvllm.exercises import check as checks
 from teachvllm.exercises.check import EXERCISES, Report, check, find_exercise
+from tools.chapters import chapters, name_of, solutions
 
 ROOT = Path(__file__).resolve().parents[1]
-CHAPTERS = sorted(ROOT.glob("nbs/[0-9]*.ipynb"))
+CHAPTERS = chapters()
 # it runs without the package, so its own cells try what a reader wrote
-OWN_CHECKS = {"00b_one_page"}
-SOLUTIONS = sorted(ROOT.glob("nbs/solutions/*.ipynb"))
+OWN_CHECKS = {"01_one_page"}
+SOLUTIONS = solutions()
 with contextlib.suppress(ValueError):
     find_exercise("")  # imports the modules that register exercises
 NAMES = sorted(EXERCISES)
@@ -87,7 +88,7 @@ def imports_of(notebook: Path) -> list[str]:
             found += [
                 ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)
             ]
-    # an alias that chapter 97 makes as it goes
+    # an alias that chapter package/06 makes as it goes
     return [line for line in found if "vllm" not in re.split(r"\W", line)]
 
 
@@ -129,11 +130,11 @@ def test_what_is_no_answer_gets_words(name: str) -> None:
         assert not report.passed and "hint" in report.text, report.text
 
 
-@pytest.mark.parametrize("notebook", SOLUTIONS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", SOLUTIONS, ids=name_of)
 def test_solutions_pass_and_serve(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "ROUNDS", 1)  # how fast it is does not matter here
     reports = dict(run_cells([source for source in cells(notebook) if "eval: false" not in source]))
-    asked = {name for name, exercise in EXERCISES.items() if exercise.chapter == notebook.stem}
+    asked = {name for name, exercise in EXERCISES.items() if exercise.chapter == name_of(notebook)}
     assert asked <= set(reports), f"no solution for {asked - set(reports)}"
     for name in asked:
         assert reports[name].passed, reports[name].text
@@ -141,7 +142,9 @@ def test_solutions_pass_and_serve(notebook: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "notebook", [c for c in CHAPTERS if c.stem[:2] not in ("93", "96")], ids=lambda path: path.stem
+    "notebook",
+    [c for c in CHAPTERS if c.parent.name != "exercises" and c.stem[:2] != "96"],
+    ids=name_of,
 )
 def test_every_chapter_has_exercises_of_three_kinds(notebook: Path) -> None:
     kinds = [lead[0] for text in cells(notebook, "markdown") for lead in LEADS.findall(text)]
@@ -156,7 +159,7 @@ def test_every_chapter_has_exercises_of_three_kinds(notebook: Path) -> None:
         assert all("print(" in source and "check_" in source for source in written)
         return
     assert ("write" in kinds) == bool(stubs(notebook)) and (
-        "write" in kinds or notebook.stem[:2] in ("94", "95") or notebook.stem == "09a_kernels"
+        "write" in kinds or notebook.stem[:2] in ("94", "95") or notebook.stem == "20_kernels"
     )
     assert "**After this chapter you can**" in text and "**Time**" in text
 

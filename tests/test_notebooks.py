@@ -26,10 +26,12 @@ from kernels import Kernels
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+from tools.chapters import name_of, notebooks, number_of
+
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted(ROOT.glob("nbs/*.ipynb"))
+NOTEBOOKS = notebooks()
 # a part of their story is C++, where there is a compiler; all others do without
-COMPILE = {"21f", "30b"}
+COMPILE = {"cpu/05", "cpu/06"}
 LIMIT = float(os.environ.get("NOTEBOOK_SECONDS", "300"))
 
 NO_NBDEV = """
@@ -68,7 +70,7 @@ def parameter(notebook: Path) -> Any:
         if skip
         else []
     )
-    return pytest.param(notebook, id=notebook.stem, marks=marks)
+    return pytest.param(notebook, id=name_of(notebook), marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +125,7 @@ def execute(
     work = folder / "work"
     work.mkdir(parents=True)
     env = {**env, "IPYTHONDIR": str(folder / "ipython")}
-    if notebook.stem.partition("_")[0] not in COMPILE:
+    if number_of(notebook) not in COMPILE:
         env["CXX"] = "no-compiler"
         if not torch.cuda.is_available():  # on a GPU, Triton compiles its launcher
             env["CC"] = "no-compiler"
@@ -137,7 +139,7 @@ def execute(
     try:
         client.execute(cleanup_kc=True, env=env, cwd=str(work), stderr=subprocess.DEVNULL)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        problem = f"{notebook.name}: {error}"
+        problem = f"{name_of(notebook)}: {error}"
     return problem, time.perf_counter() - start
 
 
@@ -174,16 +176,14 @@ def runs(
 def test_notebook_runs(notebook: Path, runs: dict[Path, Future[tuple[str, float]]], capsys) -> None:
     problem, seconds = runs[notebook].result()
     with capsys.disabled():
-        print(f"\n  {notebook.stem:<24}{seconds:5.1f} s ", end="", flush=True)
+        print(f"\n  {name_of(notebook):<32}{seconds:5.1f} s ", end="", flush=True)
     assert not problem, problem
 
 
 def test_which_need_triton() -> None:
     "Those that are skipped without it; all others run without it, too."
-    needing = {
-        notebook.stem.partition("_")[0] for notebook in NOTEBOOKS if imports_triton(notebook)
-    }
-    assert needing == {"21a", "22", "23", "32a", "43", "91"}
+    needing = {number_of(notebook) for notebook in NOTEBOOKS if imports_triton(notebook)}
+    assert needing == {"23", "24", "25", "43", "gpu/01", "gpu/02"}
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def check(case: Case, beyond: int | None = None) -> None:
     """Write and attend as the engine does, and compare with the oracle.
 
-    Weights and output are rounded to the dtype: 2.1 u Σ p·|v| bounds that (notebook 21). The
+    Weights and output are rounded to the dtype: 2.1 u Σ p·|v| bounds that (notebook 22). The
     interpreter cuts bfloat16 off instead of rounding it.
     """
     batch = make_batch(case, beyond)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from chapters import SIDE_ROADS
 from fastcore import docments
 from nbdev.config import get_config
 from nbdev.quarto import refresh_quarto_yml
@@ -20,13 +21,13 @@ from nbdev.serve import proc_nbs
 from readme import README_ONLY
 
 ROOT = Path(__file__).resolve().parents[1]
-NUMBERED = re.compile(r"(?<![/\w])(\.\./|solutions/)?\d\d[a-z]{0,2}_(\w+\.ipynb)")
+NUMBERED = re.compile(r"(?<![/\w.])((?:\.\./|[a-z]+/)*)\d\d_(\w+\.ipynb)")
 COLAB_BADGE = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
 WEB_FONTS = re.compile(
     r"""@import\s*(?:url\()?(["']?)https?://fonts\.googleapis\.com[^"')]*\1\)?;?"""
 )
 # so many parts of a table's line, cut at each |, hold no names of vLLM's
-OURS = {"00a_startup": 3, "95_to_vllm": 2}
+OURS = {"02_startup": 3, "95_to_vllm": 2}
 OUTPUT_FILE = re.compile(r'\n *"output-file: .*",')
 
 
@@ -60,9 +61,11 @@ def for_the_site(folder: Path) -> None:
     needs no picture.
     """
     home = get_config().doc_host + get_config().doc_baseurl + "/"
-    for path in [*folder.glob("*.ipynb"), *folder.glob("solutions/*.ipynb")]:
+    for path in folder.rglob("*.ipynb"):
         notebook = json.loads(path.read_text(encoding="utf-8"))
         number = path.stem.partition("_")[0]
+        home_here = "../" * (len(path.relative_to(folder).parts) - 1)
+        side_road = path.parent.name + "/" if path.parent.name in SIDE_ROADS else ""
         notebook["cells"] = [
             cell
             for cell in notebook["cells"]
@@ -71,21 +74,22 @@ def for_the_site(folder: Path) -> None:
         for cell in notebook["cells"]:
             text = "".join(cell["source"])
             if cell["cell_type"] == "raw" and number[0].isdigit():
-                text = re.sub(r"^title: (['\"]?)", rf"title: \g<1>{number} · ", text, flags=re.M)
+                text = re.sub(
+                    r"^title: (['\"]?)", rf"title: \g<1>{side_road}{number} · ", text, flags=re.M
+                )
             if cell["cell_type"] == "markdown":
                 text = own_links(text.replace(COLAB_BADGE, "Open in Colab"), home, path.stem)
-            text = text.replace("](" + home, "](" if path.parent == folder else "](../")
+            text = text.replace("](" + home, "](" + home_here)
             cell["source"] = text.splitlines(keepends=True)
         path.write_text(json.dumps(notebook, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
 def drop_numbers(folder: Path) -> None:
-    """Give the pages of processed notebooks the addresses that nbdev's links use: 12_scheduler
+    """Give the pages of processed notebooks the addresses that nbdev's links use: 13_scheduler
     becomes scheduler.
     """
     for path in [
-        *folder.glob("*.ipynb"),
-        *folder.glob("solutions/*.ipynb"),
+        *folder.rglob("*.ipynb"),
         folder / "_quarto.yml",
     ]:
         text = OUTPUT_FILE.sub("", path.read_text(encoding="utf-8"))

@@ -38,7 +38,7 @@ A refusal is a `NotSupportedYet` that names the argument. A name that is not on 
 suggests the nearest one. None, and an empty list or dict, ask for nothing and are always accepted.
 
 The page is written by `python tools/engine_arguments.py` from `EngineArgs` and `teachvllm/not_yet.json`
-([chapter 01b](../nbs/01b_arg_utils.ipynb)), and a test compares the two. vLLM's lists, with its defaults, are in
+([chapter 19](../nbs/19_arg_utils.ipynb)), and a test compares the two. vLLM's lists, with its defaults, are in
 `tests/vllm_engine_arguments.json`.
 """
 

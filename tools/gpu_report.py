@@ -31,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = "https://github.com/teachvllm/teachvllm"
-NOTEBOOK = f"{REPOSITORY}/blob/main/nbs/91_gpu_bench.ipynb"
+NOTEBOOK = f"{REPOSITORY}/blob/main/nbs/gpu/02_gpu_bench.ipynb"
 Row = dict[str, Any]
 HEADS = {
     "Qwen3-0.6B": {"num_heads": 16, "num_kv_heads": 8},
@@ -723,14 +723,14 @@ def page(report: Row | None) -> str:
             "`make gpu-report` does it in nine "
             "minutes and writes this page anew, with figures and raw results beside it. "
             "How it measures is the subject of "
-            f"[notebook 91]({NOTEBOOK}). Still to be measured are the bars below, and:",
+            f"[notebook gpu/02]({NOTEBOOK}). Still to be measured are the bars below, and:",
             *to_come(),
             *how_to_run(),
         ]
     else:
         where = report["machine"].get("device", "a CPU")
         parts.append(
-            f"Measured on {where}, {report['date']}, by [notebook 91]({NOTEBOOK})'s benchmarks. "
+            f"Measured on {where}, {report['date']}, by [notebook gpu/02]({NOTEBOOK})'s benchmarks. "
             "All raw results are in [gpu-report.json](gpu-report.json)."
         )
         if report["toy"]:

@@ -2,7 +2,7 @@
 cleaned.
 
     python tools/notebooks.py                       all of nbs/
-    python tools/notebooks.py 12 60_llm             only those whose names begin so
+    python tools/notebooks.py 13 cpu 60_llm         only those whose names begin so
     python tools/notebooks.py --check               save nothing
     python tools/notebooks.py --flags "gpu slow"    also cells that begin with `#| gpu` or `#| slow`
 
@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from chapters import name_of, notebooks
 from execnb.nbio import write_nb
 from execnb.shell import CaptureShell
 from nbdev.clean import clean_nb
@@ -70,20 +71,20 @@ def run_in_child(path: Path, args: argparse.Namespace) -> bool:
         sys.executable,
         __file__,
         "--child",
-        path.stem,
+        name_of(path),
         "--flags",
         args.flags,
         *(["--check"] * args.check),
     ]
     start = time.perf_counter()
     why = ""
-    print(f"{path.stem:<24}", end="", flush=True)
+    print(f"{name_of(path):<32}", end="", flush=True)
     with tempfile.TemporaryDirectory() as ipython:
         # saved outputs hold no progress bars
         quiet = {"TQDM_DISABLE": "1", "TEACHVLLM_LOGGING_LEVEL": "WARNING"}
         env = {**os.environ, **quiet, "PYTHONHASHSEED": "0", "IPYTHONDIR": ipython}
         if not args.check:
-            env["SAVE_NOTEBOOKS"] = "1"  # 00a then keeps the times that it shows
+            env["SAVE_NOTEBOOKS"] = "1"  # 02 then keeps the times that it shows
         try:
             code = subprocess.run(
                 command, env=env, stdin=subprocess.DEVNULL, timeout=args.timeout
@@ -113,12 +114,14 @@ def main() -> int:
         return not run(
             ROOT / "nbs" / f"{args.child}.ipynb", args.flags.split(), save=not args.check
         )
-    paths = sorted(ROOT.glob("nbs/*.ipynb"))
+    paths = notebooks()
     for name in args.names:
-        if not any(path.stem.startswith(name) for path in paths):
+        if not any(name_of(path).startswith(name) for path in paths):
             parser.error(f"no notebook in nbs/ begins with {name!r}")
-    chosen = [p for p in paths if not args.names or any(p.stem.startswith(n) for n in args.names)]
-    failed = [path.name for path in chosen if not run_in_child(path, args)]
+    chosen = [
+        p for p in paths if not args.names or any(name_of(p).startswith(n) for n in args.names)
+    ]
+    failed = [name_of(path) for path in chosen if not run_in_child(path, args)]
     print(
         f"{len(chosen) - len(failed)} of {len(chosen)} notebooks ran"
         + (": not " + ", ".join(failed)) * bool(failed)

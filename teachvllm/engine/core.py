@@ -324,7 +324,9 @@ class EngineCore:
         windows = [spec.window for specs in by_worker for spec in specs]
         window = max(windows) if windows and None not in windows else None
         num_gpu_blocks, num_cpu_blocks = self._initialize_kv_caches()
-        stages = range(self.config.parallel_config.pipeline_parallel_size)  # see chapter 53
+        stages = range(
+            self.config.parallel_config.pipeline_parallel_size
+        )  # see chapter parallel/02
         return [
             make_scheduler(self.config, num_gpu_blocks, num_cpu_blocks, window, virtual_engine=i)
             for i in stages

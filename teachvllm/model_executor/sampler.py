@@ -104,7 +104,7 @@ class SamplingMetadata:
     # (rows int64, bits uint8 [rows, vocab_size / 8]): what a grammar allows there; see
     # `apply_grammar_bitmask`
     allowed: tuple[torch.Tensor, torch.Tensor] | None = None
-    # changes the logits in place as requests ask (chapter 32b)
+    # changes the logits in place as requests ask (chapter 33)
     process: Callable[[torch.Tensor], None] | None = None
     # False: each of `filtered_rows` has a top_k of MAX_CANDIDATES at most; the host never waits
     may_sort: bool = True
@@ -324,7 +324,7 @@ class SamplerOutput:
     arrived: Any = None  # the CUDA event after `start_copy`; None: nothing to wait for
     errors: dict[int, str] = field(default_factory=dict)  # row -> what is wrong, should it be -1
     prompt_logprobs: LogprobsTensors | None = None  # its `rows` are sequence ids
-    # [len(seq_ids), n] float32: vectors, and then no tokens (chapter 32c)
+    # [len(seq_ids), n] float32: vectors, and then no tokens (chapter 34)
     pooled: torch.Tensor | None = None
     drafts: dict[int, list[int]] = field(default_factory=dict)  # entry -> the tokens guessed for it
 
