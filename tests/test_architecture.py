@@ -318,6 +318,7 @@ THE_WAY = """
   LLMEngine.step
    InprocClient.get_output
     EngineCore.step
+     Scheduler.queue_ready_requests
      Scheduler.schedule
      ExecutorBase.submit
       Worker.submit
