@@ -77,7 +77,6 @@ class KernelTable:
 
     def register(self, name: str, qualified_name: str) -> None:
         "Use another kernel for an operation from now on."
-        self.version += 1
         self.names[name] = qualified_name
         self.found.pop(name, None)
         self.version += 1

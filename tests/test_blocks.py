@@ -405,6 +405,7 @@ DEFAULTS: dict[str, Any] = {
     "max_num_partial_prefills": 1,
     "max_long_partial_prefills": 1,
     "long_prefill_token_threshold": 0,
+    "pipeline_parallel_size": 1,
 }
 
 
@@ -420,7 +421,10 @@ class Simulation:
         if not o["chunked"]:
             o["max_num_batched_tokens"] = max(o["max_num_batched_tokens"], o["max_model_len"])
         hf = SimpleNamespace(
-            max_position_embeddings=o["max_model_len"], vocab_size=VOCAB, sliding_window=o["window"]
+            max_position_embeddings=o["max_model_len"],
+            vocab_size=VOCAB,
+            sliding_window=o["window"],
+            num_hidden_layers=2,
         )
         config = VllmConfig(
             ModelConfig(
@@ -449,7 +453,7 @@ class Simulation:
                 max_long_partial_prefills=o["max_long_partial_prefills"],
                 long_prefill_token_threshold=o["long_prefill_token_threshold"],
             ),
-            ParallelConfig(),
+            ParallelConfig(pipeline_parallel_size=o["pipeline_parallel_size"]),
             DeviceConfig("cpu"),
             LoadConfig(),
         )

@@ -4,15 +4,16 @@ priorities, a full pool.
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_blocks import Simulation, load, random_options, with_tokens
 
 from teachvllm.config import SchedulerConfig
-from teachvllm.core.block_manager import AllocStatus, BlockSpaceManager
+from teachvllm.core.block_manager import NULL_BLOCK, AllocStatus, BlockSpaceManager
 from teachvllm.core.extensions import LookAhead, ParallelSampling
 from teachvllm.core.scheduler import Scheduler, SchedulerOutput
-from teachvllm.messages import ModelRunnerOutput
+from teachvllm.messages import EngineCoreRequest, ModelRunnerOutput
 from teachvllm.sampling_params import BeamSearchParams, SamplingParams
 from teachvllm.sequence import Sequence, SequenceGroup
 
@@ -470,3 +471,133 @@ def test_masks_of_another_number_or_size_end_their_request_only(masks: list[byte
     for _ in range(3):
         run_step(scheduler)
     assert bad.is_finished() and good.first_seq.get_len() == 8
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_nothing_is_preempted_for_a_prompt_that_the_step_has_no_tokens_for(chunked: bool) -> None:
+    "Without chunks 60 tokens need a step that 20 others leave 44 of: the last request goes on."
+    config = SchedulerConfig(64, 21, 64, enable_chunked_prefill=chunked, policy="priority")
+    scheduler = Scheduler(config, BlockSpaceManager(4, 4000))
+    for i in range(20):
+        add_request(scheduler, str(i), [i] * 2, max_len=20)
+    low = add_request(scheduler, "low", [9] * 4, max_len=60, priority=5)
+    run_step(scheduler)
+    high = add_request(scheduler, "high", list(range(60)), max_len=62, priority=1)
+    while not high.is_finished():
+        out = run_step(scheduler)
+        admitted = high.num_cached_tokens is not None
+        assert low.is_finished() or low.first_seq.seq_id in out.num_scheduled_tokens or admitted
+    assert low.num_preemptions == int(chunked)
+
+
+def test_drafts_do_not_starve_a_prompt_that_must_fit_into_a_step() -> None:
+    config = SchedulerConfig(64, 8, 64, enable_chunked_prefill=False)
+    scheduler = Scheduler(config, BlockSpaceManager(4, 400))
+    for i in range(6):
+        add_request(scheduler, str(i), [i] * 2, max_len=60)
+    run_step(scheduler)
+    prompt = add_request(scheduler, "prompt", list(range(50)), max_len=52)
+    for _ in range(2):
+        run_step(scheduler, draft=[6] * 8)
+    assert prompt.is_finished()
+
+
+@pytest.mark.parametrize("waiting", [10, 3000])
+def test_not_more_prompts_are_looked_at_than_can_run(waiting: int) -> None:
+    config = SchedulerConfig(
+        64, max_num_seqs=4, max_num_partial_prefills=3, long_prefill_token_threshold=8
+    )
+    scheduler = Scheduler(config, BlockSpaceManager(4, 400))
+    for i in range(waiting):
+        add_request(scheduler, str(i), [i] * 30, max_len=40)
+    seen = []
+    is_long = scheduler.prefills.is_long
+    scheduler.prefills.is_long = lambda group: seen.append(group) or is_long(group)  # type: ignore
+    run_step(scheduler)
+    assert len(set(seen)) <= 2 * config.max_num_seqs
+
+
+def test_one_request_of_several_sequences_costs_the_others_nothing() -> None:
+    "While there are free blocks enough, no group is asked what it needs."
+    scheduler, _ = forked(num_blocks=400, num_prompt=6)
+    for i in range(8):
+        add_request(scheduler, f"more {i}", [i] * 5, max_len=30)
+    run_step(scheduler)
+    asked = []
+    scheduler.preemption.num_blocks_to_go_on = lambda group: asked.append(group) or 0  # type: ignore
+    assert scheduler.preemption.all_fit() and not asked
+
+
+def test_a_step_is_decided_ahead_beside_a_request_that_cannot_fit() -> None:
+    "A more important request waits for one that it may not preempt: the others run ahead meanwhile."
+    config = SchedulerConfig(64, policy="priority")
+    scheduler = Scheduler(config, BlockSpaceManager(4, 20, watermark=0))
+    add_request(scheduler, "first", [1] * 40, max_len=60)
+    add_request(scheduler, "low", [2] * 5, max_len=30, priority=2)
+    run_step(scheduler)
+    add_request(scheduler, "high", [3] * 50, max_len=60, priority=1)
+    look_ahead = LookAhead(scheduler)
+    look_ahead.expect(scheduler.schedule())
+    assert look_ahead.can_run_ahead()
+    assert not scheduler.schedule().preempted_request_ids
+
+
+def test_a_fault_in_a_rule_ends_its_request_only() -> None:
+    class Broken(ParallelSampling):
+        def seq_ended(self, *args: Any) -> None:
+            raise RuntimeError("no rule for that")
+
+    scheduler = Scheduler(SchedulerConfig(64), BlockSpaceManager(4, 4, watermark=0))
+    group = add_request(scheduler, "0", [1] * 13, max_len=40)
+    run_step(scheduler)
+    group.fork_rule = Broken()
+    group.first_seq.token_ids += [5] * 3  # four blocks are not enough for the next
+    group.first_seq.num_computed_tokens = 16
+    scheduler.schedule()
+    ends = scheduler.reports.take()
+    assert [one.request_finished for one in ends] == [True] and not scheduler.groups
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_longest_cached_prefix_with_a_window(seed: int) -> None:
+    "Against the plain search, which tries each end with each block that its window needs."
+    rng = random.Random(seed)
+    size = rng.choice([1, 2, 4])
+    manager = BlockSpaceManager(
+        size, 99, window=rng.choice([1, 2, 3, 5, 8, 11]), enable_caching=True
+    )
+    share = rng.choice([0.1, 0.5, 0.9])
+    cached = [i if rng.random() < share else None for i in range(rng.randint(0, 14))]
+    manager.prefix_cache.find = lambda seq, num_tokens: iter(cached)  # type: ignore
+    expected: list[int | None] = []
+    for end in range(len(cached), 0, -1):
+        behind = manager.num_skipped_blocks(end * size)
+        if end > behind and None not in cached[behind:end]:
+            expected = [NULL_BLOCK] * behind + cached[behind:end]
+            break
+    assert manager.get_computed_blocks(Sequence(0, [1] * 60)) == expected
+
+
+# Several schedulers
+
+
+def test_an_end_is_heard_at_once_whatever_other_schedulers_do() -> None:
+    "Two stages: a request that fails on one scheduler, while the other's writes a long answer."
+
+    class Broken:
+        name = "grammar"
+
+        def is_ready(self) -> bool:
+            raise ValueError("no such rule")
+
+    def prepare(request: EngineCoreRequest, group: SequenceGroup) -> None:
+        if request.request_id == "broken":
+            group.prerequisites = [Broken()]
+
+    core = Simulation(pipeline_parallel_size=2).core
+    core.preparers.append(prepare)
+    for name in ("long", "broken"):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        core.add_request(EngineCoreRequest(name, [1, 2, 3], params, seed=0))
+    heard = [one for _ in range(2) for one in core.step().outputs if one.finish_reason]
+    assert [(one.request_id, one.finish_reason) for one in heard] == [("broken", "error")]

@@ -273,6 +273,16 @@ class EvenIds:
         return [self.MASK] * (1 + len(drafts))
 
 
+def test_a_beam_search_with_a_grammar_is_refused(tiny: tuple[str, Any]) -> None:
+    "It chooses among scores that no mask has seen; a grammar is never passed over silently."
+    with LLM(tiny[0], **OPTIONS) as llm:
+        core_of(llm).preparers.append(lambda _, group: setattr(group, "grammar", EvenIds()))
+        with pytest.raises(ValueError, match="beam search with a grammar"):
+            llm.beam_search([[5, 6, 7]], BeamSearchParams(2, 8, True))
+        (answer,) = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+        assert not any(token_id % 2 for token_id in answer.outputs[0].token_ids)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("blocks", [80, 22])
 @pytest.mark.parametrize("drafts", [False, True])

@@ -219,12 +219,15 @@ class BlockSpaceManager:
                 found.append(block_id)
             return found
         cached = list(self.prefix_cache.find(seq, seq.get_len() - 1))
-        for num_blocks in range(len(cached), 0, -1):  # the window needs the last ones only
-            num_skipped = self.num_skipped_blocks(num_blocks * self.block_size)
-            found = [i for i in cached[num_skipped:num_blocks] if i is not None]
-            if found and len(found) == num_blocks - num_skipped:
-                return [NULL_BLOCK] * num_skipped + found
-        return []
+        run = 0  # so many blocks before this place are there, one after the other
+        num_blocks = num_skipped = 0
+        for end, block_id in enumerate(cached, 1):
+            run = 0 if block_id is None else run + 1
+            behind = self.num_skipped_blocks(end * self.block_size)
+            if 0 < end - behind <= run:  # the window needs the last ones only
+                num_blocks, num_skipped = end, behind
+        found = [block_id for block_id in cached[num_skipped:num_blocks] if block_id is not None]
+        return [NULL_BLOCK] * num_skipped + found
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         "Let full blocks of `seq` be found whose tokens are known, and computed or about to be."

@@ -9,7 +9,7 @@ __all__ = ['Swapping', 'ParallelSampling', 'LookAhead', 'make_scheduler']
 from typing import Any
 
 from ..config import VllmConfig, resolve_class
-from .block_manager import BlockSpaceManager, num_blocks_for
+from .block_manager import BlockSpaceManager
 from .scheduler import Sample, Scheduler, SchedulerOutput
 from ..sequence import Sequence, SequenceGroup
 
@@ -107,10 +107,19 @@ class LookAhead:
             for seq in group.unfinished
         ):
             return False
+        return not self._would_make_way() and scheduler.preemption.all_fit()
+
+    def _would_make_way(self) -> bool:
+        "Whether the next step would preempt a request for one that waits."
+        scheduler = self.scheduler
         group = scheduler.admission.next_group()
-        if group and scheduler.policy.may_preempt(group, scheduler.running.last()):
+        if group is None or not scheduler.policy.may_preempt(group, scheduler.running.last()):
             return False
-        return scheduler.preemption.all_fit()
+        _, many = scheduler.in_order()
+        scheduler.prefills.start_step(many)
+        return scheduler.preemption.would_make_way(
+            scheduler.admission, scheduler.prefills, scheduler.orders.next
+        )
 
 # %% ../../nbs/14_scheduler_extensions.ipynb #5d26fd97
 def make_scheduler(
@@ -137,5 +146,5 @@ def make_scheduler(
     cls = resolve_class(scheduler.scheduler_cls)
     made = cls(scheduler, manager, swapping, virtual_engine, stages)
     if isinstance(made, Scheduler):
-        made.builder.mask_size = num_blocks_for(config.model_config.vocab_size, 8)
+        made.builder.mask_size = -(-config.model_config.vocab_size // 8)
     return made

@@ -9,13 +9,13 @@ __all__ = ['NOT_A_NUMBER', 'NewSequenceData', 'ForkedSequenceData', 'SchedulerOu
 
 # %% ../../nbs/13_scheduler.ipynb #9869aac1
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 from ..config import SchedulerConfig, require
-from .block_manager import AllocStatus, BlockSpaceManager, num_blocks_for
+from .block_manager import AllocStatus, BlockSpaceManager
 from .request_queue import RequestQueue, make_policy
 from teachvllm.messages import (
     EngineCoreOutput,
@@ -179,6 +179,7 @@ class PartialPrefills:
     """
 
     def __init__(self, config: SchedulerConfig):
+        self.max_num_seqs = config.max_num_seqs  # not more of those that wait are looked at
         self.max_prompts = config.max_num_partial_prefills
         self.max_long_prompts = config.max_long_partial_prefills
         self.threshold = config.long_prefill_token_threshold
@@ -203,6 +204,14 @@ class PartialPrefills:
         too_long = self.is_long(group) and self.num_long_begun >= self.max_long_prompts
         return self.num_begun < self.max_prompts and not too_long
 
+    def first(self, waiting: RequestQueue) -> SequenceGroup | None:
+        "The first of `waiting` whose prompt may be begun."
+        if self.max_prompts == 1:
+            return waiting.peek()
+        if self.num_begun >= self.max_prompts:
+            return None
+        return next(filter(self.may_begin, islice(waiting, self.max_num_seqs)), None)
+
     def begin(self, group: SequenceGroup) -> None:
         "`group` runs from now on: perhaps with a prompt to compute."
         if is_behind(group.unfinished):
@@ -215,7 +224,7 @@ class PartialPrefills:
             return 1
         num = self.num_begun
         num_long = self.num_long_begun
-        for group in waiting:
+        for group in islice(waiting, self.max_num_seqs):
             if num >= self.max_prompts:
                 break
             is_long = self.is_long(group)
@@ -251,10 +260,7 @@ class Admission:
         """The first request by the policy, of those that wait and those that are swapped out; with
         `prefills`, of those whose prompts may be begun.
         """
-        waiting = self.waiting.peek()
-        if prefills is not None and waiting is not None and not prefills.may_begin(waiting):
-            full = prefills.num_begun >= prefills.max_prompts
-            waiting = None if full else next(filter(prefills.may_begin, self.waiting), None)
+        waiting = prefills.first(self.waiting) if prefills else self.waiting.peek()
         heads = [group for group in (waiting, self.swapped.peek()) if group]
         return min(heads, key=self.policy.key, default=None)
 
@@ -346,7 +352,8 @@ class Preemption:
         "Whether there is a block for all that running requests need."
         num_free = self.block_manager.get_num_free_gpu_blocks()
         num_seqs = sum(len(group.unfinished) for group in self.running)
-        if num_free >= num_seqs and len(self.running[0].unfinished) == 1:
+        begun = self.block_manager.block_tables
+        if num_free >= num_seqs and all(s.seq_id in begun for s in self.running[0].unfinished):
             return True  # a sequence needs a new block for every `block_size` tokens only
         return sum(map(self.num_blocks_to_go_on, self.running)) <= num_free
 
@@ -394,25 +401,48 @@ class Preemption:
         makes it fit.
         """
         group = admission.next_group(prefills)
-        key = self.policy.key
-        if group is None or not self.running:
-            return
-        if not self.policy.may_preempt(group, self.running.last()):
-            return
-        lower = [
-            g for g in self.running if key(group) < key(g) and self.policy.may_preempt(group, g)
-        ]
-        others = [g for g in self.running if g not in lower]
+        if group is not None:
+            lower = self._below(admission, group, out)
+            while lower and self._lacks_room(admission, group):
+                self.preempt(lower.pop(), out)
+
+    def would_make_way(
+        self, admission: Admission, prefills: PartialPrefills, out: SchedulerOutput
+    ) -> bool:
+        "Whether `make_way` would preempt a request."
+        group = admission.next_group(prefills)
+        if group is None:
+            return False
+        return bool(self._below(admission, group, out)) and self._lacks_room(admission, group)
+
+    def _lacks_room(self, admission: Admission, group: SequenceGroup) -> bool:
+        "Whether the waiting `group` has too few blocks, or too many sequences run beside it."
         num_seqs = group.get_max_num_running_seqs()
-        if others and admission.num_free_seqs(others) < num_seqs:
-            return
-        if others and not self._would_fit(admission, group, lower):
-            return
-        while lower and (
-            admission.num_free_seqs(self.running) < num_seqs
-            or admission.can_admit(group) is AllocStatus.LATER
-        ):
-            self.preempt(lower.pop(), out)
+        if admission.num_free_seqs(self.running) < num_seqs:
+            return True
+        return admission.can_admit(group) is AllocStatus.LATER
+
+    def _below(
+        self, admission: Admission, group: SequenceGroup, out: SchedulerOutput
+    ) -> list[SequenceGroup]:
+        "Running requests that may go for `group`, which waits; none if it would wait all the same."
+        may_preempt = self.policy.may_preempt
+        if not self.running or not may_preempt(group, self.running.last()):
+            return []
+        key = self.policy.key(group)
+        lower = [g for g in self.running if key < self.policy.key(g) and may_preempt(group, g)]
+        gone = set(lower)
+        others = [g for g in self.running if g not in gone]
+        if not others:
+            return lower
+        num_tokens = admission.config.max_num_batched_tokens
+        num_tokens -= sum(len(other.unfinished) for other in others)
+        fits = (
+            admission.num_free_seqs(others) >= group.get_max_num_running_seqs()
+            and admission.has_tokens(group, out, num_tokens)
+            and self._would_fit(admission, group, lower)
+        )
+        return lower if fits else []
 
     def _would_fit(
         self, admission: Admission, group: SequenceGroup, lower: list[SequenceGroup]
@@ -440,6 +470,7 @@ class StepBuilder:
     """Gives the sequences of a running group their tokens of the step, and room for them."""
 
     def __init__(self, scheduler: "Scheduler"):
+        self.config = scheduler.config
         self.block_manager = scheduler.block_manager
         self.orders = scheduler.orders
         self.running = scheduler.running
@@ -452,11 +483,14 @@ class StepBuilder:
         self, few: list[SequenceGroup], budget: SchedulingBudget, has_prompts: bool
     ) -> None:
         """A token for each of their sequences, and what is left for drafts: where prompts have
-        something to compute, half of it, for a prompt's tokens are sure to be needed.
+        something to compute, half of it, or nothing if a prompt must fit into one step. For a
+        prompt's tokens are sure to be needed.
         """
         self.num_running_seqs = sum(len(group.unfinished) for group in self.running)
         num_seqs = sum(len(group.unfinished) for group in few)
-        for_prompts = num_blocks_for(budget.num_tokens - num_seqs, 2) if has_prompts else 0
+        for_prompts = max(0, budget.num_tokens - num_seqs) if has_prompts else 0
+        if self.config.enable_chunked_prefill:
+            for_prompts -= for_prompts // 2
         for group in few:
             num_seqs -= len(group.unfinished)
             reserved = num_seqs + for_prompts
@@ -926,7 +960,7 @@ class Scheduler:
         "Decide the next step and take the blocks for it. Its tokens count as computed from now on."
         out = self.orders.next
         budget = SchedulingBudget(self.config.max_num_batched_tokens)
-        few, many = self._in_order()
+        few, many = self.in_order()
         self.prefills.start_step(many)
         self.preemption.make_way(self.admission, self.prefills, out)
         num_preempted = len(out.preempted_request_ids)
@@ -936,7 +970,7 @@ class Scheduler:
         if len(out.preempted_request_ids) == num_preempted and (self.waiting or self.swapped):
             budget.num_seqs = self.admission.num_free_seqs(self.running)
         if out.preempted_request_ids:
-            few, many = self._in_order()
+            few, many = self.in_order()
             self.prefills.start_step(many)
         self.builder.schedule_few(few, budget, has_prompts=bool(many or budget.num_seqs))
         share = self.prefills.share(budget.num_tokens, self.prefills.num_prompts(self.waiting))
@@ -950,7 +984,7 @@ class Scheduler:
             self.requests.finish_with_error(*self.builder.failed.popitem())
         return out
 
-    def _in_order(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
+    def in_order(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
         "The running groups whose sequences lack few tokens, and those that lack many."
         few: list[SequenceGroup] = []
         many: list[SequenceGroup] = []
@@ -1029,16 +1063,17 @@ class Scheduler:
                 scores = sampled.logprobs.get(i) or [(0.0, 0, [])]
                 forking.setdefault(group, []).append(Sample(seq, token_ids[0], scores[0]))
         for group, samples in forking.items():
-            self._fork(group, samples)
+            if not group.is_finished():
+                self._by_rule(group, group.fork_rule.extend, samples)
         return self.reports.take()
 
-    def _fork(self, group: SequenceGroup, samples: list[Sample]) -> None:
+    def _by_rule(self, group: SequenceGroup, follow: Callable[..., None], what: Any) -> None:
         "The group's rule says how it goes on; a fault in it ends this request, and no other."
-        if group.is_finished():
-            return
         try:
-            group.fork_rule.extend(self, group, samples)
+            follow(self, group, what)
         except Exception as error:
+            if group.is_finished():  # its end must be heard
+                self.reports.add(group, group.seqs[-1], [])
             self.requests.finish_with_error(group, f"{type(error).__name__}: {error}")
 
     def append_tokens(
@@ -1092,13 +1127,12 @@ class Scheduler:
     def _finish_last_seq(self, group: SequenceGroup) -> None:
         "The pool is too small for the group: its last sequence ends."
         seq = group.unfinished[-1]
-        rule: ForkRule | None = group.fork_rule
         self.requests.finish_seq(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
-        if rule is None:
+        if group.fork_rule is None:
             self.reports.add(group, seq, [])
             self.requests.drop_if_finished(group)
         else:
-            rule.seq_ended(self, group, seq)
+            self._by_rule(group, group.fork_rule.seq_ended, seq)
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         "End a request, or one of its sequences, without a report; False if there is none."

@@ -29,6 +29,7 @@ from teachvllm.executor.executor_base import (
     ExecutorBase,
     let_interrupts_in,
 )
+from ..kernels import warn_once
 from ..messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from ..sequence import Sequence, SequenceGroup
 from ..trace import StepTrace, Trace
@@ -363,6 +364,8 @@ class EngineCore:
         group = make_group(scheduler, request, self.config.model_config.max_model_len)
         for prepare in self.preparers:
             prepare(request, group)
+        if group.grammar is not None and request.beam_search_params is not None:
+            raise NotSupportedYet("a beam search with a grammar is not supported yet")
         if group.first_seq.prompt_embeddings:
             check_embeddings(group.first_seq, self.config.model_config.hidden_size)
         scheduler.add_request(group)
@@ -426,10 +429,10 @@ class EngineCore:
                 self._submit(scheduler)
             if self.look_ahead and self.look_ahead.can_run_ahead():
                 self._submit(self.scheduler)
-            if not self.in_flight:  # nothing was ordered
-                reports = [scheduler.reports.take() for scheduler in self.schedulers]
-                return EngineCoreOutputs(list(chain(*reports)))
-            return self._collect()
+            outputs = self._collect() if self.in_flight else EngineCoreOutputs([])
+            for scheduler in self.schedulers:  # also of one that ordered nothing
+                outputs.outputs += scheduler.reports.take()
+            return outputs
         except BaseException as error:
             self._recover(": ".join(filter(None, (type(error).__name__, str(error)))))
             raise
@@ -471,11 +474,9 @@ class EngineCore:
             sampled = self.executor.collect()
         self.in_flight.popleft()
         arrived = time.perf_counter()
-        drafts = sampled.draft_token_ids
-        sampled.draft_token_ids = {}
         outputs = EngineCoreOutputs(step.scheduler.update_from_output(sampled))
-        if drafts or self.drafter:
-            self._update_drafts(step.scheduler, drafts)
+        if sampled.draft_token_ids or self.drafter:
+            self._update_drafts(step.scheduler, sampled.draft_token_ids)
         if self.stat_logger:
             num_tokens = sum(map(len, sampled.sampled_token_ids))
             self.stat_logger.step(step.out, num_tokens, self.get_stats)
@@ -494,7 +495,7 @@ class EngineCore:
             vocab_size = self.config.model_config.vocab_size
             scheduler.update_draft_token_ids(usable_drafts(drafts, vocab_size))
         except Exception as error:
-            logger.warning("the next step has no drafts: %s: %s", type(error).__name__, error)
+            warn_once(f"steps go on without drafts: {type(error).__name__}: {error}")
 
     def _recover(self, message: str) -> None:
         "After a failed step: the workers forget all sequences. If they cannot, the engine is dead."
