@@ -29,8 +29,8 @@ with contextlib.suppress(ValueError):
     find_exercise("")  # imports the modules that register exercises
 NAMES = sorted(EXERCISES)
 LEADS = re.compile(
-    r"\*\*Exercise, (predict|write|design) \(\d+ min, (easy|medium|hard), (core "
-    r"path|second reading)\)\.\*\*"
+    r"\*\*Exercise, (predict|write|design) \(\d+ min, (easy|medium|hard), (first|second) "
+    r"reading\)\.\*\*"
 )
 
 

@@ -23,7 +23,17 @@ from nbdev.config import get_config
 from packaging.requirements import Requirement
 
 from teachvllm.trace import startup_record
-from tools.chapters import SIDE_ROADS, chapters, name_of, notebooks, solutions
+from tools.chapters import (
+    SIDE_ROADS,
+    chapters,
+    exercise_minutes,
+    name_of,
+    notebooks,
+    number_of,
+    reading_minutes,
+    solutions,
+    texts,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "teachvllm"
@@ -504,6 +514,37 @@ def test_every_exported_class_and_function_is_shown_in_its_notebook() -> None:
             elif isinstance(node, ast.ClassDef):
                 used |= {base.id for base in node.bases if isinstance(base, ast.Name)}
     none(problems)
+
+
+# Times and routes
+
+
+def test_times_are_the_sums_of_their_parts() -> None:
+    tool("tools/chapters.py")
+
+
+ROUTES = {"afternoon": 4, "weekend": 12}  # hours, with the exercises of a first reading
+
+
+def test_routes_are_what_they_say() -> None:
+    "No chapter of a route needs one that the route skips, and its times add up to what it promises."
+    heads = {number_of(path): "\n".join(texts(path, "markdown")) for path in chapters()}
+    paths = {number_of(path): path for path in chapters()}
+    route_of = {number: re.findall(r"\*\*Path\*\*: ([a-z ]+)\.", heads[number]) for number in heads}
+    for number, found in route_of.items():
+        if paths[number].parent.name != "exercises" and number != "96":
+            expected = ["side road"] if "/" in number else ["afternoon", "weekend", "all"]
+            assert len(found) == 1 and found[0] in expected, number
+    walked: set[str] = set()
+    for route, hours in ROUTES.items():
+        walked |= {number for number, found in route_of.items() if found == [route]}
+        minutes = 0
+        for number in sorted(walked):
+            needs = re.search(r"\*\*You need\*\*: (.*?)\. \*\*", heads[number])
+            listed = re.findall(r"\[([a-z]*/?\d\d)", needs[1]) if needs else []
+            assert set(listed) <= walked, f"{route}: {number} needs {listed}"
+            minutes += reading_minutes(paths[number]) + exercise_minutes(paths[number])[1]
+        assert len(walked) >= 3 and 0.5 * 60 * hours < minutes <= 60 * hours, (route, minutes)
 
 
 # The site

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NULL_BLOCK', 'NOTHING_NEW', 'num_blocks_for', 'hash_block_tokens', 'block_extra_keys', 'PrefixCache', 'AllocStatus',
-           'NewSlots', 'touch_blocks', 'free_blocks', 'num_blocks_in', 'BlockSpaceManager']
+           'NewSlots', 'touch_blocks', 'free_blocks', 'longest_prefix', 'num_blocks_in', 'BlockSpaceManager']
 
 # %% ../../nbs/11_block_manager.ipynb #7c948a0f
 import enum
@@ -140,6 +140,20 @@ def free_blocks(table: list[int], allocator: BlockAllocator) -> None:
             allocator.free(block_id)
 
 
+def longest_prefix(cached: list[int | None], behind: list[int]) -> list[int]:
+    """The most blocks from the beginning of `cached` that are there, but for those behind a window,
+    which become `NULL_BLOCK`: of the first n blocks, `behind[n]` are.
+    """
+    num_blocks = 0
+    run = 0  # so many before this place are there, one after the other
+    for end, block_id in enumerate(cached, 1):
+        run = 0 if block_id is None else run + 1
+        if 0 < end - behind[end] <= run:
+            num_blocks = end
+    seen = cached[behind[num_blocks] : num_blocks]
+    return [NULL_BLOCK] * behind[num_blocks] + [i for i in seen if i is not None]
+
+
 def num_blocks_in(group: SequenceGroup, tables: dict[int, list[int]]) -> int:
     "How many blocks the group's sequences have in `tables`, shared ones counted once."
     held = {block_id for seq in group.unfinished for block_id in tables.get(seq.seq_id, ())}
@@ -219,15 +233,8 @@ class BlockSpaceManager:
                 found.append(block_id)
             return found
         cached = list(self.prefix_cache.find(seq, seq.get_len() - 1))
-        run = 0  # so many blocks before this place are there, one after the other
-        num_blocks = num_skipped = 0
-        for end, block_id in enumerate(cached, 1):
-            run = 0 if block_id is None else run + 1
-            behind = self.num_skipped_blocks(end * self.block_size)
-            if 0 < end - behind <= run:  # the window needs the last ones only
-                num_blocks, num_skipped = end, behind
-        found = [block_id for block_id in cached[num_skipped:num_blocks] if block_id is not None]
-        return [NULL_BLOCK] * num_skipped + found
+        behind = [self.num_skipped_blocks(n * self.block_size) for n in range(len(cached) + 1)]
+        return longest_prefix(cached, behind)
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         "Let full blocks of `seq` be found whose tokens are known, and computed or about to be."
