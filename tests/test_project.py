@@ -333,7 +333,7 @@ def test_notebooks_have_their_outputs() -> None:
     none(problems)
 
 
-def test_the_recorded_start_is_the_one_in_chapter_00a() -> None:
+def test_the_recorded_start_is_the_one_in_chapter_02() -> None:
     """The package's `startup.json` has the stages of the notebook's list, with the times that its
     outputs show.
     """
