@@ -13,6 +13,7 @@ import itertools
 import json
 import numbers
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -36,10 +37,10 @@ def get_tokenizer(path: Path, trust_remote_code: bool = False, mode: str = "auto
             path, trust_remote_code=trust_remote_code, use_fast=mode != "slow"
         )
     except Exception as error:
-        raise ValueError(
-            f"cannot read a tokenizer in {path} ({error}): pass tokenizer=, or "
-            "skip_tokenizer_init=True and token ids"
-        ) from error
+        remedy = "pass tokenizer=, or skip_tokenizer_init=True and token ids"
+        if (path / "tokenizer.model").is_file() and find_spec("sentencepiece") is None:
+            remedy = f"pip install 'teachvllm[sentencepiece]' to read tokenizer.model, or {remedy}"
+        raise ValueError(f"cannot read a tokenizer in {path} ({error}): {remedy}") from error
 
 # %% ../nbs/38_inputs.ipynb #457cd415
 class TextPrompt(TypedDict):

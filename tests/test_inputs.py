@@ -435,3 +435,14 @@ def test_a_template_that_fails_without_tools_uses_them(smollm) -> None:
     assert smollm[1].decode(ids) == "fHi"
     with pytest.raises(ValueError, match="the chat template cannot take these messages"):
         apply_chat_template(smollm[1], [{"role": "user", "content": "Hi"}], template)
+
+
+def test_a_tokenizer_that_needs_sentencepiece_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "A folder with a tokenizer.model only: the library that reads it is an extra."
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr("teachvllm.inputs.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"teachvllm\[sentencepiece\]"):
+        get_tokenizer(tmp_path)
