@@ -46,9 +46,10 @@ def solutions() -> list[Path]:
 
 def name_of(path: Path) -> str:
     "How a notebook is called: `13_scheduler`, `cpu/05_numba_attention`."
-    folder = NBS / "solutions"
-    home = folder if path.is_relative_to(folder) else NBS
-    return path.relative_to(home).with_suffix("").as_posix()
+    for home in (NBS / "solutions", NBS):
+        if path.is_relative_to(home):
+            return path.relative_to(home).with_suffix("").as_posix()
+    return path.stem
 
 
 def number_of(path: Path) -> str:
