@@ -286,7 +286,11 @@ def test_requests_share_cached_blocks_with_their_own_salt_only(folder: str) -> N
     assert found == [0, 32, 0, 32, 0, 32] and len(texts) == 1
 
 
-def test_no_step_ahead_while_a_swapped_request_outranks_a_running_one() -> None:
+@pytest.mark.parametrize("num_tokens, ahead", [(8, True), (24, False)])
+def test_no_step_ahead_that_would_preempt_for_a_swapped_request(
+    num_tokens: int, ahead: bool
+) -> None:
+    "A request that is swapped out outranks the running one: it needs that one's blocks, or not."
     manager = BlockSpaceManager(4, 8, 8)
     config = SchedulerConfig(max_model_len=64, policy="priority")
     scheduler = Scheduler(config, manager, Swapping(manager, "swap"))
@@ -302,7 +306,8 @@ def test_no_step_ahead_while_a_swapped_request_outranks_a_running_one() -> None:
     scheduler.schedule()
     scheduler.preemption.preempt(high, SchedulerOutput())
     assert high.status is SequenceStatus.SWAPPED
-    low = SequenceGroup("low", scheduler.make_seq([1] * 8, 0, 40), SamplingParams(), priority=5)
+    prompt = [1] * num_tokens
+    low = SequenceGroup("low", scheduler.make_seq(prompt, 0, 40), SamplingParams(), priority=5)
     scheduler.add_request(low)
     scheduler.swapped.remove(high)  # hidden for one step, so that the other one runs
     look_ahead = LookAhead(scheduler)
@@ -310,4 +315,6 @@ def test_no_step_ahead_while_a_swapped_request_outranks_a_running_one() -> None:
     scheduler.swapped.add(high)
     add("waits", 9, num_tokens=28)
     assert low.status is SequenceStatus.RUNNING and scheduler.waiting.peek().request_id == "waits"  # type: ignore[union-attr]
-    assert not look_ahead.can_run_ahead()
+    assert look_ahead.can_run_ahead() is ahead
+    out = scheduler.schedule()
+    assert out.preempted_request_ids == ([] if ahead else ["low"])
