@@ -558,6 +558,20 @@ def test_a_fault_in_a_rule_ends_its_request_only() -> None:
     assert [one.request_finished for one in ends] == [True] and not scheduler.groups
 
 
+def test_a_rule_that_fails_after_its_last_report_reports_no_second_end() -> None:
+    class Broken(ParallelSampling):
+        def extend(self, scheduler: Scheduler, *args: Any) -> None:
+            super().extend(scheduler, *args)
+            raise RuntimeError("too late")
+
+    scheduler = Scheduler(SchedulerConfig(64), BlockSpaceManager(4, 8))
+    group = add_request(scheduler, "0", [1] * 4, max_len=5)
+    group.fork_rule = Broken()
+    (seq_id,) = scheduler.schedule().num_scheduled_tokens
+    ends = scheduler.update_from_output(ModelRunnerOutput([seq_id], [[5]]))
+    assert [one.finish_reason for one in ends] == ["length"] and not scheduler.groups
+
+
 @pytest.mark.parametrize("seed", range(300))
 def test_the_longest_cached_prefix_with_a_window(seed: int) -> None:
     "Against the plain search, which tries each end with each block that its window needs."

@@ -1072,7 +1072,7 @@ class Scheduler:
         try:
             follow(self, group, what)
         except Exception as error:
-            if group.is_finished():  # its end must be heard
+            if group.is_finished() and group.request_id in self.groups:  # its end is not reported
                 self.reports.add(group, group.seqs[-1], [])
             self.requests.finish_with_error(group, f"{type(error).__name__}: {error}")
 
