@@ -793,6 +793,36 @@ class RequestTable:
             else:
                 self.finish_with_error(group, nan)
 
+    def recover(self, message: str) -> None:
+        "All starts over after a failed step: see `Scheduler.recover`."
+        for queue in (self.waiting, *self.queues.values()):
+            queue.clear()
+        self.block_manager.reset()
+        self.orders.take()  # the workers forget all sequences
+        reported = {one.request_id for one in self.reports.outputs if one.request_finished}
+        for group in [group for group in self.groups.values() if group.is_finished()]:
+            if group.request_id not in reported:  # it was just ending
+                index = group.seqs[-1].index
+                end = EngineCoreOutput(group.request_id, index, [], "error", message)
+                end.request_finished = True
+                self.reports.outputs.append(end)
+            self.drop_if_finished(group)
+        self.seqs.clear()
+        for group in self.groups.values():
+            self.seqs |= {seq.seq_id: (group, seq) for seq in group.unfinished}
+        idle = (SequenceStatus.NOT_READY, SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+        for group in list(self.groups.values()):
+            ran = any(seq.status not in idle for seq in group.unfinished)
+            for seq in group.unfinished:
+                seq.reset_for_recompute()
+            if group.prerequisites and not ran:
+                group.set_status(SequenceStatus.NOT_READY)
+                self.queues[SequenceStatus.NOT_READY].add(group)
+            else:
+                self.waiting.add(group)
+            if ran:
+                self.finish_with_error(group, message)
+
     def abort(self, request_id: str, index: int | None = None) -> bool:
         "End a request, or one of its sequences, without a report; False if there is none."
         group = self.groups.get(request_id)
@@ -1147,33 +1177,7 @@ class Scheduler:
         It trusts nothing but the groups themselves, so the step may have failed at any line, also
         of this class.
         """
-        for queue in (self.not_ready, self.waiting, self.running, self.swapped):
-            queue.clear()
-        self.block_manager.reset()
-        self.orders.take()  # the workers forget all sequences
-        reported = {one.request_id for one in self.reports.outputs if one.request_finished}
-        for group in [group for group in self.groups.values() if group.is_finished()]:
-            if group.request_id not in reported:  # it was just ending
-                index = group.seqs[-1].index
-                end = EngineCoreOutput(group.request_id, index, [], "error", message)
-                end.request_finished = True
-                self.reports.outputs.append(end)
-            self.requests.drop_if_finished(group)
-        self.seqs.clear()
-        for group in self.groups.values():
-            self.seqs |= {seq.seq_id: (group, seq) for seq in group.unfinished}
-        idle = (SequenceStatus.NOT_READY, SequenceStatus.WAITING, SequenceStatus.SWAPPED)
-        for group in list(self.groups.values()):
-            ran = any(seq.status not in idle for seq in group.unfinished)
-            for seq in group.unfinished:
-                seq.reset_for_recompute()
-            if group.prerequisites and not ran:
-                group.set_status(SequenceStatus.NOT_READY)
-                self.not_ready.add(group)
-            else:
-                self.waiting.add(group)
-            if ran:
-                self.requests.finish_with_error(group, message)
+        self.requests.recover(message)
 
     def reset_prefix_cache(self) -> bool:
         "Find nothing again that was computed before now; False while requests hold blocks."
