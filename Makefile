@@ -19,7 +19,7 @@ test: $(READY) ## run every check and every notebook (GPU tests where there is a
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_FLAGS)
 
 nbdev-test: $(READY) ## run notebooks as nbdev does, saving nothing: NB="13 cpu" FLAGS="gpu slow"
 	$(PY) tools/notebooks.py --check --flags "$(FLAGS)" $(NB)

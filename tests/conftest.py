@@ -1,8 +1,11 @@
 """Options and marks of the test suite: `gpu` tests need a CUDA device, `slow` ones need --slow."""
 
 import gc
+import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +36,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    "With --durations, the seconds of whole files as well, most first."
+    if not config.getoption("durations"):
+        return
+    seconds: Counter[str] = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.location[0]] += report.duration
+    terminalreporter.section("slowest files")
+    for file, total in seconds.most_common(config.getoption("durations")):
+        terminalreporter.write_line(f"{total:7.1f}s {file}")
 
 
 @pytest.fixture(scope="module")

@@ -196,7 +196,7 @@ def serves(x: torch.Tensor, *others: torch.Tensor) -> bool:
     float32, on a CPU whose threads they can use; the numbers of a row side by side, and a token's
     heads; the others contiguous and of x's dtype.
     """
-    if x.device.type != "cpu" or x.dtype not in NORM or x.stride(-1) != 1:
+    if not x.is_cpu or x.dtype not in NORM or x.stride(-1) != 1:
         return False
     for other in others:
         if other.dtype != x.dtype or not other.is_contiguous():
@@ -218,18 +218,36 @@ def compile(dtype: torch.dtype) -> None:
         )
 
 # %% ../../nbs/cpu/06_fused_ops.ipynb #9a148573
-@takes(lambda x, name: name in GATES and x.is_contiguous() and serves(x))
+def _empty_as(x: torch.Tensor) -> torch.Tensor:
+    "An uninitialized, contiguous tensor of x's shape and dtype."
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _threads_for(x: torch.Tensor) -> int:
+    "How many threads the work on all numbers of x keeps busy: no more than it has rows."
+    return min(x.shape[0], 1 + x.numel() // GRAIN)
+
+
+@takes(lambda x, name: name in GATES and x.dim() == 2 and x.is_contiguous() and serves(x))
 def sigmoid_and_mul(x: torch.Tensor, name: str) -> torch.Tensor:
     """act(gate) * up, for x [n, 2 * size] with gate first; `name` is one of `GATES`. vLLM:
     `silu_and_mul`, `gelu_tanh_and_mul`.
     """
-    assert x.dim() == 2 and x.is_contiguous()
-    out = x.new_empty(x.shape[0], x.shape[1] // 2)
-    GATE[x.dtype](*out.shape, *GATES[name], x, out, threads=min(len(x), 1 + out.numel() // GRAIN))
+    n, width = x.shape
+    out = x.new_empty(n, width // 2)
+    GATE[x.dtype](n, width // 2, *GATES[name], x, out, threads=_threads_for(out))
     return out
 
 
-@takes(lambda x, weight, added=None: serves(x, weight, *([] if added is None else [added])))
+def _norm_serves(x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor | None = None) -> bool:
+    if weight.shape != x.shape[-1:]:
+        return False
+    if added is None:
+        return serves(x, weight)
+    return x.dim() == 2 and added.shape == x.shape and serves(x, weight, added)
+
+
+@takes(_norm_serves)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,100 +257,62 @@ def rms_norm(
     vLLM: `rms_norm` and `fused_add_rms_norm`.
     """
     heads = x.shape[1] if x.dim() == 3 else 1
-    size = x.shape[-1]
-    assert (
-        weight.shape == (size,)
-        and weight.dtype == x.dtype
-        and (x.dim() == 2 or x.stride(1) == size)
-    )
-    out = x.new_empty(x.shape)
-    if added is None:
-        total = other = x
-    else:
-        assert (
-            x.dim() == 2
-            and added.shape == x.shape
-            and added.dtype == x.dtype
-            and added.is_contiguous()
-        )
-        total = torch.empty_like(out)
-        other = added
-    threads = min(len(x), 1 + out.numel() // GRAIN)
+    out = _empty_as(x)
+    total = x if added is None else _empty_as(x)
     NORM[x.dtype](
-        len(x),
+        x.shape[0],
         heads,
-        size,
+        x.shape[-1],
         x.stride(0),
         float(eps),
         added is not None,
         x,
         out,
         weight,
-        other,
+        x if added is None else added,
         total,
-        threads=threads,
+        threads=_threads_for(out),
     )
     return out, total
 
 # %% ../../nbs/cpu/06_fused_ops.ipynb #408cf810
-@takes(lambda x, cos, sin: len(cos) == len(x) and serves(x, cos, sin))
+def _rotary_serves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    if x.dim() != 3 or cos.shape != sin.shape or cos.shape[:2] != (x.shape[0], 1):
+        return False
+    return cos.shape[2] <= x.shape[2] and serves(x, cos, sin)
+
+
+@takes(_rotary_serves)
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn the first dimensions of every head of x [n, heads, size]; cos and sin [n, 1, rotary_dim]
     as chapter 31 has them.
     """
-    assert (
-        x.dim() == 3
-        and cos.shape == sin.shape == (len(x), 1, cos.shape[-1])
-        and cos.shape[-1] <= x.shape[-1]
-    )
-    assert x.stride(1) == x.shape[2] and cos.dtype == sin.dtype == x.dtype
-    out = x.new_empty(x.shape)
-    TURN[x.dtype](
-        *x.shape,
-        cos.shape[-1],
-        x,
-        x.stride(0),
-        out,
-        cos,
-        sin,
-        threads=min(len(x), 1 + out.numel() // GRAIN),
-    )
+    out = _empty_as(x)
+    TURN[x.dtype](*x.shape, cos.shape[2], x, x.stride(0), out, cos, sin, threads=_threads_for(out))
     return out
 
 
-@takes(
-    lambda table, rows: (
-        rows.dim() == 1 and rows.dtype == torch.int64 and rows.is_contiguous() and serves(table)
-    )
-)
+def _embedding_serves(table: torch.Tensor, rows: torch.Tensor) -> bool:
+    if rows.dim() != 1 or rows.dtype != torch.int64 or not rows.is_contiguous():
+        return False
+    return table.dim() == 2 and table.is_contiguous() and serves(table)
+
+
+@takes(_embedding_serves)
 def embedding(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The rows [n] int64 of `table` [num_rows, size]. None is checked: one outside of the table is
     its first or last.
     """
-    assert (
-        table.dim() == 2
-        and table.is_contiguous()
-        and rows.dim() == 1
-        and rows.dtype == torch.int64
-        and rows.is_contiguous()
-    )
-    out = table.new_empty(len(rows), table.shape[1])
-    TAKE[table.dtype](
-        *out.shape, table, len(table), rows, out, threads=min(len(rows), 1 + out.numel() // GRAIN)
-    )
+    num_rows, size = table.shape
+    n = rows.shape[0]
+    out = table.new_empty(n, size)
+    TAKE[table.dtype](n, size, table, num_rows, rows, out, threads=_threads_for(out))
     return out
 
 
 @takes(lambda x, y: x.dim() == 2 and x.shape == y.shape and x.is_contiguous() and serves(x, y))
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     "x + y, both [n, size] and contiguous."
-    assert (
-        x.shape == y.shape
-        and x.dim() == 2
-        and x.is_contiguous()
-        and y.is_contiguous()
-        and x.dtype == y.dtype
-    )
-    out = x.new_empty(x.shape)
-    ADD[x.dtype](*x.shape, x, y, out, threads=min(len(x), 1 + out.numel() // GRAIN))
+    out = _empty_as(x)
+    ADD[x.dtype](*x.shape, x, y, out, threads=_threads_for(out))
     return out

@@ -400,8 +400,10 @@ class Kernel:
         "Compile, or load what an earlier program compiled."
         library = find_openmp()
         assert library is not None, "torch has no threads of GNU's OpenMP here"
-        self.parallel = library.GOMP_parallel
         self.entry = compiled(self.function, partial(numba.cfunc, types.void(types.voidptr)))
+        self.address = self.entry.address
+        self.alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self.address)
+        self.together = library.GOMP_parallel
 
     def __call__(self, *args: torch.Tensor | int | float, threads: int = 1 << 16) -> None:
         """Run on all of torch's threads, or on the caller's alone if `threads` (`1 + numbers //
@@ -422,10 +424,11 @@ class Kernel:
         packed = packer.pack(*words)
         if self.recorded.calls is not None:
             self.recorded.calls.append((self, packed))
+        elif threads < 2:
+            # outside of a team a thread is number 0 of 1
+            self.alone(packed)
         else:
-            self.parallel(
-                self.entry.address, packed, 1 if threads < 2 else torch.get_num_threads(), 0
-            )
+            self.together(self.address, packed, torch.get_num_threads(), 0)
 
 # %% ../../nbs/cpu/01_numba_utils.ipynb #638804a5
 def compile_all(kernels: Iterable[Kernel], what: str) -> None:

@@ -209,7 +209,10 @@ class UnquantizedLinearMethod(LinearMethod):
         """Pack again if the weight is another one now, or was written to. `RuntimeError` if what
         was written to is the empty rest of a packed one.
         """
-        if layer.packed is None or version_of(layer.weight) == layer.packed_version:
+        if layer.packed is None:
+            return
+        # `layer.weight` takes Python's way through `nn.Module.__getattr__`, at every product
+        if version_of(layer._parameters["weight"]) == layer.packed_version:
             return
         if not layer.weight.numel():
             raise RuntimeError("a packed weight was written to: change weights in apply_model()")
