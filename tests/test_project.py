@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,14 @@ def test_files_that_are_no_code_are_there_and_are_read(tmp_path: Path) -> None:
         f"assert w.__file__.startswith({str(tmp_path)!r}) and w.watch_page and t.startup_record()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+def test_the_first_page_shows_code_of_the_one_page_engine() -> None:
+    (shown,) = re.findall(
+        r"```python\n(def .*?)```", "\n".join(texts(ROOT / "nbs" / "index.ipynb", "markdown")), re.S
+    )
+    one_page = textwrap.dedent("\n".join(texts(ROOT / "nbs" / "01_one_page.ipynb", "code")))
+    assert textwrap.indent(shown, "    ") in one_page
 
 
 def test_readme_is_what_the_index_says() -> None:
@@ -424,6 +433,38 @@ def test_the_page_needs_no_package() -> None:
     none(problems)
 
 
+def names_in(tree: ast.AST) -> set[str]:
+    "Every name in it: of functions, classes, arguments, attributes and variables."
+    fields = "id", "attr", "arg", "name"
+    return {getattr(node, field, None) or "" for node in ast.walk(tree) for field in fields}
+
+
+def test_the_page_and_the_chapters_agree_on_what_is_replaced() -> None:
+    """The page names the chapters of the road that replace its lines, each of these says so at its
+    head, and what it names there is on the page.
+    """
+    page = ROOT / "nbs" / "01_one_page.ipynb"
+    claim = r"^\*\*Of \[the one page\]\(01_one_page\.ipynb\)\*\* it replaces (.+?)\.(?:\s|$)"
+    claims: dict[str, str] = {}
+    for path in sorted(page.parent.glob("[0-9]*.ipynb")):
+        for sentence in re.findall(claim, "\n".join(texts(path, "markdown")), re.M | re.S):
+            assert path.name not in claims, f"{path.name} says it twice"
+            claims[path.name] = sentence
+    told = re.findall(r"^\*\*Replaced by\*\* .+", "\n".join(texts(page, "markdown")), re.M)
+    assert told and claims.keys() == set(re.findall(r"\]\((\d\d_\w+\.ipynb)\)", "".join(told)))
+    engine = ast.parse("\n".join(s for s in texts(page, "code") if s.startswith("# engine")))
+    classes = {node.name: node for node in engine.body if isinstance(node, ast.ClassDef)}
+    problems = []
+    for name, sentence in claims.items():
+        mine = re.findall(r"`([^`]+)`", sentence)
+        problems += [] if mine else [f"{name} names no line of the page"]
+        for one in mine:
+            owner, _, last = one.rpartition(".")
+            if owner not in names_in(engine) or last not in names_in(classes.get(owner, engine)):
+                problems.append(f"{name}: `{one}` is not on the page")
+    none(problems)
+
+
 def test_cells_for_a_gpu() -> None:
     """Colab gives the notebook a T4; the chapter says which cells want one; without one they do
     nothing.
@@ -545,6 +586,8 @@ def test_routes_are_what_they_say() -> None:
             assert set(listed) <= walked, f"{route}: {number} needs {listed}"
             minutes += reading_minutes(paths[number]) + exercise_minutes(paths[number])[1]
         assert len(walked) >= 3 and 0.5 * 60 * hours < minutes <= 60 * hours, (route, minutes)
+    all_of_it = sum(reading_minutes(path) + exercise_minutes(path)[0] for path in chapters())
+    assert abs(all_of_it / 60 - 100) < 10  # "a hundred hours"
 
 
 # The site

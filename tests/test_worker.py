@@ -3,6 +3,7 @@ graphs and executors.
 """
 
 import logging
+import os
 import pickle
 import random
 import re
@@ -582,6 +583,32 @@ def test_rank_one_works_on_its_own_gpu_in_any_thread() -> None:
             ).device
             == "cpu"
         )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_a_gpus_worker_drops_rays_setting_for_nccl(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "And it does so before the groups are made, which read it."
+    monkeypatch.setenv("NCCL_ASYNC_ERROR_HANDLING", "1")
+    seen: list[str | None] = []
+
+    def meet(*_: Any) -> None:
+        seen.append(os.environ.get("NCCL_ASYNC_ERROR_HANDLING"))
+        raise EOFError
+
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device=device), model_config=SimpleNamespace(dtype="float16")
+    )
+    with (
+        patch("torch.cuda.device", lambda name: nullcontext()),
+        patch("torch.cuda.get_device_capability", lambda name: (7, 5)),
+        patch("teachvllm.worker.worker.keep_freed_memory"),
+        patch("teachvllm.worker.worker.init_worker_distributed_environment", meet),
+        pytest.raises(EOFError),
+    ):
+        Worker(config).init_device()  # type: ignore[arg-type]
+    assert seen == ["1" if device == "cpu" else None]
 
 
 def test_the_device_is_timed_only_when_asked(tiny: tuple[str, Any]) -> None:
