@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test nbdev-test export notebooks readme docs lab gpu-report clean
+.PHONY: help setup demo test test-fast nbdev-test export notebooks readme docs lab gpu-report clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,13 @@ test: $(READY) ## run every check and every notebook (GPU tests where there is a
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_FLAGS)
+
+FAST := project architecture config blocks scheduler inputs trace front
+
+test-fast: $(READY) ## run the checks of two minutes: for the way between two edits
+	$(PY) tools/export.py --check
+	$(PY) -m ruff check .
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile $(FAST:%=tests/test_%.py)
 
 nbdev-test: $(READY) ## run notebooks as nbdev does, saving nothing: NB="13 cpu" FLAGS="gpu slow"
 	$(PY) tools/notebooks.py --check --flags "$(FLAGS)" $(NB)
