@@ -40,14 +40,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     "With --durations, the seconds of whole files as well, most first."
-    if not config.getoption("durations"):
+    number = config.getoption("durations")
+    if number is None:
         return
     seconds: Counter[str] = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             seconds[report.location[0]] += report.duration
     terminalreporter.section("slowest files")
-    for file, total in seconds.most_common(config.getoption("durations")):
+    for file, total in seconds.most_common(number or None):
         terminalreporter.write_line(f"{total:7.1f}s {file}")
 
 

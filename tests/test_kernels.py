@@ -110,6 +110,50 @@ def test_each_operation_has_a_form_in_torch() -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+def too_wide(n: int, size: int) -> torch.Tensor:
+    "Rows that lie in one another's place."
+    return torch.randn(size).expand(n, size)
+
+
+@pytest.mark.parametrize(
+    "name, args",
+    [
+        ("add", (torch.randn(3, 8), torch.randn(3, 6))),
+        ("add", (torch.randn(3, 8), torch.randn(3, 8).bfloat16())),
+        ("add", (torch.randn(8, 3).T, torch.randn(3, 8))),
+        ("add", (torch.randn(3, 8).double(), torch.randn(3, 8).double())),
+        ("rms_norm", (torch.randn(3, 8), torch.ones(6))),
+        ("rms_norm", (torch.randn(3, 8), torch.ones(8).bfloat16())),
+        ("rms_norm", (torch.randn(3, 8), torch.ones(8), torch.randn(2, 8))),
+        ("rms_norm", (torch.randn(3, 2, 8), torch.ones(8), torch.randn(3, 2, 8))),
+        ("rms_norm", (torch.randn(2, 3, 8).transpose(0, 1), torch.ones(8))),
+        ("rms_norm", (too_wide(3, 8), torch.ones(8))),
+        ("rms_norm", (too_wide(3, 16).view(3, 2, 8), torch.ones(8))),
+        ("act_and_mul", (torch.randn(3, 7), "silu")),
+        ("act_and_mul", (torch.randn(8, 3).T, "silu")),
+        ("act_and_mul", (torch.randn(3, 8), "tanh")),
+        ("rotary_embedding", (torch.randn(3, 2, 8), *torch.randn(2, 3, 4))),
+        ("rotary_embedding", (torch.randn(3, 2, 8), *torch.randn(2, 3, 1, 4, 2))),
+        ("rotary_embedding", (torch.randn(3, 2, 8), *torch.randn(2, 3, 1, 4, 0))),
+        ("rotary_embedding", (torch.randn(3, 2, 8), *torch.randn(2, 2, 1, 4))),
+        ("rotary_embedding", (torch.randn(3, 2, 8), *torch.randn(2, 3, 1, 5))),
+        ("rotary_embedding", (torch.randn(3, 2, 8), *torch.randn(2, 3, 1, 10))),
+        ("rotary_embedding", (torch.randn(3, 2, 8), torch.randn(3, 1, 4), torch.randn(3, 1, 6))),
+        ("embedding", (torch.randn(7, 8), torch.tensor([[1]]))),
+        ("embedding", (torch.randn(7, 8), torch.tensor([1], dtype=torch.int32))),
+        ("embedding", (torch.randn(7, 8), torch.arange(6)[::2])),
+        ("embedding", (torch.randn(8, 7).T, torch.tensor([1]))),
+        ("embedding", (torch.randn(0, 8), torch.tensor([1]))),
+    ],
+)
+def test_what_a_kernel_would_read_wrongly_is_left_to_torch(name: str, args: tuple) -> None:
+    "Kernels check nothing when they are called: the question before is the only guard."
+    table = platform_kernels("cpu")
+    if table.find(name) is None:
+        pytest.skip("this machine has no such kernel")
+    assert table.get(name, *args) is None
+
+
 def test_an_attribute_of_that_name_need_not_be_a_table() -> None:
     "A plugin's layer may have kernels of another kind."
     pyramid = torch.nn.Module()

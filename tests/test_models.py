@@ -57,6 +57,7 @@ from teachvllm.model_executor.layers import (
     get_act_fn,
     load_weights,
     pack_weight,
+    plain_weights,
 )
 from teachvllm.model_executor.loader import convert_gguf
 from teachvllm.model_executor.models import registry
@@ -1129,3 +1130,20 @@ def test_what_is_packed_can_be_packed(dtype: torch.dtype) -> None:
     weight = torch.randn(64, 64).to(dtype)
     packed = pack_weight(weight, KernelTable())
     assert packed is None or torch.equal(packed.unpack(), weight)
+
+
+def test_a_weight_may_be_made_of_others() -> None:
+    "A parametrization: then the layer has no parameter of that name, and `weight` is computed."
+    layer = ColumnParallelLinear(48, 96, CONTEXT)
+    layer.weight.data = torch.randn(96, 48)
+    layer.linear_method.process_weights_after_loading(layer)
+
+    class Doubles(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    x = torch.randn(5, 48)
+    plain = layer(x)
+    with plain_weights(layer):
+        torch.nn.utils.parametrize.register_parametrization(layer, "weight", Doubles())
+    torch.testing.assert_close(layer(x), 2 * plain)

@@ -194,14 +194,18 @@ GATE, NORM, TURN, TAKE, ADD = (
 def serves(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these functions take x [n, size] or [n, heads, size], and others with it: bfloat16 or
     float32, on a CPU whose threads they can use; the numbers of a row side by side, and a token's
-    heads; the others contiguous and of x's dtype.
+    heads; rows that do not overlap; the others contiguous and of x's dtype.
+
+    The functions below check nothing themselves: a table of kernels asks before each call.
     """
     if not x.is_cpu or x.dtype not in NORM or x.stride(-1) != 1:
         return False
     for other in others:
         if other.dtype != x.dtype or not other.is_contiguous():
             return False
-    return x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2])
+    if x.dim() == 2:
+        return x.stride(0) >= x.shape[1]
+    return x.dim() == 3 and x.stride(1) == x.shape[2] and x.stride(0) >= x.shape[1] * x.shape[2]
 
 
 def unsupported() -> str | None:
@@ -228,7 +232,13 @@ def _threads_for(x: torch.Tensor) -> int:
     return min(x.shape[0], 1 + x.numel() // GRAIN)
 
 
-@takes(lambda x, name: name in GATES and x.dim() == 2 and x.is_contiguous() and serves(x))
+def _gate_serves(x: torch.Tensor, name: str) -> bool:
+    if name not in GATES or x.dim() != 2 or x.shape[1] % 2:
+        return False
+    return x.is_contiguous() and serves(x)
+
+
+@takes(_gate_serves)
 def sigmoid_and_mul(x: torch.Tensor, name: str) -> torch.Tensor:
     """act(gate) * up, for x [n, 2 * size] with gate first; `name` is one of `GATES`. vLLM:
     `silu_and_mul`, `gelu_tanh_and_mul`.
@@ -277,9 +287,12 @@ def rms_norm(
 
 # %% ../../nbs/cpu/06_fused_ops.ipynb #408cf810
 def _rotary_serves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    if x.dim() != 3 or cos.shape != sin.shape or cos.shape[:2] != (x.shape[0], 1):
+    if x.dim() != 3 or cos.dim() != 3 or cos.shape != sin.shape:
         return False
-    return cos.shape[2] <= x.shape[2] and serves(x, cos, sin)
+    n, one, rotary_dim = cos.shape
+    if n != x.shape[0] or one != 1 or rotary_dim % 2 or rotary_dim > x.shape[2]:
+        return False
+    return serves(x, cos, sin)
 
 
 @takes(_rotary_serves)
@@ -295,7 +308,7 @@ def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 def _embedding_serves(table: torch.Tensor, rows: torch.Tensor) -> bool:
     if rows.dim() != 1 or rows.dtype != torch.int64 or not rows.is_contiguous():
         return False
-    return table.dim() == 2 and table.is_contiguous() and serves(table)
+    return table.dim() == 2 and table.shape[0] > 0 and table.is_contiguous() and serves(table)
 
 
 @takes(_embedding_serves)

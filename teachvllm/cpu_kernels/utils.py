@@ -400,10 +400,11 @@ class Kernel:
         "Compile, or load what an earlier program compiled."
         library = find_openmp()
         assert library is not None, "torch has no threads of GNU's OpenMP here"
-        self.entry = compiled(self.function, partial(numba.cfunc, types.void(types.voidptr)))
-        self.address = self.entry.address
-        self.alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self.address)
+        entry = compiled(self.function, partial(numba.cfunc, types.void(types.voidptr)))
+        self.address = entry.address
+        self.alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(entry.address)
         self.together = library.GOMP_parallel
+        self.entry = entry  # last: another thread may call as soon as it is there
 
     def __call__(self, *args: torch.Tensor | int | float, threads: int = 1 << 16) -> None:
         """Run on all of torch's threads, or on the caller's alone if `threads` (`1 + numbers //

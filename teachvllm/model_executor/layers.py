@@ -212,7 +212,8 @@ class UnquantizedLinearMethod(LinearMethod):
         if layer.packed is None:
             return
         # `layer.weight` takes Python's way through `nn.Module.__getattr__`, at every product
-        if version_of(layer._parameters["weight"]) == layer.packed_version:
+        weight = layer._parameters.get("weight")
+        if version_of(layer.weight if weight is None else weight) == layer.packed_version:
             return
         if not layer.weight.numel():
             raise RuntimeError("a packed weight was written to: change weights in apply_model()")

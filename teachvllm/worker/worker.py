@@ -156,7 +156,7 @@ class Worker:
                 check_capability(
                     self.config.model_config.dtype, torch.cuda.get_device_capability(self.device)
                 )
-                # Ray may have set it; NCCL's watchdog can then spoil the recording of a graph
+                # as vLLM does: Ray may have set it, and in old torch it disturbed recordings
                 os.environ.pop("NCCL_ASYNC_ERROR_HANDLING", None)
             self.parallel = init_worker_distributed_environment(
                 self.config, self.rank, self.distributed_init_method, self.local_rank, self.device
