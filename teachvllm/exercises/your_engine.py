@@ -57,7 +57,11 @@ class Served:
         for whose, trace in (("these parts", self.trace), ("the engine's own", self.usual)):
             preemptions = trace.summary()["preemptions"]
             lines.append(f"{whose}: {len(trace.steps)} steps, {preemptions} preemptions")
-        lines += ["", f"memory for {self.num_blocks:,} blocks was found", ""]
+        lines += [
+            "",
+            f"{self.num_blocks:,} blocks would fit, {self.trace.num_blocks} of them were used",
+            "",
+        ]
         lines += [f"{prompt!r} -> {text!r}" for prompt, text in zip(PROMPTS, self.texts)]
         told = "the same tokens as" if self.same else "OTHER TOKENS than"
         return "\n".join([*lines, "", f"{told} the engine's own parts make"])
@@ -71,8 +75,8 @@ def choose_parts(answers: tuple[Any, ...], checked: bool = True) -> dict[str, An
     for answer in answers:
         name = getattr(answer, "__name__", repr(answer))
         if name not in PARTS or name in parts:
-            why = "is there twice" if name in parts else f"is none of {', '.join(PARTS)}"
-            raise ValueError(f"{name} {why}")
+            known = f"is none of {', '.join(PARTS)}: a part is known by its name"
+            raise ValueError(f"{name} {'is there twice' if name in parts else known}")
         report = check(answer, engine=False) if checked else None
         if report is not None and not report.passed:
             raise ValueError(report.text)
