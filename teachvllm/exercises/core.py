@@ -608,7 +608,7 @@ def _swaps_out(answer: Any) -> Any:
 register(
     Exercise(
         name="shall_swap",
-        chapter="14_scheduler_extensions",
+        chapter="15_scheduler_extensions",
         cases=[
             call("swap", 1, False, 20, 5, 12),
             call("recompute", 1, False, 20, 5, 12),
@@ -703,7 +703,7 @@ def _runs_ahead(answer: Any) -> Any:
 register(
     Exercise(
         name="can_look_ahead",
-        chapter="14_scheduler_extensions",
+        chapter="15_scheduler_extensions",
         cases=[
             call([(0, False, False)], 3),
             call([(0, False, False), (0, True, False)], 3),
@@ -825,7 +825,7 @@ def _serve_beams(**options: Any) -> tuple[Any, float]:
 register(
     Exercise(
         name="choose_beams",
-        chapter="15_beam_search",
+        chapter="16_beam_search",
         cases=[
             call([0.0], [[(1, -0.5), (2, -1.0), (3, -2.0)]], 2, {9}),
             call([-1.0, -3.0], [[(1, -1.0), (2, -4.0)], [(1, -0.5), (2, -1.0)]], 2, {9}),
