@@ -549,6 +549,7 @@ def plot_free_blocks(trace: Trace, ax: Any = None) -> Any:
     if at:
         ax.plot(at, [top] * len(at), "v", color=PALETTE[3], ms=8, clip_on=False, label="preemption")
     ax.set(xlim=(0, num_steps), ylim=(0, top), xlabel="step", ylabel="KV blocks")
+    ax.yaxis.get_major_locator().set_params(integer=True)
     ax.set_title(
         f"At most {max(used)} of {trace.num_blocks} blocks of {trace.block_size} tokens in use"
     )
@@ -639,11 +640,11 @@ def plot_memory(
     for row, kinds in enumerate(bars.values()):
         draw_memory_bar(ax, row, kinds, scale)
         sizes = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items() if size)
-        ax.text(0.004 * longest / scale, row + 0.25, sizes, size=7, va="top")
+        ax.text(0.004 * longest / scale, row + 0.25, sizes, size=8, va="top")
     for row, (kinds, budget) in enumerate(zip(bars.values(), budgets or [])):
         end = (kinds.get("other processes", 0) + budget) / scale
         ax.plot([end] * 2, [row - 0.32, row + 0.23], color="black", lw=2.5)
-        ax.text(end, row - 0.35, f"budget {format_bytes(budget)}", size=7, ha="center", va="bottom")
+        ax.text(end, row - 0.35, f"budget {format_bytes(budget)}", size=8, ha="center", va="bottom")
     shown = [kind for kind in MEMORY_COLORS if any(kinds.get(kind) for kinds in bars.values())]
     handles = [Patch(facecolor=MEMORY_COLORS[kind], ec="black", label=kind) for kind in shown]
     legend_below(ax, handles=handles)

@@ -72,7 +72,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def quick_collection() -> Iterator[None]:
     "Every engine collects garbage twice: it need not look through all modules each time."
     gc.collect()

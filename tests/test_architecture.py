@@ -16,7 +16,8 @@ from helpers import random_prompts
 from teachvllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from teachvllm.attention.backend import AttentionBackend
 from teachvllm.core.block_manager import AllocStatus
-from teachvllm.core.scheduler import Admission, Scheduler, SchedulerOutput
+from teachvllm.core.orders import SchedulerOutput
+from teachvllm.core.scheduler import Admission, Scheduler
 from teachvllm.engine.core import EngineCore, InprocClient
 from teachvllm.engine.output_processor import OutputProcessor
 from teachvllm.executor.dummy_executor import DummyExecutor, make_requests, simulate
@@ -161,7 +162,7 @@ def test_the_front_does_not_read_the_core(module: str) -> None:
 
 def test_imports_are_found() -> None:
     assert {"teachvllm.engine.core", "teachvllm.messages"} <= imports("teachvllm.engine.llm_engine")
-    assert {"teachvllm.core.scheduler", "teachvllm.worker.worker"} <= imports(
+    assert {"teachvllm.core.orders", "teachvllm.worker.worker"} <= imports(
         "teachvllm.executor.executor_base"
     )
 

@@ -40,16 +40,13 @@ from test_blocks import (
 
 from teachvllm import LLM, RequestOutputKind, SamplingParams
 from teachvllm.core.block_manager import BlockSpaceManager
-from teachvllm.core.scheduler import SchedulerOutput
+from teachvllm.core.orders import SchedulerOutput
 from teachvllm.executor.dummy_executor import DummyExecutor
 from teachvllm.executor.executor_base import UniProcExecutor
 from teachvllm.messages import ModelRunnerOutput
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.sequence import Sequence, SequenceGroup
 from teachvllm.trace import Trace, host_phases
-
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 
 # On a simulated worker that is as late, or as early, as can be
 

@@ -44,7 +44,7 @@ from teachvllm.config import (
 from teachvllm.core.beam_search import BeamSearch
 from teachvllm.core.block_allocator import BlockAllocator, NoFreeBlocksError
 from teachvllm.core.block_manager import NULL_BLOCK, AllocStatus, BlockSpaceManager, num_blocks_for
-from teachvllm.core.scheduler import SchedulerOutput
+from teachvllm.core.orders import SchedulerOutput
 from teachvllm.executor.executor_base import EngineDeadError, ExecutorBase
 from teachvllm.messages import ModelRunnerOutput
 from teachvllm.sampling_params import BeamSearchParams

@@ -103,6 +103,12 @@ def logprobs(outputs: list[Any]) -> list[float]:
     return [token.logprob for position in found for token in position.values()]
 
 
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="only Linux has such names")
+def test_the_core_has_a_name(engine: LLMEngine) -> None:
+    comm = Path(f"/proc/{engine.engine_core.process.pid}/comm")
+    assert comm.read_text() == "teachvllm:core\n"
+
+
 def test_the_same_answers(folder: str, engine: LLMEngine) -> None:
     """Forks, beams, penalties, functions, log-probabilities, in a pool so small that requests are
     preempted.

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from teachvllm import LLM, EngineArgs, SamplingParams
 from teachvllm.attention.backend import ReferenceBackend
-from teachvllm.core.scheduler import NewSequenceData, SchedulerOutput
+from teachvllm.core.orders import NewSequenceData, SchedulerOutput
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.worker.cuda_graph import (
     CudaGraph,
@@ -39,8 +39,6 @@ from teachvllm.worker.model_runner import Batch, ModelRunner, to_device
 from teachvllm.worker.worker import Worker
 
 NAN = float("nan")
-
-pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 class PoisonedOracle(ReferenceBackend):

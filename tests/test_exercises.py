@@ -206,6 +206,28 @@ def test_a_partly_written_class_is_told_how_far_it_came() -> None:
         check(right(4))
 
 
+def test_slips_that_any_exercise_may_see_are_named() -> None:
+    def kv_blocks(*numbers: Any) -> float:
+        return float(EXERCISES["kv_blocks"].right_answer()(*numbers))
+
+    def attend_tiles(q: Any, k: Any) -> Any:
+        return q
+
+    def reserves_all(self: Any, group: Any) -> bool:
+        return True
+
+    reserves_all.__name__ = "ReservesAll"
+    no_admission = type("ReservesAll", (), {"can_admit": reserves_all})
+    for answer, words in (
+        (kv_blocks, "`//` an int"),
+        (attend_tiles, "keep those of the stub"),
+        (reserves_all, "a class is asked for"),
+        (no_admission, "class ReservesAll(Admission):"),
+    ):
+        text = check(answer, engine=False).text
+        assert words in text, text
+
+
 def test_requests_that_wait_behind_are_not_counted_by_the_one_that_asks() -> None:
     from teachvllm.core.block_manager import AllocStatus, num_blocks_for
     from teachvllm.core.scheduler import Admission

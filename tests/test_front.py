@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from teachvllm.config import SchedulerConfig
 from teachvllm.core.block_manager import BlockSpaceManager
 from teachvllm.core.extensions import LookAhead, Swapping
-from teachvllm.core.scheduler import Scheduler, SchedulerOutput
+from teachvllm.core.orders import SchedulerOutput
+from teachvllm.core.scheduler import Scheduler
 from teachvllm.engine.output_processor import OutputProcessor
 from teachvllm.llm import LLM
 from teachvllm.messages import EngineCoreOutput, EngineCoreRequest

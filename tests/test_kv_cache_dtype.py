@@ -29,8 +29,6 @@ from teachvllm.attention.cpu import TorchSDPABackend
 from teachvllm.kernels import platform_kernels
 from teachvllm.model_executor.layers import Attention, ModelContext, WeightsError
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 FORMATS = {"fp8": E4M3, "fp8_e5m2": E5M2}

@@ -20,8 +20,6 @@ from teachvllm.core.request_queue import FCFSPolicy
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.sequence import sequence_seed
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SWAP = 0.001  # GiB of host memory: far more than a tiny model's blocks need
 

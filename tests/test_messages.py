@@ -30,7 +30,7 @@ from teachvllm.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRe
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.trace import StepTrace
 
-pytestmark = pytest.mark.usefixtures("quick_collection", "as_bytes")
+pytestmark = pytest.mark.usefixtures("as_bytes")
 CROSSINGS: list[int] = []  # the bytes of each message
 
 

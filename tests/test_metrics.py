@@ -420,7 +420,7 @@ def test_without_the_library(config: Any, monkeypatch: pytest.MonkeyPatch) -> No
         PrometheusStatLogger(config)
 
 
-def test_an_engine_under_observation(config: Any, quick_collection: None) -> None:
+def test_an_engine_under_observation(config: Any) -> None:
     """A real engine: counters are what its users got; readers that leave and requests that cannot
     run leave nothing behind.
     """

@@ -99,6 +99,17 @@ def test_calls(shared: MultiprocExecutor) -> None:
     )
 
 
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="only Linux has such names")
+def test_processes_have_names(shared: MultiprocExecutor) -> None:
+    "In `top`, of at most 15 bytes, each worker's own; and ours is as it was."
+    names = [
+        Path(f"/proc/{worker.process.pid}/comm").read_text().strip()
+        for worker in shared.group.workers
+    ]
+    assert names == ["teachvllm:w0", "teachvllm:w1"]
+    assert not Path("/proc/self/comm").read_text().startswith("teachvllm:")
+
+
 def test_large_messages_both_ways(shared: MultiprocExecutor) -> None:
     """Larger than a connection's buffers, in both directions at once: neither side waits for the
     other for ever.

@@ -28,7 +28,8 @@ from test_blocks import (
 )
 
 from teachvllm.core.block_manager import block_extra_keys, hash_block_tokens
-from teachvllm.core.scheduler import Scheduler, SchedulerOutput
+from teachvllm.core.orders import SchedulerOutput
+from teachvllm.core.scheduler import Scheduler
 from teachvllm.engine.core_proc import ABORT, ADD, OUTPUTS, STOP, EngineCoreProc, import_zmq
 from teachvllm.messages import EngineCoreOutputs, EngineCoreRequest
 from teachvllm.sampling_params import SamplingParams

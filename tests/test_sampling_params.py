@@ -29,8 +29,6 @@ from teachvllm.outputs import Logprob
 from teachvllm.sampling_params import BeamSearchParams
 from teachvllm.sequence import sequence_seed
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:

@@ -12,7 +12,8 @@ from test_blocks import Simulation, load, random_options, with_tokens
 from teachvllm.config import SchedulerConfig
 from teachvllm.core.block_manager import NULL_BLOCK, AllocStatus, BlockSpaceManager
 from teachvllm.core.extensions import LookAhead, ParallelSampling
-from teachvllm.core.scheduler import Scheduler, SchedulerOutput
+from teachvllm.core.orders import SchedulerOutput
+from teachvllm.core.scheduler import Scheduler
 from teachvllm.messages import EngineCoreRequest, ModelRunnerOutput
 from teachvllm.sampling_params import BeamSearchParams, SamplingParams
 from teachvllm.sequence import Sequence, SequenceGroup

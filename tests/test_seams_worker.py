@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from teachvllm import LLM
 from teachvllm.attention.cpu import TorchSDPABackend
 from teachvllm.config import NotSupportedYet
-from teachvllm.core.scheduler import ForkedSequenceData, SchedulerOutput
+from teachvllm.core.orders import ForkedSequenceData, SchedulerOutput
 from teachvllm.distributed.parallel_state import ParallelState, run_ranks
 from teachvllm.messages import ModelRunnerOutput, PromptEmbedding
 from teachvllm.model_executor.layers import (

@@ -22,7 +22,7 @@ from helpers import TINY, VOCAB, greedy, make_tiny, random_prompts
 
 from teachvllm.arg_utils import EngineArgs
 from teachvllm.config import CacheConfig
-from teachvllm.core.scheduler import ForkedSequenceData, NewSequenceData, SchedulerOutput
+from teachvllm.core.orders import ForkedSequenceData, NewSequenceData, SchedulerOutput
 from teachvllm.executor.executor_base import UniProcExecutor
 from teachvllm.model_executor.sampler import Sampler, SamplingMetadata, inverse_cdf
 from teachvllm.sampling_params import SamplingParams

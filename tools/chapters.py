@@ -45,7 +45,7 @@ def solutions() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    "How a notebook is called: `13_scheduler`, `cpu/05_numba_attention`."
+    "How a notebook is called: `14_scheduler`, `cpu/05_numba_attention`."
     for home in (NBS / "solutions", NBS):
         if path.is_relative_to(home):
             return path.relative_to(home).with_suffix("").as_posix()

@@ -85,7 +85,7 @@ def for_the_site(folder: Path) -> None:
 
 
 def drop_numbers(folder: Path) -> None:
-    """Give the pages of processed notebooks the addresses that nbdev's links use: 13_scheduler
+    """Give the pages of processed notebooks the addresses that nbdev's links use: 14_scheduler
     becomes scheduler.
     """
     for path in [

@@ -37,7 +37,7 @@ they ask for what is done anyway.
 A refusal is a `NotSupportedYet` that names the argument. A name that is not on this page is an `UnknownArgument` that
 suggests the nearest one. None, and an empty list or dict, ask for nothing and are always accepted.
 
-The page is written by `python tools/engine_arguments.py` from `EngineArgs` and `teachvllm/not_yet.json`
+The page is written by `python tools/engine_arguments.py` from `EngineArgs` and `NOT_YET`
 ([chapter 19](../nbs/19_arg_utils.ipynb)), and a test compares the two. vLLM's lists, with its defaults, are in
 `tests/vllm_engine_arguments.json`.
 """

@@ -83,8 +83,6 @@ def run_in_child(path: Path, args: argparse.Namespace) -> bool:
         # saved outputs hold no progress bars
         quiet = {"TQDM_DISABLE": "1", "TEACHVLLM_LOGGING_LEVEL": "WARNING"}
         env = {**os.environ, **quiet, "PYTHONHASHSEED": "0", "IPYTHONDIR": ipython}
-        if not args.check:
-            env["SAVE_NOTEBOOKS"] = "1"  # 02 then keeps the times that it shows
         try:
             code = subprocess.run(
                 command, env=env, stdin=subprocess.DEVNULL, timeout=args.timeout

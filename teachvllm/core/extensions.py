@@ -10,7 +10,8 @@ from typing import Any
 
 from ..config import VllmConfig, resolve_class
 from .block_manager import BlockSpaceManager
-from .scheduler import Sample, Scheduler, SchedulerOutput
+from .orders import SchedulerOutput
+from .scheduler import Sample, Scheduler
 from ..sequence import Sequence, SequenceGroup
 
 # %% ../../nbs/15_scheduler_extensions.ipynb #1a2051bc

@@ -22,7 +22,8 @@ from ..config import NotSupportedYet, VllmConfig, require
 from ..core.beam_search import BeamSearch
 from ..core.block_manager import num_blocks_for
 from ..core.extensions import LookAhead, ParallelSampling, make_scheduler
-from ..core.scheduler import Scheduler, SchedulerOutput
+from ..core.orders import SchedulerOutput
+from ..core.scheduler import Scheduler
 from teachvllm.executor.executor_base import (
     EngineClosedError,
     EngineDeadError,

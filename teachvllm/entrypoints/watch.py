@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, closing
 from dataclasses import replace
-from importlib.resources import files
 from ipaddress import ip_address
 from itertools import chain, count, islice
 from os.path import commonprefix
+from string import Template
 from typing import Any
 
 import msgspec
@@ -596,6 +596,775 @@ class Watcher:
             await self.engine.stop_trace()
             self.is_recording = False
 
+# %% ../../nbs/package/02_watch.ipynb #73a178a0
+PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>teachvllm: the engine at work</title>
+<link rel="icon" href="data:,">
+<style>
+$style</style>
+</head>
+<body>
+$markup<script>
+$script</script>
+</body>
+</html>
+""")
+
+# %% ../../nbs/package/02_watch.ipynb #ddcf49fa
+#| code-fold: true
+#| code-summary: "The style, as CSS"
+STYLE = r""":root { --page: #f4f5f7; --panel: #fff; --ink: #16191d; --soft: #5a626d; --line: #d5d9df; --mark: #D55E00; --accent: #0a5f95;
+  --hatch: #a3abb5; --fill: .6; --halo: rgba(255, 255, 255, .75); }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #101317; --panel: #191d23; --ink: #e9ecf0; --soft: #a2abb7; --line: #363d47; --mark: #ff8a3c; --accent: #6fbef0;
+    --hatch: #5c6672; --fill: .72; --halo: rgba(16, 19, 23, .7); }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 14px/1.45 system-ui, -apple-system, "Segoe UI", sans-serif; }
+main, header { max-width: 1280px; margin: 0 auto; padding: 0 16px; }
+header { padding-top: 14px; }
+h1 { font-size: 17px; margin: 0; font-weight: 650; }
+h2 { font-size: 13px; margin: 0 0 8px; font-weight: 650; color: var(--soft); }
+h2 b { color: var(--ink); font-weight: 650; margin-left: 1em; }
+[hidden] { display: none !important; }
+.title { display: flex; flex-wrap: wrap; gap: 4px 12px; align-items: center; }
+.about { color: var(--soft); overflow-wrap: anywhere; }
+.pill { border-radius: 99px; padding: 1px 10px; font-size: 12px; font-weight: 650; border: 1.5px solid currentColor; white-space: nowrap; }
+.pill::before { content: "●"; margin-right: 5px; }
+.pill.live { color: #00795a; } .pill.paused { color: var(--accent); } .pill.idle, .pill.wait { color: var(--soft); } .pill.dead { color: var(--mark); }
+@media (prefers-color-scheme: dark) { .pill.live { color: #35c99d; } }
+#headline { font-size: 21px; line-height: 1.3; font-weight: 600; margin: 10px 0 8px; min-height: 1.3em; font-variant-numeric: tabular-nums; }
+.bar { display: flex; flex-wrap: wrap; gap: 8px; align-items: center; position: sticky; top: 0; z-index: 2; background: var(--page); padding: 6px 0; }
+.bar input { flex: 1 1 160px; min-width: 100px; accent-color: var(--accent); height: 28px; margin: 0; }
+.bar output { font-variant-numeric: tabular-nums; color: var(--soft); min-width: 7.5em; text-align: right; }
+button { font: inherit; color: inherit; background: var(--panel); border: 1px solid var(--line); border-radius: 7px; padding: 4px 12px; cursor: pointer; }
+button:hover:not(:disabled) { border-color: var(--accent); } button:disabled { opacity: .45; cursor: default; }
+#pause { min-width: 5.6em; font-weight: 600; }
+:focus-visible { outline: 2.5px solid var(--accent); outline-offset: 2px; }
+.tiles { display: grid; grid-template-columns: repeat(6, minmax(0, 1fr)); gap: 10px; margin: 8px 0 12px; }
+.tile { background: var(--panel); border: 1px solid var(--line); border-radius: 9px; padding: 7px 11px; }
+.tile span { color: var(--soft); font-size: 12px; display: block; } .tile b { font-size: 19px; font-weight: 650; font-variant-numeric: tabular-nums; }
+.tile i { font-style: normal; color: var(--soft); font-size: 12px; }
+.two { display: grid; grid-template-columns: minmax(0, 1.75fr) minmax(0, 1fr); gap: 12px; align-items: start; }
+section { background: var(--panel); border: 1px solid var(--line); border-radius: 9px; padding: 11px 13px; margin-bottom: 12px; min-width: 0; }
+canvas { display: block; width: 100%; touch-action: manipulation; }
+#pool, #time { cursor: pointer; }
+.scroll { max-height: 720px; overflow-y: auto; }
+.legend { display: flex; flex-wrap: wrap; gap: 3px 14px; color: var(--soft); font-size: 12px; margin-top: 8px; }
+.legend svg { width: 26px; height: 15px; vertical-align: -3px; margin-right: 5px; }
+.rows { list-style: none; margin: 0 0 8px; padding: 0; }
+.rows button { display: grid; grid-template-columns: 16px minmax(0, auto) minmax(30px, 1fr) auto; gap: 2px 8px; align-items: center; width: 100%;
+  text-align: left; border-color: transparent; background: none; padding: 4px 6px; border-radius: 6px; }
+.rows button:hover { background: var(--page); } .rows button[aria-pressed=true] { border-color: var(--accent); background: var(--page); }
+.swatch { width: 14px; height: 14px; border-radius: 3px; border: 1px solid var(--ink); }
+.who { font-weight: 600; white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.does { color: var(--soft); font-size: 12.5px; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.num { font-variant-numeric: tabular-nums; font-size: 12.5px; white-space: nowrap; text-align: right; }
+.table { grid-column: 2 / -1; font-size: 11.5px; color: var(--soft); white-space: nowrap; overflow: hidden; text-overflow: ellipsis; font-variant-numeric: tabular-nums; }
+.empty { color: var(--soft); margin: 0 0 8px; }
+.queue { font-size: 12px; color: var(--soft); font-weight: 650; margin: 4px 0 2px; }
+#one dl { display: grid; grid-template-columns: auto 1fr; gap: 1px 12px; margin: 0 0 8px; } #one dt { color: var(--soft); } #one dd { margin: 0; overflow-wrap: anywhere; }
+#one-name { color: var(--ink); font-size: 15px; overflow-wrap: anywhere; } #one .head { display: flex; justify-content: space-between; align-items: start; gap: 8px; }
+.boxes { display: flex; flex-wrap: wrap; gap: 3px; font-size: 12px; font-variant-numeric: tabular-nums; max-height: 190px; overflow-y: auto; padding: 2px; }
+.boxes span { border: 1px solid var(--line); border-radius: 4px; padding: 0 5px; } .boxes .shared { border-color: var(--ink); border-width: 1.5px; font-weight: 650; }
+.boxes .fresh { border-color: var(--mark); border-width: 2px; }
+progress { width: 100%; height: 9px; accent-color: var(--accent); }
+#events { margin: 0; padding: 0; list-style: none; min-height: 7.5em; font-size: 13px; overflow-wrap: anywhere; } #events .no { color: var(--soft); }
+.keys { color: var(--soft); font-size: 12px; margin: 0 0 18px; } kbd { border: 1px solid var(--line); border-radius: 4px; padding: 0 5px; font: inherit; background: var(--panel); }
+.quiet { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
+@media (max-width: 860px) { .tiles { grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 7px; }
+  main, header { padding-left: 10px; padding-right: 10px; } .tile { padding: 6px 8px; } .tile b { font-size: 17px; } #headline { font-size: 18px; min-height: 2.6em; }
+  section { padding: 10px; } section h2 > b { display: block; margin: 0; }
+  .two { display: flex; flex-direction: column; gap: 0; align-items: stretch; } .two > div { display: contents; } #s-budget, #s-time { order: 2; }
+  .bar output { min-width: 0; } .keys { display: none; } }
+"""
+
+# %% ../../nbs/package/02_watch.ipynb #b7e3a582
+#| code-fold: true
+#| code-summary: "The markup, as HTML"
+MARKUP = r"""<header>
+  <div class="title"><h1>The engine at work</h1><span class="pill wait" id="state">Connecting</span><span class="about" id="about"></span></div>
+  <p id="headline">Waiting for the engine.</p>
+</header>
+<main>
+  <div class="bar" role="group" aria-label="The last minute, step by step">
+    <button id="back" aria-label="One step back" disabled>&#9664;</button>
+    <button id="pause" disabled>Pause</button>
+    <button id="next" aria-label="One step forward" disabled>&#9654;</button>
+    <input id="slider" type="range" min="0" max="0" value="0" aria-label="Step within the last minute" disabled>
+    <output id="where"></output>
+  </div>
+  <div class="tiles" role="group" aria-label="The step in numbers">
+    <div class="tile"><span>Running</span><b id="n-run">–</b></div>
+    <div class="tile"><span>Waiting</span><b id="n-wait">–</b></div>
+    <div class="tile"><span>Swapped out</span><b id="n-swap">–</b></div>
+    <div class="tile"><span>KV blocks in use</span><b id="n-used">–</b> <i id="n-pool"></i></div>
+    <div class="tile"><span>Tokens in this step</span><b id="n-tok">–</b> <i id="n-max"></i></div>
+    <div class="tile"><span>Time of this step</span><b id="n-ms">–</b> <i id="n-host"></i></div>
+  </div>
+  <div class="two">
+    <div>
+      <section aria-labelledby="h-pool"><h2 id="h-pool">The pool of KV blocks <b id="h-blocks"></b></h2>
+        <div class="scroll" tabindex="0" role="region" aria-label="The pool of KV blocks, which may scroll"><canvas id="pool" role="img" aria-label="The pool of KV blocks"></canvas></div>
+        <div class="legend" id="legend"></div></section>
+      <section id="s-budget" aria-labelledby="h-budget"><h2 id="h-budget">This step's tokens under their budget <b id="h-tokens"></b></h2>
+        <canvas id="budget" role="img" aria-label="This step's tokens under their budget"></canvas></section>
+      <section id="s-time" aria-labelledby="h-time"><h2 id="h-time">The last minute <b id="h-span"></b></h2>
+        <canvas id="time" role="img" aria-label="Blocks in use, tokens of each step and requests over the last minute"></canvas>
+        <div class="legend" id="phases"></div></section>
+    </div>
+    <div>
+      <section id="one" aria-labelledby="one-name" hidden></section>
+      <section aria-labelledby="h-req"><h2 id="h-req">Requests and their block tables</h2><div id="queues"></div></section>
+      <section aria-labelledby="h-ev"><h2 id="h-ev">What happened to the blocks</h2><ul id="events"></ul></section>
+    </div>
+  </div>
+  <p class="keys"><kbd>space</kbd> pause or go on &ensp;<kbd>&larr;</kbd> <kbd>&rarr;</kbd> step &ensp;<kbd>Home</kbd> oldest &ensp;<kbd>End</kbd> live &ensp;<kbd>Esc</kbd> no request chosen</p>
+  <div class="quiet" role="status" id="spoken"></div>
+</main>
+"""
+
+# %% ../../nbs/package/02_watch.ipynb #b64f1f6b
+#| code-fold: true
+#| code-summary: "JavaScript: frames and states"
+STATES = r"""'use strict';
+const BOOK = /*BOOK*/null;  // the colours of the book's figures
+const get = id => document.getElementById(id), dash = '\u2013';
+const count = n => n.toLocaleString('en-US'), some = (n, one, many) => `${count(n)} ${n === 1 ? one : many ?? one + 's'}`;
+
+// 1. What came: frames, each the difference to the one before; a key frame is the difference to nothing
+
+const KEEP = 60, KEEP_PAUSED = 300, KEEP_BYTES = 24e6;  // seconds, and what their text may take
+let pool = null, frames = [], live = null, shown = null, at = -1, paused = false, chosen = null, ended = '', lost = false;
+let who = new Map(), spans = new Map(), bytes = 0;
+
+const blank = () => ({ tables: new Map(), computed: new Map(), tokens: new Map(), waiting: [], running: [], swapped: [],
+  lost: [], prefill: [], cached: new Set(), free: 0, changed: new Set() });
+
+function inRanges(pairs, each) {
+  for (let i = 0; i < pairs.length; i += 2) for (let b = pairs[i]; b <= pairs[i + 1]; b++) each(b);
+}
+
+function apply(state, frame) {
+  const before = state.tables;
+  if (frame.key) state = blank();
+  state = Object.assign(state, { step: frame.step, at: frame.at, ms: frame.ms, idle: !!frame.idle, preempted: frame.preempted ?? [],
+    finished: frame.finished ?? [], copied: frame.copied ?? [], out: frame.out ?? [], back: frame.in ?? [], events: frame.events ?? [] });
+  for (const list of ['waiting', 'running', 'swapped', 'lost', 'prefill', 'free']) if (frame[list] !== undefined) state[list] = frame[list];
+  for (const [i, n] of Object.entries(frame.tokens ?? {})) n === null ? state.tokens.delete(+i) : state.tokens.set(+i, n);
+  state.changed = new Set(state.copied.map(pair => pair[1]));
+  for (const [i, table] of Object.entries(frame.tables ?? {})) {
+    if (table === null) { state.tables.delete(+i); continue; }
+    const old = before.get(+i) ?? [], now = (state.tables.get(+i) ?? []).slice(0, table[0]).concat(table.slice(1));
+    now.forEach((block, k) => { if (block >= 0 && old[k] !== block) state.changed.add(block); });
+    state.tables.set(+i, now);
+  }
+  const computed = new Map();  // so many more as were computed, where the frame does not say
+  for (const i of state.tables.keys()) computed.set(i, frame.computed?.[i] ?? (state.computed.get(i) ?? 0) + (frame.idle ? 0 : state.tokens.get(i) ?? 0));
+  state.computed = computed;
+  if (frame.cached) { inRanges(frame.cached[1], b => state.cached.delete(b)); inRanges(frame.cached[0], b => state.cached.add(b)); }
+  return state;
+}
+
+function stateAt(k) {  // from the last key frame before it
+  let first = Math.max(0, k - 1);
+  while (first > 0 && !frames[first].key) first--;
+  let state = blank();
+  for (let i = first; i <= k; i++) state = apply(state, frames[i]);
+  return state;
+}
+
+function phaseOf(state, i) {
+  if (state.tokens.has(i)) return state.prefill.includes(i) ? 'prefill' : 'decode';
+  return state.swapped.includes(i) ? 'swapped' : state.lost.includes(i) ? 'preempted' : 'waiting';
+}
+
+function take(frame, size) {
+  for (const [i, name, prompt, look] of frame.new ?? []) if (!who.has(i)) who.set(i, { name, prompt, look, label: label(name), first: frame.at });
+  live = apply(live ?? blank(), frame);
+  let prefill = 0, all = 0;
+  for (const [i, n] of live.tokens) { all += n; if (live.prefill.includes(i)) prefill += n; }
+  Object.assign(frame, { size, used: pool.num_blocks - live.free, all, prefilled: prefill, seconds: frame.ms.reduce((a, b) => a + b) / 1000 });
+  frames.push(frame);
+  bytes += size;
+  const until = frame.at + frame.seconds;
+  for (const i of new Set([...live.waiting, ...live.running, ...live.swapped, ...live.tokens.keys()])) {
+    const phase = phaseOf(live, i), mine = spans.get(i) ?? [], last = mine.at(-1);
+    if (last && last.phase === phase && frame.at - last.until < 0.25) last.until = until;
+    else mine.push({ phase, from: frame.at, until });
+    spans.set(i, mine);
+  }
+  for (const i of live.finished) { const last = spans.get(i)?.at(-1); if (last) last.done = true; }
+}
+
+function label(name) {  // servers give long names: what tells them apart
+  const short = name.replace(/^(chatcmpl|cmpl|embd|pool)-/, '');
+  if (short.length <= 10) return short;
+  const tail = short.match(/[-.]\d{1,3}$/)?.[0] ?? '';
+  return short.slice(0, 6) + '\u2026' + tail;
+}
+
+function forget() {  // frames go by whole groups, so that the oldest one is a key frame
+  const now = frames.at(-1).at, keep = paused ? KEEP_PAUSED : KEEP;
+  let end = 0;
+  for (let i = 1, sum = 0; i < frames.length; i++) {
+    sum += frames[i - 1].size;
+    if (!frames[i].key) continue;
+    if (frames[i].at < now - keep || bytes - (end ? 0 : sum) > KEEP_BYTES) end = i; else break;
+  }
+  if (!end) return;
+  for (const frame of frames.splice(0, end)) bytes -= frame.size;
+  at = Math.max(paused ? 0 : -1, at - end);
+  for (const [i, mine] of spans) {
+    const rest = mine.filter(span => span.until >= frames[0].at);
+    if (rest.length) spans.set(i, rest); else { spans.delete(i); if (!live.tables.has(i)) who.delete(i); }
+  }
+}
+
+"""
+
+# %% ../../nbs/package/02_watch.ipynb #bc557661
+#| code-fold: true
+#| code-summary: "JavaScript: where we look"
+PLACE = r"""// 2. Where we look: live, or at a step of the last minute
+
+function show(k) {
+  if (!frames.length) return;
+  paused = true;
+  at = Math.max(0, Math.min(frames.length - 1, k));
+  shown = stateAt(at);
+  draw();
+}
+
+function goLive() {
+  if (!frames.length || ended) return;
+  paused = false;
+  forget();
+  draw();
+}
+
+const place = () => paused ? at : frames.length - 1;
+function choose(i) { chosen = chosen === i ? null : i; draw(); }
+
+let asked = false;
+function draw() { if (!asked) { asked = true; requestAnimationFrame(() => { asked = false; if (pool && frames.length) paint(); else paintState(); }); } }
+
+"""
+
+# %% ../../nbs/package/02_watch.ipynb #a19b7452
+#| code-fold: true
+#| code-summary: "JavaScript: the state in words"
+WORDS = r"""// 3. In words
+
+function sentence(state) {
+  if (state.idle) return `Idle after step ${count(state.step)}: no request; ${some(state.free, 'block')} free, ${count(state.cached.size)} of them cached`;
+  let decode = 0, prefill = 0, tokens = 0;
+  for (const [i, n] of state.tokens) if (state.prefill.includes(i)) { prefill++; tokens += n; } else decode++;
+  const parts = [];
+  if (decode) parts.push(`${some(decode, 'request')} ${decode === 1 ? 'decodes' : 'decode'}`);
+  if (prefill) parts.push(`${decode ? count(prefill) : some(prefill, 'request')} ${prefill === 1 ? 'prefills' : 'prefill'} ${some(tokens, 'token')}`);
+  const wait = state.waiting.length;
+  if (!parts.length) parts.push('no request computes');
+  return `Step ${count(state.step)}: ${parts.join(', ')}${wait ? `; ${count(wait)} ${wait === 1 ? 'waits' : 'wait'}` : ''}`;
+}
+
+function doing(state, i) {
+  const n = state.tokens.get(i), phase = phaseOf(state, i);
+  if (state.finished.includes(i)) return 'finished in this step';
+  if (phase === 'prefill') return `prefills ${some(n, 'token')}`;
+  if (phase === 'decode') return 'decodes';
+  if (phase === 'swapped') return 'swapped out to the CPU';
+  if (phase === 'preempted') return 'preempted, lost its blocks';
+  return state.running.includes(i) ? 'not in this step' : 'waits';
+}
+
+function paintState() {
+  const [text, kind] = ended ? [ended === 'closed' ? 'Closed' : 'Ended', 'dead'] : lost ? ['Connection lost, trying again', 'dead']
+    : !pool ? ['Connecting', 'wait'] : paused ? ['Paused', 'paused'] : !frames.length ? ['Waiting for a step', 'wait']
+    : live.idle ? ['Idle', 'idle'] : ['Live', 'live'];
+  if (get('state').textContent !== text) get('state').textContent = text;
+  get('state').className = 'pill ' + kind;
+  if (frames.length) return;
+  set('headline', ended ? hasEnded() : pool ? 'Recording: the first request will be shown.' : 'Waiting for the engine.');
+  speak();
+}
+
+const hasEnded = () => ended === 'closed' ? 'Closed. ' : `Ended (${ended}): load the page again to reconnect. `;
+
+let announced = '';  // a screen reader hears of a change of state, and of each step that one goes to; nothing while steps come
+function speak() {
+  const state = get('state').textContent, changed = state !== announced;
+  announced = state;
+  if (state === 'Live') { if (changed) set('spoken', state); }
+  else if (changed || paused) set('spoken', `${state}. ${get('headline').textContent}`);
+}
+
+const set = (id, text) => { const e = get(id); if (e.textContent !== text) e.textContent = text; };
+
+function paint() {
+  const state = paused ? shown : live, k = place();
+  paintState();
+  set('headline', (ended ? hasEnded() : '') + sentence(state));
+  get('pause').disabled = !!ended; get('slider').disabled = false;
+  set('pause', paused ? 'Go live' : 'Pause');
+  get('back').disabled = k <= 0;
+  get('next').disabled = !paused || k >= frames.length - 1;
+  get('slider').max = frames.length - 1;
+  get('slider').value = k;
+  get('slider').setAttribute('aria-valuetext', `step ${frames[k].step}`);
+  const ago = frames.at(-1).at - frames[k].at;
+  set('where', !paused ? 'now' : k === frames.length - 1 ? 'the latest step' : `\u2212${ago.toFixed(ago < 10 ? 2 : 1)} s`);
+  set('n-run', count(state.running.length)); set('n-wait', count(state.waiting.length)); set('n-swap', count(state.swapped.length));
+  const used = pool.num_blocks - state.free;
+  set('n-used', count(used)); set('n-pool', `of ${count(pool.num_blocks)}, ${Math.round(100 * used / pool.num_blocks)} %`);
+  let tokens = 0;
+  if (!state.idle) for (const n of state.tokens.values()) tokens += n;
+  set('n-tok', count(tokens)); set('n-max', `of ${count(pool.max_num_batched_tokens)}`);
+  const ms = state.ms.reduce((a, b) => a + b);
+  set('n-ms', state.idle ? dash : ms < 10 ? ms.toFixed(2) : ms.toFixed(1));
+  set('n-host', state.idle ? '' : 'ms');
+  const holders = holdersOf(state);
+  paintPool(state, holders); paintBudget(state); paintTimeSometimes(state); paintRequests(state); paintOne(state, holders); paintEvents(state);
+  speak();
+}
+
+"""
+
+# %% ../../nbs/package/02_watch.ipynb #51734d9f
+#| code-fold: true
+#| code-summary: "JavaScript: the drawings"
+DRAWING = r"""// 4. Drawing
+
+let css = {};
+function readStyle() {
+  const style = getComputedStyle(document.documentElement);
+  for (const name of ['page', 'panel', 'ink', 'soft', 'line', 'mark', 'accent', 'hatch', 'fill', 'halo']) css[name] = style.getPropertyValue('--' + name).trim();
+  patterns.clear();
+}
+
+const patterns = new Map();
+function hatched(context, color, hatch, line) {  // a fill: the colour, and over it the figure's hatch
+  if (!hatch) return color;
+  const key = color + hatch + line;
+  if (!patterns.has(key)) {
+    const tile = Object.assign(document.createElement('canvas'), { width: 8, height: 8 }), c = tile.getContext('2d');
+    c.fillStyle = color; c.fillRect(0, 0, 8, 8);
+    c.strokeStyle = c.fillStyle = line; c.lineWidth = 1.6; c.beginPath();
+    if (hatch[0] === '.') { c.arc(4, 4, 1.5, 0, 7); c.fill(); }
+    else { c.moveTo(-2, 10); c.lineTo(10, -2); c.moveTo(-2, 2); c.lineTo(2, -2); c.moveTo(6, 10); c.lineTo(10, 6); }
+    if (hatch[0] === 'x') { c.moveTo(-2, -2); c.lineTo(10, 10); c.moveTo(6, -2); c.lineTo(10, 2); c.moveTo(-2, 6); c.lineTo(2, 10); }
+    if (hatch[0] !== '.') c.stroke();
+    patterns.set(key, context.createPattern(tile, 'repeat'));
+  }
+  return patterns.get(key);
+}
+
+const colorOf = i => BOOK.palette[(who.get(i)?.look ?? 0) % 7];
+const hatchOf = i => BOOK.hatches[Math.floor((who.get(i)?.look ?? 0) / 7) % BOOK.hatches.length];
+const nameOf = i => who.get(i)?.label ?? '?';
+
+function canvas(id, height) {  // sharp on every screen
+  const element = get(id), width = element.parentElement.clientWidth - (element.parentElement.tagName === 'SECTION' ? 2 * parseFloat(getComputedStyle(element.parentElement).paddingLeft) : 0);
+  const ratio = window.devicePixelRatio || 1, w = Math.round(width * ratio), h = Math.round(height * ratio);
+  if (element.width !== w || element.height !== h) { element.width = w; element.height = h; element.style.height = height + 'px'; }
+  const c = element.getContext('2d');
+  c.setTransform(ratio, 0, 0, ratio, 0, 0);
+  c.clearRect(0, 0, width, height);
+  c.font = '11px system-ui, sans-serif'; c.textBaseline = 'alphabetic'; c.globalAlpha = 1; c.setLineDash([]);
+  return [c, width];
+}
+
+function holdersOf(state) {  // block -> [sequence, which of its blocks]
+  const holders = new Map();
+  const order = [...state.tables.keys()].sort((a, b) => a - b);
+  for (const i of order) state.tables.get(i).forEach((block, k) => {
+    if (block < 0) return;
+    const one = holders.get(block);
+    if (one) one.push([i, k]); else holders.set(block, [[i, k]]);
+  });
+  return holders;
+}
+
+let grid = null;  // where the blocks stand, for clicks
+function gridOf(width) {
+  width -= 3;  // room for frames
+  const n = pool.num_blocks, side = Math.sqrt(width * 460 / n);
+  if (side >= 44 || n <= 64) { const columns = Math.max(4, Math.floor((width + 6) / 62)); return { kind: 'large', columns, w: (width + 6) / columns, h: 54, gap: 6 }; }
+  const s = Math.max(4, Math.min(26, Math.floor(side))), columns = Math.floor((width + 1) / s);
+  return { kind: s >= 21 ? 'medium' : 'small', columns, w: (width + (s > 8 ? 2 : 1)) / columns, h: s, gap: s > 8 ? 2 : 1 };
+}
+
+function text(c, words, x, y, align = 'left', color = css.ink, halo = true) {
+  c.textAlign = align;
+  if (halo) { c.lineJoin = 'round'; c.strokeStyle = css.halo; c.lineWidth = 3; c.strokeText(words, x, y); }
+  c.fillStyle = color; c.fillText(words, x, y);
+}
+
+function paintPool(state, holders) {
+  const element = get('pool'), width0 = element.parentElement.clientWidth;
+  grid = gridOf(width0);
+  const rows = Math.ceil(pool.num_blocks / grid.columns), [c] = canvas('pool', rows * grid.h + 4), large = grid.kind === 'large';
+  const top = large ? 14 : 0, w = grid.w - grid.gap, h = grid.h - grid.gap - top - (large ? 2 : 0), size = pool.block_size;
+  let shared = 0;
+  for (let b = 0; b < pool.num_blocks; b++) {
+    const x = b % grid.columns * grid.w + 1, y = Math.floor(b / grid.columns) * grid.h + 2, mine = holders.get(b) ?? [];
+    const dim = chosen !== null && !mine.some(([i]) => i === chosen);
+    c.globalAlpha = dim ? .3 : 1;
+    if (mine.length > 1) shared++;
+    if (large) {
+      text(c, String(b), x, y + 10, 'left', css.soft, false);
+      if (mine.length > 1) { c.font = '700 11px system-ui, sans-serif'; text(c, '\u00d7' + mine.length, x + w - 1, y + 10, 'right', css.ink, false); c.font = '11px system-ui, sans-serif'; }
+    }
+    const bands = mine.slice(0, large ? 4 : 3), band = (h - 1) / Math.max(1, bands.length);
+    bands.forEach(([i, k], row) => {
+      const filled = Math.max(0, Math.min(size, (state.computed.get(i) ?? 0) - k * size)) / size;
+      c.globalAlpha = (dim ? .3 : 1) * (grid.kind === 'small' ? 1 : css.fill);
+      c.fillStyle = hatched(c, colorOf(i), grid.kind === 'small' ? '' : hatchOf(i), css.panel);
+      c.fillRect(x, y + top + row * band, w * filled, band);
+      c.globalAlpha = dim ? .3 : 1;
+      if (large && bands.length <= 2) { c.save(); c.beginPath(); c.rect(x, y + top, w, h); c.clip(); text(c, nameOf(i), x + 4, y + top + row * band + band / 2 + 4); c.restore(); }
+    });
+    c.lineWidth = 1; c.setLineDash([]);
+    if (mine.length) c.strokeStyle = mine.length > 1 ? css.ink : css.soft;
+    else if (state.cached.has(b)) { c.fillStyle = grid.h > 7 ? hatched(c, css.panel, '///', css.hatch) : css.hatch; c.fillRect(x, y + top, w, h); c.strokeStyle = css.hatch; }
+    else { c.strokeStyle = css.line; if (large) c.setLineDash([3, 2]); }
+    if (mine.length > 1) c.lineWidth = grid.kind === 'small' ? 1.5 : 2;
+    if (grid.h > 7) c.strokeRect(x + .5, y + top + .5, w - 1, h - 1); else if (!mine.length && !state.cached.has(b)) { c.fillStyle = css.line; c.fillRect(x, y, w, h); }
+    if (grid.kind === 'medium') { c.font = '9px system-ui, sans-serif'; text(c, mine.length > 1 ? '\u00d7' + mine.length : String(b), x + w / 2, y + h / 2 + 3, 'center', mine.length ? css.ink : css.soft); }
+    if (!dim && state.changed.has(b)) { c.setLineDash([]); c.lineWidth = 2; c.strokeStyle = css.mark; c.strokeRect(x - .5, y + top - .5, w + 1, h + 1); }
+    else if (chosen !== null && !dim) { c.setLineDash([]); c.lineWidth = 2; c.strokeStyle = css.accent; c.strokeRect(x - .5, y + top - .5, w + 1, h + 1); }
+  }
+  c.globalAlpha = 1;
+  const words = `${some(holders.size, 'block')} held, ${count(shared)} of them shared; ${count(state.free)} free, ${count(state.cached.size)} of them cached`;
+  set('h-blocks', words);
+  if (element.getAttribute('aria-label') !== words) element.setAttribute('aria-label', words);
+}
+
+function paintBudget(state) {
+  const [c, width] = canvas('budget', 40), budget = pool.max_num_batched_tokens;
+  let x = 0, decode = 0, prefill = 0;
+  c.strokeStyle = css.line; c.strokeRect(.5, .5, width - 1, 21);
+  const order = [...(state.idle ? [] : state.tokens)].sort((a, b) => state.prefill.includes(a[0]) - state.prefill.includes(b[0]));
+  for (const [i, n] of order) {
+    const w = Math.max(1.5, n / budget * (width - 2));
+    if (state.prefill.includes(i)) prefill += n; else decode += n;
+    c.globalAlpha = (chosen === null || chosen === i ? 1 : .3) * css.fill;
+    c.fillStyle = hatched(c, colorOf(i), hatchOf(i), css.panel); c.fillRect(1 + x, 1, w, 20);
+    c.globalAlpha = 1; c.fillStyle = css.panel; if (w > 4) c.fillRect(x + w, 1, 1, 20);
+    if (w > 46) text(c, `${nameOf(i)}: ${count(n)}`.slice(0, Math.floor(w / 6.5)), x + 5, 15);
+    x += w;
+  }
+  text(c, '0', 0, 36, 'left', css.soft, false); text(c, count(budget), width, 36, 'right', css.soft, false);
+  text(c, count(budget / 2), width / 2, 36, 'center', css.soft, false);
+  const words = `${some(decode + prefill, 'token')} of at most ${count(budget)}: ${count(decode)} decode, ${count(prefill)} prefill`;
+  set('h-tokens', words);
+  get('budget').setAttribute('aria-label', words);
+}
+
+let chart = null, timed = 0, later = 0;  // the time axis, for clicks
+function paintTimeSometimes(state) {  // live, four times a second are enough
+  const wait = paused || chart === null ? 0 : timed + 250 - performance.now();
+  if (wait > 0) { later ||= setTimeout(() => { later = 0; draw(); }, wait); return; }
+  timed = performance.now();
+  paintTime(state);
+}
+
+function paintTime(state) {
+  const first = frames[0].at, last = frames.at(-1).at + frames.at(-1).seconds, have = last - first;
+  const length = [.5, 1, 2, 5, 10, 20, 30, 60].find(s => s >= have) ?? Math.max(60, have), from = last - length;
+  const most = 24, every = [...spans.keys()].filter(i => spans.get(i).at(-1).until >= from), hidden = Math.max(0, every.length - most);
+  const rank = new Map(every.map(i => [i, i === chosen ? 9e9 : state.tables.has(i) || state.swapped.includes(i) ? 1e9
+    : state.waiting.includes(i) ? -1e3 - i : spans.get(i)[0].from > state.at ? -1e6 - i : spans.get(i).at(-1).until]));
+  const rows = (hidden ? every.sort((a, b) => rank.get(b) - rank.get(a)).slice(0, most) : every).sort((a, b) => a - b);
+  const row = 15, tops = [14, 76, 138], tall = 42, [c, width] = canvas('time', tops[2] + Math.max(1, rows.length) * row + 24);
+  const left = width < 500 ? 70 : 84;
+  const wide = width - left - 8, x = t => left + (t - from) / length * wide;
+  chart = { from, length, left, wide, rows, top: tops[2], row };
+  const bottom = tops[2] + Math.max(1, rows.length) * row;
+  const unit = length <= 1 ? length / 5 : length <= 5 ? 1 : length <= 20 ? 5 : length <= 60 ? 10 : 60, ticks = Math.round(length / unit);
+  for (let k = 0; k <= ticks; k++) {
+    const back = k * unit, tick = x(last - back);
+    c.fillStyle = css.line; c.fillRect(tick, tops[0], 1, bottom - tops[0]);
+    text(c, back ? `\u2212${+back.toFixed(1)} s` : 'latest', tick, bottom + 15, back ? 'center' : 'right', css.soft, false);
+  }
+  const columns = Math.ceil(wide), used = new Float64Array(columns), pre = new Float64Array(columns), all = new Float64Array(columns);
+  let high = 1;
+  frames.forEach((frame, k) => {
+    const a = Math.max(0, Math.floor(x(frame.at) - left)), until = k + 1 < frames.length && !frame.idle ? Math.min(frames[k + 1].at, frame.at + frame.seconds + .25) : frame.at + frame.seconds;
+    const b = Math.min(columns - 1, Math.max(a, Math.floor(x(until) - left)));
+    for (let p = a; p <= b; p++) {
+      used[p] = Math.max(used[p], frame.idle ? 0 : frame.used);
+      if (!frame.idle && frame.all > all[p]) { all[p] = frame.all; pre[p] = frame.prefilled; }
+    }
+    if (!frame.idle && x(frame.at) >= left) high = Math.max(high, frame.all);
+  });
+  const budget = pool.max_num_batched_tokens, scale = Math.min(budget, Math.max(4, 2 ** Math.ceil(Math.log2(high))));
+  for (let p = 0; p < columns; p++) {
+    const u = used[p] / pool.num_blocks * tall, t = all[p] / scale * tall, f = pre[p] / scale * tall;
+    c.fillStyle = BOOK.palette[0]; c.fillRect(left + p, tops[0] + tall - u, 1, u);
+    c.fillStyle = BOOK.phases.decode[0]; c.fillRect(left + p, tops[1] + tall - (t - f), 1, t - f);
+    c.fillStyle = BOOK.phases.prefill[0]; c.fillRect(left + p, tops[1] + tall - t, 1, f);
+  }
+  const named = [['KV blocks in use', pool.num_blocks], [scale === budget ? 'Tokens a step, up to the budget' : 'Tokens a step', scale]];
+  named.forEach(([title, most], k) => {
+    c.fillStyle = css.line; c.fillRect(left, tops[k] + tall, wide, 1); c.fillRect(left, tops[k], wide, 1);
+    text(c, title, left + 2, tops[k] - 4, 'left', css.soft, false);
+    text(c, count(most), left - 6, tops[k] + 8, 'right', css.soft, false); text(c, '0', left - 6, tops[k] + tall, 'right', css.soft, false);
+  });
+  text(c, `Requests${hidden ? `: ${most} of ${count(every.length)}` : ''}`, left + 2, tops[2] - 4, 'left', css.soft, false);
+  rows.forEach((i, k) => {
+    const y = tops[2] + k * row;
+    c.globalAlpha = chosen === null || chosen === i ? 1 : .35;
+    c.save(); c.beginPath(); c.rect(0, y, left - 4, row); c.clip();
+    c.fillStyle = hatched(c, colorOf(i), hatchOf(i), css.panel); c.fillRect(0, y + 3, 9, 9); text(c, nameOf(i), 13, y + 11, 'left', css.ink, false); c.restore();
+    for (const span of spans.get(i)) {
+      const a = Math.max(left, x(span.from)), b = Math.min(left + wide, x(span.until));
+      if (b < left) continue;
+      const [color, hatch] = BOOK.phases[span.phase], w = Math.max(1, b - a);
+      c.fillStyle = hatched(c, color === 'white' ? css.panel : color, w > 5 ? hatch : '', css.panel);
+      c.fillRect(a, y + 2, w, row - 5);
+      if (color === 'white') { c.strokeStyle = css.soft; c.lineWidth = 1; c.strokeRect(a + .5, y + 2.5, Math.max(1, w - 1), row - 6); }
+      if (span.done) { c.fillStyle = css.ink; c.beginPath(); c.moveTo(b, y + 2); c.lineTo(b + 5, y + 7); c.lineTo(b, y + 12); c.lineTo(b - 5, y + 7); c.fill(); }
+    }
+  });
+  c.globalAlpha = 1;
+  const cursor = x(state.at);
+  if (paused && cursor >= left) { c.fillStyle = css.mark; c.fillRect(cursor - 1, tops[0] - 4, 2, bottom - tops[0] + 4); }
+  const span = `${some(frames.length, 'step')} in ${have.toFixed(have < 10 ? 1 : 0)} s`;
+  set('h-span', span);
+  get('time').setAttribute('aria-label', `The last minute: ${span}; at most ${some(Math.max(...used), 'KV block')} of ${count(pool.num_blocks)} in use and ${some(high, 'token')} in a step; ${some(every.length, 'request')}.`);
+}
+
+"""
+
+# %% ../../nbs/package/02_watch.ipynb #9cade99b
+#| code-fold: true
+#| code-summary: "JavaScript: the requests"
+REQUESTS = r"""// 5. Requests: rows that stay where they are while their numbers change, so that they can be clicked
+
+const rowOf = new Map();
+function makeRow(i) {
+  const item = document.createElement('li'), button = document.createElement('button');
+  button.innerHTML = '<span class="swatch"></span><span class="who"></span><span class="does"></span><span class="num"></span><span class="table"></span>';
+  button.onclick = () => choose(i);
+  button.title = who.get(i)?.name ?? '';
+  item.append(button);
+  const [swatch, name, does, num, table] = button.children, row = { item, button, does, num, table, drawn: '' };
+  name.textContent = nameOf(i);
+  swatch.style.background = swatchOf(i);
+  rowOf.set(i, row);
+  return row;
+}
+
+function swatchOf(i) {
+  const color = colorOf(i), hatch = hatchOf(i);
+  if (!hatch) return color;
+  if (hatch[0] === '.') return `radial-gradient(var(--panel) 25%, transparent 30%) 0 0 / 5px 5px, ${color}`;
+  const lines = `repeating-linear-gradient(45deg, transparent 0 3px, var(--panel) 3px 4.5px)`;
+  return hatch[0] === 'x' ? `repeating-linear-gradient(-45deg, transparent 0 3px, var(--panel) 3px 4.5px), ${lines}, ${color}` : `${lines}, ${color}`;
+}
+
+const QUEUES = ['Running', 'Waiting', 'Swapped out'], MOST = [32, 8, 8];
+function paintRequests(state) {
+  const box = get('queues');
+  if (!box.children.length) for (const name of QUEUES)
+    box.insertAdjacentHTML('beforeend', `<div class="queue"></div><ul class="rows" aria-label="${name}"></ul><p class="empty" hidden></p>`);
+  const seen = new Set(), done = [...state.tables.keys()].filter(i => !state.running.includes(i) && !state.swapped.includes(i) && !state.waiting.includes(i));
+  [[...state.running, ...done], state.waiting, state.swapped].forEach((ids, q) => {
+    const [title, list, more] = [0, 1, 2].map(n => box.children[3 * q + n]), drawn = ids.slice(0, MOST[q]);
+    const heading = `${QUEUES[q]}: ${count(q ? ids.length : state.running.length)}`;
+    if (title.textContent !== heading) title.textContent = heading;
+    list.hidden = !ids.length;
+    const words = ids.length > MOST[q] ? `and ${count(ids.length - MOST[q])} more` : '';
+    if (more.textContent !== words) more.textContent = words;
+    more.hidden = !words;
+    drawn.forEach((i, k) => {
+      const row = rowOf.get(i) ?? makeRow(i);
+      seen.add(i);
+      if (list.children[k] !== row.item) {
+        const focused = document.activeElement === row.button;
+        list.insertBefore(row.item, list.children[k] ?? null);
+        if (focused) row.button.focus();
+      }
+      paintRow(state, i, row);
+    });
+  });
+  for (const [i, row] of rowOf) if (!seen.has(i)) { row.item.remove(); rowOf.delete(i); }
+}
+
+function paintRow(state, i, row) {
+  const table = state.tables.get(i), tokens = state.computed.get(i), prompt = who.get(i)?.prompt ?? 0;
+  const does = doing(state, i), num = table ? `${count(tokens)} tok` : `${count(prompt)} tok prompt`;
+  const ids = table ? ids_(table) : '', drawn = does + num + ids + (chosen === i);
+  if (drawn === row.drawn) return;
+  row.drawn = drawn;
+  row.does.textContent = does; row.num.textContent = num; row.table.textContent = ids;
+  row.table.hidden = !ids;
+  row.button.setAttribute('aria-pressed', chosen === i);
+  row.button.setAttribute('aria-label', `Request ${who.get(i)?.name}: ${does}, ${num}${table ? ', ' + some(table.length, 'block') : ''}`);
+}
+
+function ids_(table) {  // "0\u20133, 7"
+  const runs = [];
+  for (const block of table) { const last = runs.at(-1); if (last && block >= 0 && last[1] === block - 1) last[1] = block; else runs.push([block, block]); }
+  const shown = runs.slice(0, 14).map(([a, b]) => a < 0 ? '\u2013' : a === b ? a : b === a + 1 ? `${a}, ${b}` : `${a}\u2013${b}`).join(', ');
+  return `${table.length === 1 ? 'block' : 'blocks'} ${shown}${runs.length > 14 ? ', \u2026' : ''}`;
+}
+
+function paintOne(state, holders) {
+  const box = get('one');
+  if (chosen !== null && !who.has(chosen)) chosen = null;
+  const wasHidden = box.hidden;
+  box.hidden = chosen === null;
+  if (chosen === null) return;
+  const i = chosen, { name, prompt, first } = who.get(i), table = state.tables.get(i), tokens = state.computed.get(i) ?? 0;
+  if (wasHidden || box.dataset.of !== String(i)) {
+    box.dataset.of = i;
+    box.innerHTML = `<div class="head"><h2 id="one-name"></h2><button id="close" aria-label="Choose no request">Close</button></div>
+      <dl><dt>Now</dt><dd id="one-now"></dd><dt>Prompt</dt><dd id="one-prompt"></dd><dt>Computed</dt><dd id="one-done"></dd></dl>
+      <progress id="one-bar" aria-label="Tokens of the prompt that are computed"></progress><h2 id="one-blocks"></h2><div class="boxes" id="one-table" tabindex="0" role="region" aria-label="Its blocks, in the order of its tokens"></div>`;
+    get('one-name').textContent = `Request ${name}`;
+    get('close').onclick = () => choose(i);
+  }
+  const there = table || state.running.includes(i) || state.waiting.includes(i) || state.swapped.includes(i);
+  set('one-now', there ? doing(state, i) : state.at < first ? 'has not come yet at this step' : 'has ended');
+  set('one-prompt', some(prompt, 'token'));
+  set('one-done', table ? `${some(Math.min(tokens, prompt), 'token')} of the prompt${tokens > prompt ? `, ${count(tokens - prompt)} of the answer` : ''}` : dash);
+  get('one-bar').max = Math.max(1, prompt); get('one-bar').value = table ? Math.min(tokens, prompt) : 0;
+  const shared = (table ?? []).filter(b => (holders.get(b)?.length ?? 0) > 1).length;
+  set('one-blocks', table ? `Its ${some(table.length, 'block')}, in the order of its tokens${shared ? `; ${count(shared)} shared` : ''}` : 'It holds no blocks');
+  const key = (table ?? []).map(b => b + (state.changed.has(b) ? '!' : '') + (holders.get(b)?.length ?? 0)).join(' ');
+  const boxes = get('one-table');
+  if (boxes.dataset.key !== key) {
+    boxes.dataset.key = key;
+    boxes.replaceChildren(...(table ?? []).map(b => {
+      const box = document.createElement('span'), n = holders.get(b)?.length ?? 0;
+      box.textContent = b < 0 ? '\u2013' : n > 1 ? `${b} \u00d7${n}` : b;
+      if (b < 0) box.title = 'has left the window';
+      box.className = state.changed.has(b) ? 'fresh' : n > 1 ? 'shared' : '';
+      return box;
+    }));
+  }
+}
+
+function paintEvents(state) {
+  const list = get('events'), names = state.events.length ? [...who.values()].filter(w => w.label !== w.name) : [];
+  const lines = state.events.map(line => names.reduce((words, w) => words.includes(w.name) ? words.split(w.name).join(w.label) : words, line));
+  const more = state.preempted.map(i => `${nameOf(i)} is preempted`).filter(words => !lines.some(line => line.startsWith(words)));
+  const all = [...lines, ...more, ...state.finished.map(i => `${nameOf(i)} has finished: it holds its blocks until the next step`)];
+  const key = all.join('|');
+  if (list.dataset.key === key && list.children.length) return;
+  list.dataset.key = key;
+  list.replaceChildren(...(all.length ? all : ['No block changed hands.']).map(line => Object.assign(document.createElement('li'), { textContent: line, className: all.length ? '' : 'no' })));
+}
+
+"""
+
+# %% ../../nbs/package/02_watch.ipynb #33b05b23
+#| code-fold: true
+#| code-summary: "JavaScript: keys, clicks and the stream"
+STREAM = r"""// 6. Keys, clicks, and the stream
+
+get('back').onclick = () => show(place() - 1);
+get('next').onclick = () => show(place() + 1);
+get('pause').onclick = () => paused ? goLive() : show(frames.length - 1);
+get('slider').oninput = event => show(+event.target.value);
+document.addEventListener('keydown', event => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const button = event.target.tagName === 'BUTTON';
+  const keys = { ArrowLeft: () => show(place() - 1), ArrowRight: () => show(place() + 1), Home: () => show(0), End: goLive,
+    Escape: () => { chosen = null; draw(); }, ' ': () => get('pause').click() };
+  if (!keys[event.key] || (event.key === ' ' && button)) return;
+  event.preventDefault();
+  keys[event.key]();
+});
+get('pool').onclick = event => {
+  if (!grid) return;
+  const block = Math.floor(event.offsetY / grid.h) * grid.columns + Math.floor(event.offsetX / grid.w);
+  const mine = (holdersOf(paused ? shown : live).get(block) ?? []).map(([i]) => i);
+  if (mine.length) choose(mine[(mine.indexOf(chosen) + 1) % mine.length]); else { chosen = null; draw(); }
+};
+get('time').onclick = event => {
+  if (!chart) return;
+  const k = Math.floor((event.offsetY - chart.top) / chart.row);
+  if (event.offsetX < chart.left) { if (k >= 0 && k < chart.rows.length) choose(chart.rows[k]); return; }
+  const t = chart.from + (event.offsetX - chart.left) / chart.wide * chart.length;
+  let best = 0;
+  frames.forEach((frame, n) => { if (frame.at <= t) best = n; });
+  show(best);
+};
+
+function legends() {
+  const box = (inside, words) => `<span><svg viewBox="0 0 26 15" aria-hidden="true">${inside}</svg>${words}</span>`;
+  const lines = '<defs><pattern id="lines" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="2" height="5" fill="var(--hatch)"/></pattern></defs>';
+  const [a, b] = BOOK.palette, frame = (color, more = '') => `<rect x="1" y="1" width="24" height="13" fill="none" stroke="${color}" ${more}/>`;
+  get('legend').innerHTML = box(`<rect x="1" y="1" width="15" height="13" fill="${a}" opacity=".6"/>${frame('var(--soft)')}`, 'held, as far as it is filled')
+    + box(`<rect x="1" y="1" width="24" height="6.5" fill="${a}" opacity=".6"/><rect x="1" y="7.5" width="24" height="6.5" fill="${b}" opacity=".6"/>${frame('var(--ink)', 'stroke-width="2"')}`, 'shared')
+    + box(`${lines}<rect x="1" y="1" width="24" height="13" fill="url(#lines)"/>${frame('var(--hatch)')}`, 'free, cached') + box(frame('var(--line)', 'stroke-dasharray="3 2"'), 'free, empty')
+    + box(frame('var(--mark)', 'stroke-width="2"'), 'new in this step');
+  get('phases').innerHTML = Object.entries(BOOK.phases).map(([name, [color]]) =>
+    box(`<rect x="1" y="3" width="24" height="9" fill="${color === 'white' ? 'none' : color}" stroke="${color === 'white' ? 'var(--soft)' : 'none'}"/>`, name)).join('')
+    + box('<path d="M13 2l6 5.5l-6 5.5l-6-5.5z" fill="var(--ink)"/>', 'finished');
+}
+
+function reset() {
+  frames = []; live = shown = chosen = null; at = -1; paused = false; bytes = 0;
+  who.clear(); spans.clear();
+  for (const row of rowOf.values()) row.item.remove();
+  rowOf.clear();
+}
+
+function isKnown(frame) {  // it came before the connection was lost
+  const last = frames.at(-1);
+  return !!last && (frame.step < last.step || frame.step === last.step && (!!last.idle || !frame.idle));
+}
+
+function connect() {
+  const source = new EventSource('watch/events');
+  source.addEventListener('pool', event => {
+    const came = JSON.parse(event.data);
+    if (came.recording !== pool?.recording) reset();  // else it is the one that the page shows, from its beginning
+    lost = false; ended = '';
+    pool = came;
+    get('about').textContent = `${pool.model.startsWith('/') ? pool.model.split('/').at(-1) : pool.model}: ${some(pool.num_blocks, 'KV block')} of ${some(pool.block_size, 'token')}, at most ${count(pool.max_num_batched_tokens)} tokens a step`;
+    draw();
+  });
+  source.onmessage = event => {
+    const came = JSON.parse(event.data), size = event.data.length / came.length;
+    for (const frame of came) if (!isKnown(frame)) take(frame, size);
+    forget();
+    if (!paused && document.hidden) return;
+    if (paused && shown && frames[at]?.step !== shown.step) shown = stateAt(at);  // it has left the last minute
+    draw();
+  };
+  source.addEventListener('end', event => {
+    source.close();
+    ended = JSON.parse(event.data);
+    if (frames.length && !paused) show(frames.length - 1);
+    draw();
+  });
+  source.onopen = () => { lost = false; draw(); };
+  source.onerror = () => {
+    if (ended) return;
+    lost = true;
+    draw();
+    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 2000);  // after an answer that is no stream a browser gives up
+  };
+}
+
+readStyle();
+legends();
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { readStyle(); draw(); });
+document.addEventListener('visibilitychange', draw);
+new ResizeObserver(draw).observe(document.body);
+connect();
+"""
+
 # %% ../../nbs/package/02_watch.ipynb #34ced365
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -605,10 +1374,9 @@ POLICY = (
 # %% ../../nbs/package/02_watch.ipynb #24738b22
 def watch_page() -> str:
     "The page: one HTML file with its style and script, in the colours of the book's figures."
-    text = files("teachvllm.entrypoints").joinpath("watch.html").read_text(encoding="utf-8")
-    return text.replace(
-        "/*BOOK*/null", json.dumps({"palette": PALETTE, "hatches": HATCHES, "phases": PHASES})
-    )
+    book = json.dumps({"palette": PALETTE, "hatches": HATCHES, "phases": PHASES})
+    script = STATES.replace("/*BOOK*/null", book) + PLACE + WORDS + DRAWING + REQUESTS + STREAM
+    return PAGE.substitute(style=STYLE, markup=MARKUP, script=script)
 
 # %% ../../nbs/package/02_watch.ipynb #3fb2aa2a
 def is_loopback(host: str | None) -> bool:

@@ -19,7 +19,8 @@ import numpy as np
 from ..attention.backend import KVCacheSpec
 from ..config import ShowAsTable, VllmConfig, require
 from ..core.block_manager import NULL_BLOCK
-from ..core.scheduler import Scheduler, SchedulerOutput
+from ..core.orders import SchedulerOutput
+from ..core.scheduler import Scheduler
 from .executor_base import ExecutorBase
 from ..messages import ModelRunnerOutput, TokenLogprobs
 from ..model_executor.sampler import accepted_rows, uniform_noise

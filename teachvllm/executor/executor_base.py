@@ -18,7 +18,7 @@ from threading import RLock
 from typing import Any
 
 from ..config import VllmConfig, require, resolve_class
-from ..core.scheduler import SchedulerOutput
+from ..core.orders import SchedulerOutput
 from ..messages import ModelRunnerOutput
 from ..worker.memory_profiling import release_memory
 from ..worker.worker import WorkerWrapperBase

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from ..config import require
-from ..core.scheduler import SchedulerOutput
+from ..core.orders import SchedulerOutput
 from .executor_base import EngineDeadError, UniProcExecutor
 from ..messages import ModelRunnerOutput
 

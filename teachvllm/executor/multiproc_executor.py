@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..config import VllmConfig, require
-from ..core.scheduler import SchedulerOutput
+from ..core.orders import SchedulerOutput
 from ..distributed.parallel_state import host_store
 from teachvllm.executor.executor_base import (
     EngineClosedError,
@@ -119,11 +119,15 @@ def execute_order(
 
 
 def begin_process(who: str, parent: int, log_level: int) -> None:
-    """The first lines of a process of ours. It ends with its parent, and its log says who it is.
+    """The first lines of a process of ours. It ends with its parent, and its log says who it is, as
+    does `top` on Linux.
 
     Ctrl-C and SIGTERM, which a terminal and a service manager send to all processes at once, are
     for the engine to act on.
     """
+    with suppress(OSError):  # only Linux has this file; it keeps 15 bytes
+        name = f"teachvllm:{who.replace('rank=', 'w')}"
+        Path("/proc/self/comm").write_text(name[:15])
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.SIG_IGN)
     # blocked since the process was born

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 
 from ..config import VllmConfig, require
-from ..core.scheduler import SchedulerOutput
+from ..core.orders import SchedulerOutput
 from ..distributed.parallel_state import host_store
 from teachvllm.executor.executor_base import (
     EngineClosedError,

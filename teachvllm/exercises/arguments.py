@@ -269,6 +269,7 @@ class _Knobs:
     swap_space: float | None = dataclasses.field(
         default=4.0, metadata={"help": "GiB of host memory"}
     )
+    scheduler_cls: Any = dataclasses.field(default=None, metadata={"help": "a qualified name"})
 
 
 def _options_case(line: str) -> Case:
@@ -299,7 +300,7 @@ def _options_answer(kind: str = "") -> Any:
                     action="store_true" if kind == "no no" else argparse.BooleanOptionalAction,
                     **more,
                 )
-            elif f.type is Any and not read:
+            elif f.type is Any and not read and kind != "any":
                 parser.add_argument(flag, **more)
             else:
                 kinds = types_of if types_of and kind != "union" else [f.type]
@@ -347,7 +348,7 @@ register(
         chapter="19_arg_utils",
         cases=[
             _options_case(""),
-            _options_case("--max-num-seqs 8"),
+            _options_case("--max-num-seqs 8 --scheduler-cls mine.Scheduler"),
             _options_case("--enforce-eager"),
             _options_case("--no-enforce-eager --max-num-seqs 8"),
             _options_case("--max-model-len 512"),
@@ -365,6 +366,10 @@ register(
             _options_answer("underscores"): (
                 "Options of a command line are written with hyphens: a field's underscores become "
                 "such."
+            ),
+            _options_answer("any"): (
+                "`Any` is no function that reads a text, and this field has no `cli`: it stays a "
+                "text, so give no `type`."
             ),
             _options_answer("bool"): (
                 "`bool` reads nothing: `bool('False')` is True. There is an action that makes a "
@@ -417,10 +422,12 @@ def _latency_answer(kind: str = "") -> Any:
             return None, None
         first = m.first_token_time - begin
         if m.finished_time is None and kind != "running":
-            return first, None
+            return None if kind == "unfinished" else first, None
         since = m.arrival_time if kind == "arrival" else m.first_token_time
         if kind == "all":
             return first, (m.finished_time - since) / n
+        if kind == "zero":
+            return first, (m.finished_time - since) / max(1, n - 1)
         return first, (m.finished_time - since) / (n - 1) if n > 1 or kind == "single" else None
 
     return answer
@@ -449,7 +456,7 @@ register(
         chapter="05_outputs",
         cases=[
             _output_case("it ran at once", 5, 10.0, 10.0, 11.0, 15.0),
-            _output_case("it waited first", 11, 10.0, 12.0, 13.0, 18.0),
+            _output_case("it waited first", 2, 10.0, 12.0, 13.0, 18.0),
             _output_case("one token", 1, 10.0, 10.5, 11.0, 11.0),
             _output_case("it waits", 0, 10.0, None, None, None),
             _output_case("it is still running", 3, 10.0, 10.5, 11.0, None),
@@ -468,11 +475,19 @@ register(
             _latency_answer("single"): (
                 "An answer of one token has no token after the first: there is nothing to divide."
             ),
+            _latency_answer("zero"): (
+                "An answer of one token has no time per output token. 0 s would be one, and the "
+                "best of all: None is asked for."
+            ),
             _latency_answer("begun"): (
                 "A request that waits has no first token yet: then both are None."
             ),
             _latency_answer("running"): (
                 "A request that still runs has not finished: the second is None."
+            ),
+            _latency_answer("unfinished"): (
+                "This request still runs, but its first token is there: so the first of the two "
+                "is known."
             ),
         },
         hint="Which moment does each of the two begin and end with? And which moments may be None?",

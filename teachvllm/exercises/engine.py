@@ -271,6 +271,10 @@ def _of_three(host: str | None) -> bool:
     return host in ("localhost", "127.0.0.1", "::1")
 
 
+def _no_ipv6(host: str | None) -> bool:
+    return host in ("localhost", "127.0.0.1")
+
+
 def _no_names(host: str | None) -> bool:
     return ip_address(host or "").is_loopback
 
@@ -336,6 +340,10 @@ register(
             _loopback_variant(name=lambda host: False): (
                 "`localhost` is a name, and it means this machine: it is the one name that may "
                 "come in."
+            ),
+            _no_ipv6: (
+                "::1 is this machine's own address in IPv6. Do not compare texts: parse the "
+                "address, and ask it."
             ),
             _of_three: (
                 "All addresses of 127.0.0.0/8 are this machine's, not only the first: parse the "
@@ -525,7 +533,11 @@ def _prefix_hits(prompts: list[list[int]], block_size: int) -> list[int]:
 
 
 def _hits_variant(
-    chained: bool = True, all_of_it: bool = False, last_only: bool = False, unit: bool = False
+    chained: bool = True,
+    all_of_it: bool = False,
+    last_only: bool = False,
+    unit: bool = False,
+    usable_only: bool = False,
 ) -> Callable:
     def prefix_hits(prompts: list[list[int]], block_size: int) -> list[int]:
         known = set[tuple[int, ...]]()
@@ -538,6 +550,7 @@ def _hits_variant(
             while found < usable and keys[found] in known:
                 found += 1
             hits.append(found * (1 if unit else block_size))
+            keys = keys[:usable] if usable_only else keys
             known = set(keys) | (set() if last_only else known)
         return hits
 
@@ -594,7 +607,7 @@ register(
             call([_A + _B, _A + _B], 4),
             call([_A + [0], _C + [0], _A + [1]], 4),
             call([_A + _B + [0], _C + _B + [0], _A + _C + [0]], 4),
-            call([_A, _A, _A], 2),
+            call([_A, _A, _A + _B], 2),
         ],
         mistakes={
             _hits_variant(unit=True): "These are blocks. A hit rate is of tokens, so give tokens.",
@@ -613,6 +626,10 @@ register(
             _hits_variant(last_only=True): (
                 "You compare with the prompt before this one only. The cache has the blocks of all "
                 "of them."
+            ),
+            _hits_variant(usable_only=True): (
+                "A prompt's last full block was left out for good. That prompt cannot use it, but "
+                "its tokens are computed then, and a longer prompt finds it."
             ),
         },
         hint=(

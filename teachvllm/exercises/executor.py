@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/exercises/15_executor.ipynb #bd08560c
+import pickle as _pickle
 import random as _random
 import threading as _threading
 import time as _time
@@ -21,8 +22,8 @@ from unittest.mock import patch as _patch
 
 import numpy as _np
 
-from ..core.scheduler import NewSequenceData as _NewSequenceData
-from ..core.scheduler import SchedulerOutput as _SchedulerOutput
+from ..core.orders import NewSequenceData as _NewSequenceData
+from ..core.orders import SchedulerOutput as _SchedulerOutput
 from . import check as _check
 from . import front as _front  # noqa: F401  (the exercises of 52 to 61)
 from ..executor.dummy_executor import CostModel as _CostModel
@@ -537,6 +538,10 @@ def _with_functions(out: _Any) -> int:
     return _zlib.crc32(repr(out).encode())
 
 
+def _pickled(out: _Any) -> int:
+    return _zlib.crc32(_pickle.dumps(out))
+
+
 def _only_new_seqs(out: _Any) -> int:
     return _zlib.crc32(repr(_plain(out).new_seqs).encode())
 
@@ -651,6 +656,10 @@ _check.register(
             _with_functions: (
                 "A function is printed with its address, which no other process has. Leave "
                 "`logits_processors` out."
+            ),
+            _pickled: (
+                "A function of the user's cannot be pickled, and need not be the same in another "
+                "process. Leave `logits_processors` out."
             ),
         },
         hint=(

@@ -271,13 +271,15 @@ register(
 _EVEN = (0.5, 0.25, 0.15, 0.1)
 
 
-def _knobs_case(probs: tuple[float, ...] = _EVEN, **knobs: Any) -> Case:
+def _knobs_case(probs: tuple[float, ...] = _EVEN, plus: float = 0, **knobs: Any) -> Case:
     shown = ", ".join(f"{name}={value}" for name, value in knobs.items())
 
     def run(answer: Any) -> Any:
-        return np.asarray(answer(np.log(np.array(probs)), SamplingParams(**knobs))).round(6)
+        logits = np.log(np.array(probs)) + plus
+        return np.asarray(answer(logits, SamplingParams(**knobs))).round(6)
 
-    return Case(f"NAME(log of {list(probs)}, SamplingParams({shown}))", run)
+    logits = f"{plus:g} + log of {list(probs)}" if plus else f"log of {list(probs)}"
+    return Case(f"NAME({logits}, SamplingParams({shown}))", run)
 
 
 def _distribution(variant: str = "") -> Any:
@@ -288,11 +290,11 @@ def _distribution(variant: str = "") -> Any:
         if p.temperature == 0 and variant != "not greedy":
             return np.eye(1, len(logits), logits.argmax())[0]
         scaled = logits * p.temperature if variant == "multiplied" else logits / p.temperature
-        weights = np.exp(scaled - scaled.max())
+        weights = np.exp(scaled - (0 if variant == "overflow" else scaled.max()))
         order = np.argsort(-weights, kind="stable")
         top = weights[order] / weights.sum()
         whole = top.sum()
-        if p.top_k > 0:
+        if p.top_k > 0 or (p.top_k == 0 and variant == "no tokens"):
             top[p.top_k :] = 0
         share = whole if variant == "of all" else top.sum()
         likelier = top.cumsum() - (0 if variant == "not crossed" else top)
@@ -359,11 +361,11 @@ register(
             _knobs_case(),
             _knobs_case((0.1, 0.6, 0.3)),
             _knobs_case(temperature=0.5),
-            _knobs_case(top_k=2),
+            _knobs_case(top_k=1),
             _knobs_case(top_p=0.6),
-            _knobs_case(min_p=0.24),
+            _knobs_case(top_k=0, min_p=0.24),
             _knobs_case(top_k=2, top_p=0.6),
-            _knobs_case((0.2, 0.45, 0.35), temperature=2.0, top_p=0.7),
+            _knobs_case((0.2, 0.45, 0.35), plus=2000, temperature=2.0, top_p=0.7),
             _knobs_case(temperature=0),
         ],
         mistakes={
@@ -384,6 +386,13 @@ register(
             ),
             _distribution("of all"): (
                 "`top_p` counts within what `top_k` left: here it still counts what was cut."
+            ),
+            _distribution("no tokens"): (
+                "`top_k=0` keeps all tokens, as -1 does; here it kept none of them."
+            ),
+            _distribution("overflow"): (
+                "`exp` of such a logit is infinite, and infinity by infinity is no number. "
+                "Subtract the largest logit first: the distribution stays the same."
             ),
             _distribution("not greedy"): (
                 "Temperature 0 is greedy: all probability goes to the likeliest token, and nothing "

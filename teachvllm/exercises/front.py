@@ -390,10 +390,15 @@ def _longest(found: list, default: None) -> _Any:
 
 
 def _search(
-    text: str, stops: list[str], num_new: int, begin: _Any = _begin, choose: _Any = min
+    text: str,
+    stops: list[str],
+    num_new: int,
+    begin: _Any = _begin,
+    choose: _Any = min,
+    find: _Any = str.find,
 ) -> _Any:
-    "A `stop_string_at` that begins and chooses as it is told."
-    found = [(text.find(stop, begin(text, stop, num_new)), stop) for stop in stops]
+    "A `stop_string_at` that begins, finds and chooses as it is told."
+    found = [(find(text, stop, begin(text, stop, num_new)), stop) for stop in stops]
     return choose([pair for pair in found if pair[0] >= 0], default=None)
 
 # %% ../../nbs/exercises/14_front.ipynb #e20523cd
@@ -436,7 +441,7 @@ _check.register(
             _check.call("one two", ["ne"], 4),
             _check.call("one two", ["wo"], 1),
             _check.call("one two three", ["three", "two"], 9),
-            _check.call("one two", ["two", "tw"], 3),
+            _check.call("one two two", ["two", "tw"], 7),
             _check.call("abcd", ["abc"], 3),
             _check.call("", ["a"], 0),
         ],
@@ -461,6 +466,10 @@ _check.register(
             _partial(_search, choose=_longest): (
                 "Two begin at the same place. The shorter one was complete first, so the text ends "
                 "there because of it."
+            ),
+            _partial(_search, find=str.rfind): (
+                "It stands in the new text twice, and the text ends at the first of the two: "
+                "`find`, and not `rfind`."
             ),
             _partial(_search, begin=_below_zero): (
                 "The search began at a negative index, which Python counts from the end of the "

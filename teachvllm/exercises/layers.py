@@ -180,6 +180,14 @@ _check.register(
                 "With fewer KV heads than ranks, `num_kv_heads // world_size` is zero; every rank "
                 "needs one all the same."
             ),
+            _where_fewer(
+                lambda rank, size, m: (
+                    rank * m // size if (rank + 1) * m // size > rank * m // size else 0
+                )
+            ): (
+                "Every rank needs a KV head, but not all of them head 0. Which one do this rank's "
+                "query heads use?"
+            ),
             _where_fewer(lambda rank, size, m: rank % m): (
                 "Neighbouring ranks have the same KV head; here they alternate. Which KV head do "
                 "this rank's query heads use?"

@@ -432,12 +432,13 @@ def _prefix_case(
     without: tuple[int, ...] = (),
     size: int = 4,
     first: int = 0,
+    step: int = 1,
 ) -> Case:
     """A text whose tokens are `known` is cached, and another one is looked up.
 
-    The text's block i has id `first` + i; the blocks with an id in `without` were evicted.
+    The text's block i has id `first` + i × `step`; the blocks with an id in `without` were evicted.
     """
-    ids = [first + i for i in range(-(-len(known) // size))]
+    ids = [first + step * i for i in range(-(-len(known) // size))]
 
     def run(answer: Any) -> Any:
         blocks = {}
@@ -465,6 +466,10 @@ def _takes_zero_for_none(token_ids: list[int], block_size: int, get_cached_block
 def _notes_the_unknown(token_ids: list[int], block_size: int, get_cached_block: Any) -> list[Any]:
     found = _find_prefix(token_ids, block_size, get_cached_block)
     return [*found, None] if len(found) < (len(token_ids) - 1) // block_size else found
+
+
+def _sorts_the_blocks(token_ids: list[int], block_size: int, get_cached_block: Any) -> list[int]:
+    return sorted(_find_prefix(token_ids, block_size, get_cached_block))
 
 
 def _returns_a_tuple(token_ids: list[int], block_size: int, get_cached_block: Any) -> Any:
@@ -496,7 +501,7 @@ register(
             _prefix_case([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 9, 9, 9]),
             _prefix_case([*range(16)], [*range(16), 5], without=(1,)),
             _prefix_case([*range(12)], [7, 7, 7, 7, *range(4, 12), 7]),
-            _prefix_case([*range(9)], [*range(9)], size=2),
+            _prefix_case([*range(9)], [*range(9)], size=2, first=4, step=-1),
         ],
         oracle=_find_prefix,
         mistakes={
@@ -529,6 +534,10 @@ register(
                 "An unknown hash ends the search; it adds nothing to the list, no `None` either."
             ),
             _returns_a_tuple: "Return a list, not a tuple: the engine adds to it.",
+            _sorts_the_blocks: (
+                "The right blocks in the order of their ids. A block table has them in the order "
+                "of the text."
+            ),
         },
         hint=(
             "Go through the full blocks of all tokens but the last: hash, look up, stop at the "

@@ -132,8 +132,12 @@ def _cut_into_steps(
             parts = [(i, done, end - done) for i, _, end in parts]
         elif slip == "again":
             parts = [(i, 0, end) for i, _, end in parts]
+        elif slip == "order once":
+            parts.sort(key=lambda part: lengths[part[0]] > 1)
         steps.append(
-            parts if slip == "order" else sorted(parts, key=lambda part: part[2] - part[1] > 1)
+            parts
+            if slip in ("order", "order once")
+            else sorted(parts, key=lambda part: part[2] - part[1] > 1)
         )
     return steps
 
@@ -170,7 +174,7 @@ _check.register(
             _check.call([4], 2),
             _check.call([2, 5], 3),
             _check.call([5, 4], 4),
-            _check.call([13, 1, 30, 7], 5),
+            _check.call([13, 1, 30, 11], 5),
         ],
         mistakes={
             partial(_cut_into_steps, slip="too far"): (
@@ -189,6 +193,10 @@ _check.register(
             partial(_cut_into_steps, slip="ended"): (
                 "A sequence that has ended is still in the step, with an empty part. It must leave "
                 "the batch."
+            ),
+            partial(_cut_into_steps, slip="order once"): (
+                "A longer sequence may end with a part of one token, which then stands first, too. "
+                "Put the parts of each step in order, not the sequences once."
             ),
             partial(_cut_into_steps, slip="order"): (
                 "The parts are right, but those with one token must stand first: attention treats "

@@ -231,11 +231,12 @@ def _pieces_variant(
     cut: bool = False,
     plain: bool = False,
     quiet: bool = False,
+    begin: str = "data:",
 ) -> Callable:
     def pieces_of(lines: Iterable[str], field: str) -> Iterator[str]:
         for line in lines:
             text = line[6:].strip() if cut else line.removeprefix("data:").strip()
-            if (every_line or line.startswith("data:")) and not (done and text == "[DONE]"):
+            if (every_line or line.startswith(begin)) and not (done and text == "[DONE]"):
                 event = json.loads(text)
                 if "error" in event and not quiet:
                     raise ValueError(event["error"])
@@ -255,6 +256,10 @@ def _pieces_variant(
 
 def _all_at_once(lines: Iterable[str], field: str) -> Iterator[str]:
     return iter(list(_pieces_variant()(lines, field)))
+
+
+def _without_the_empty(lines: Iterable[str], field: str) -> Iterator[str]:
+    return filter(None, _pieces_variant()(lines, field))
 
 
 def _event(**event: Any) -> str:
@@ -335,6 +340,10 @@ register(
                 "A chunk may have no content, as the first one, which only says who speaks: then "
                 "its piece is empty text."
             ),
+            _without_the_empty: (
+                "A chunk without content gives an empty piece, and not none: a piece says that the "
+                "server has answered."
+            ),
             _pieces_variant(first=True): (
                 "An event may have no choices: the last one has only the usage. Take each choice "
                 "that there is."
@@ -342,6 +351,9 @@ register(
             _pieces_variant(cut=True): (
                 "A space after `data:` is usual and need not be there: take away the word, then "
                 "the white space."
+            ),
+            _pieces_variant(begin="data: "): (
+                "An event was passed over: a space after `data:` is usual and need not be there."
             ),
             _pieces_variant(quiet=True): (
                 "The server says that the answer failed, and you pass over it. Raise `ValueError`."

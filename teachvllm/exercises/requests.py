@@ -74,6 +74,11 @@ def _text_by_length(decode: Any, shown: list[int], new: list[int]) -> str:
     return "" if after.endswith("\ufffd") else after[len(before) :]
 
 
+def _text_behind_prefix(decode: Any, shown: list[int], new: list[int]) -> str:
+    after = decode(shown + new)
+    return "" if after.endswith("\ufffd") else after.removeprefix(decode(shown))
+
+
 def _text_without_sign(decode: Any, shown: list[int], new: list[int]) -> str:
     before = decode(shown)
     after = decode(shown + new)
@@ -171,6 +176,10 @@ register(
                 "The old text ended in half a character, which counts as one: so its end is no "
                 "border. Where do the two texts begin to differ?"
             ),
+            _text_behind_prefix: (
+                "All of the text came again. The old text ended in half a character, so the new "
+                "text does not begin with it. Where do the two begin to differ?"
+            ),
             _text_without_sign: (
                 "A U+FFFD inside the text may be a real one. Only at the *end* does it mean that "
                 "something is still to come."
@@ -204,6 +213,7 @@ def _wrong_waste(kind: str) -> Any:
         for name, table in block_tables.items():
             for entry, block in enumerate(table):
                 tokens = min(block_size, num_computed_tokens[name] - entry * block_size)
+                tokens = tokens if kind == "negative" else max(0, tokens)
                 tokens = (
                     tokens % block_size if kind == "full" and entry == len(table) - 1 else tokens
                 )
@@ -211,7 +221,7 @@ def _wrong_waste(kind: str) -> Any:
                 filled[key] = (
                     filled.get(key, 0) + tokens
                     if kind == "added"
-                    else max(filled.get(key, 0), tokens)
+                    else max(filled.get(key, tokens), tokens)
                 )
         if kind != "window":
             filled = {
@@ -260,7 +270,7 @@ register(
             call({"a": [0, 1]}, {"a": 5}, 4),
             call({"a": [0, 1]}, {"a": 8}, 4),
             call({}, {}, 4),
-            call({"a": [0, 1], "b": [2, 3]}, {"a": 6, "b": 7}, 4),
+            call({"a": [0, 1], "b": [2, 3, 4]}, {"a": 6, "b": 7}, 4),
             call({"a": [0, 1], "a.1": [0, 1]}, {"a": 6, "a.1": 6}, 4),
             call({"a": [0, 1], "a.1": [0, 2]}, {"a": 6, "a.1": 7}, 4),
             call({"a": [-1, 1], "b": [-1, 2]}, {"a": 6, "b": 7}, 4),
@@ -280,6 +290,9 @@ register(
             _wrong_waste("empty"): (
                 "No request holds a block, for example while all wait: nothing is in use, so "
                 "nothing is wasted."
+            ),
+            _wrong_waste("negative"): (
+                "A block that has no token yet holds 0 of them, and not less than none."
             ),
             _wrong_waste("added"): (
                 "Tokens in a shared block were counted once for each sequence. They exist once."
@@ -779,7 +792,7 @@ register(
             call([("allocate", 3, "0"), ("allocate", 4, "1")]),
             call([("allocate", 3, "0"), ("cache", 3, "0")]),
             call([("free", 3, "0"), ("free", 4, "1"), ("free", 5, "0")]),
-            call([("copy", 7, "0"), ("copy", 8, "0"), ("evict", 2, "")]),
+            call([("copy", 7, "0"), ("copy", 8, "0"), ("evict", 2, ""), ("evict", 5, "")]),
             call([]),
         ],
         mistakes={

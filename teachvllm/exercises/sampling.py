@@ -530,9 +530,11 @@ def _find_block(
     Switches make a mistake of it.
     """
     best = largest.max()
-    shrunk = {"own": total, "grow": total * (best - largest).exp()}.get(
-        wrong, total * (largest - best).exp()
-    )
+    shrunk = {
+        "own": total,
+        "grow": total * (best - largest).exp(),
+        "overflow": total * largest.exp(),
+    }.get(wrong, total * (largest - best).exp())
     cdf = shrunk.cumsum(0)
     target = uniform * (1 if wrong == "unscaled" else cdf[-1])
     block = int(
@@ -588,7 +590,7 @@ _check.register(
             _check.call(_zeros, _totals, 0.1),
             _check.call(_zeros, _totals, 0.5),
             _check.call(_uneven, _torch.tensor([2.0, 2.0, 4.0]), 0.7),
-            _check.call(_uneven.flip(0), _torch.tensor([2.0, 2.0, 4.0]), 0.05),
+            _check.call(_uneven.flip(0) + 100, _torch.tensor([2.0, 2.0, 4.0]), 0.05),
             _check.call(_torch.tensor([-_math.inf, 0.0, 0.0]), _torch.tensor([0.0, 1.0, 1.0]), 0.0),
         ],
         mistakes={
@@ -612,6 +614,10 @@ _check.register(
             _partial(_find_block, wrong="grow"): (
                 "The wrong way round: a block whose largest logit is small must shrink. Look at "
                 "the sign in `exp`."
+            ),
+            _partial(_find_block, wrong="overflow"): (
+                "`exp` of a logit of 100 is more than float32 can hold. Relative to the largest "
+                "logit of the row no factor is above 1."
             ),
             _partial(_find_block, wrong="reaches"): (
                 "A block without any weight was chosen: the sum must *pass* the target, not only "

@@ -211,12 +211,22 @@ def _events_with_comments(pieces: list[bytes]) -> Any:
     return [line.removeprefix("data: ") for line in found if line != "data: [DONE]"]
 
 
+def _events_decoded_loosely(pieces: list[bytes]) -> Any:
+    return _events(["".join(piece.decode(errors="ignore") for piece in pieces).encode()])
+
+
 def _events_split_inside(pieces: list[bytes]) -> Any:
     _events(pieces)
     text = "\n".join(
         line for line in b"".join(pieces).decode().split("\n") if not line.startswith(":")
     )
-    return [part.strip() for part in text.split("data: ") if part.strip() not in ("", "[DONE]")]
+    return [part.strip() for part in text.split("data: ")[1:-1]]
+
+
+def _events_until_done(pieces: list[bytes]) -> Any:
+    text = b"".join(pieces).decode()
+    lines = text[: text.index("data: [DONE]")].split("\n")
+    return [line[6:] for line in lines if line.startswith("data: ")]
 
 
 def _events_any_end(pieces: list[bytes]) -> Any:
@@ -264,7 +274,7 @@ register(
             call([b"data: 1\n\nda", b"ta: 2\n", b"\ndata: [DONE]\n\n"]),
             call([b"data: caf\xc3", b"\xa9\n\ndata: [DONE]\n\n"]),
             call([b": still here\n\ndata: 1\n\ndata: [DONE]\n\n"]),
-            call([b"data: he wrote data: 1\n\ndata: [DONE]\n\n"]),
+            call([b"data: he wrote data: [DONE]\n\ndata: [DONE]\n\n"]),
             call([b"data: 1\n\ndata: 2\n\n"]),
         ],
         mistakes={
@@ -276,6 +286,10 @@ register(
                 "A character was cut in two, and half a character cannot be decoded. Join the "
                 "bytes first."
             ),
+            _events_decoded_loosely: (
+                "A character was cut in two, and both halves were dropped. Join the bytes before "
+                "you decode them."
+            ),
             _events_with_done: "[DONE] says that the stream is over. It is no data of the answer.",
             _events_with_comments: (
                 "A line that begins with a colon is a comment: it keeps a connection alive and "
@@ -283,6 +297,10 @@ register(
             ),
             _events_split_inside: (
                 "`data: ` counts only at the beginning of a line. Here it is a part of the text."
+            ),
+            _events_until_done: (
+                "The text itself says `data: [DONE]`, and the answer ended there. Only a whole "
+                "line with these words ends the stream."
             ),
             _events_any_end: (
                 "The stream broke off before [DONE], so the answer is not complete. The caller "

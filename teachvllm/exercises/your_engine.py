@@ -6,7 +6,7 @@
 __all__ = ['PROMPTS', 'PARTS', 'Served', 'choose_parts', 'serve_parts', 'count_blocks']
 
 # %% ../../nbs/exercises/20_your_engine.ipynb #0bf89176
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +67,12 @@ class Served:
         return "\n".join([*lines, "", f"{told} the engine's own parts make"])
 
 
-def choose_parts(answers: tuple[Any, ...], checked: bool = True) -> dict[str, Any]:
+def choose_parts(answers: Sequence[Any], checked: bool = True) -> dict[str, Any]:
     """Each part by its name: the answer, or the book's. `ValueError` for an answer that is no part,
     that is there twice, or, if they are `checked`, is not right.
     """
+    if not isinstance(answers, Sequence):
+        raise ValueError(f"a list of answers is asked for: [{getattr(answers, '__name__', '…')}]")
     parts: dict[str, Any] = {}
     for answer in answers:
         name = getattr(answer, "__name__", repr(answer))
@@ -85,12 +87,15 @@ def choose_parts(answers: tuple[Any, ...], checked: bool = True) -> dict[str, An
 
 
 def serve_parts(
-    *answers: Any, num_blocks: int = 10, max_tokens: int = 12, checked: bool = True
+    answers: Sequence[Any] = (),
+    num_blocks: int = 10,
+    max_tokens: int = 12,
+    checked: bool = True,
 ) -> Served:
     """Answer four prompts with the default model by an engine of these parts: a class `ReservesAll`,
-    functions `attend_tiles` and `kv_blocks`, as their chapters ask for them; those that are not
-    given are the book's. Of the blocks that `kv_blocks` finds, `num_blocks` are used, so that
-    requests have to wait. `ValueError` as `choose_parts` and `count_blocks`.
+    functions `attend_tiles` and `kv_blocks`, as their chapters ask for them. A part that is not
+    among the `answers` is the book's. Of the blocks that `kv_blocks` finds, `num_blocks` are used,
+    so that requests have to wait. `ValueError` as `choose_parts` and `count_blocks`.
     """
     parts = choose_parts(answers, checked)
     num_calls = dict.fromkeys(PARTS, 0)

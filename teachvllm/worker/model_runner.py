@@ -17,7 +17,7 @@ import torch
 from ..attention.backend import AttentionBackend, AttentionMetadata, KVCacheSpec
 from ..config import VllmConfig
 from ..core.block_manager import num_blocks_for
-from ..core.scheduler import ForkedSequenceData, NewSequenceData, SchedulerOutput
+from ..core.orders import ForkedSequenceData, NewSequenceData, SchedulerOutput
 from ..distributed.parallel_state import ParallelState
 from teachvllm.model_executor.layers import (
     Attention,

@@ -20,7 +20,7 @@ import torch
 
 from ..attention.backend import KVCacheSpec
 from ..config import VllmConfig, require, resolve_class
-from ..core.scheduler import SchedulerOutput
+from ..core.orders import SchedulerOutput
 
 from teachvllm.distributed.parallel_state import (
     ParallelState,
