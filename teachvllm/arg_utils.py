@@ -176,7 +176,7 @@ _BY_REASON: dict[str, dict[str, list[Any]]] = {
         "enable_fault_tolerance": [False],
         "ray_workers_use_nsight": [False],
     },
-    "Ray and torchrun reach other machines, taskset and CUDA_VISIBLE_DEVICES choose cores and GPUs": {
+    "Ray and torchrun reach other machines; taskset and CUDA_VISIBLE_DEVICES choose devices": {
         "master_addr": ["127.0.0.1"],
         "master_port": [29501],
         "nnodes": [1],
