@@ -19,6 +19,7 @@ from typing import Any, NotRequired, TypedDict
 
 from .config import ModelConfig, NotSupportedYet, require
 from .sampling_params import SamplingParams, is_valid_unicode
+from .transformers_utils import read_gguf_header
 
 # %% ../nbs/38_inputs.ipynb #08adfb00
 @functools.lru_cache(maxsize=8)
@@ -32,7 +33,11 @@ def get_tokenizer(path: Path, trust_remote_code: bool = False, mode: str = "auto
         if path.is_file():
             # not AutoTokenizer: that would build the model's configuration, too, which takes it
             # seconds
-            return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+            end = read_gguf_header(path)[0].get("tokenizer.ggml.eos_token_id")
+            if end is not None:  # transformers 5.9 takes the token that begins a text for it
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+            return tokenizer
         return AutoTokenizer.from_pretrained(
             path, trust_remote_code=trust_remote_code, use_fast=mode != "slow"
         )

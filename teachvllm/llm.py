@@ -247,7 +247,7 @@ class Scorer:
     def make_outputs(
         self, outputs: list[PoolingRequestOutput], num_first: int
     ) -> list[ScoringRequestOutput]:
-        "The scores that the prompts' vectors are, or give."
+        "The scores: a model made for pairs has given them; else they are cosines of the vectors."
         scores = outputs if self.reads_pairs else cosines(outputs, num_first)
         return [ScoringRequestOutput.from_base(score) for score in scores]
 

@@ -298,7 +298,7 @@ class BeamSearchParams(ShowAsTable):
             )
 
     def sampling_params(self) -> SamplingParams:
-        "What the engine's other parts must know of it."
+        "The `SamplingParams` that the engine's other parts see."
         return SamplingParams(
             temperature=0,
             max_tokens=self.max_tokens,

@@ -67,7 +67,7 @@ class Sequence:
         self.prompt_embeddings: list[Any] = []
 
     def fork(self, seq_id: int, index: int, seed: int) -> "Sequence":
-        "A sequence with the same past; its future is its own."
+        "A new sequence that has the same tokens so far."
         child = copy.copy(self)
         child.seq_id = seq_id
         child.index = index
@@ -201,7 +201,7 @@ class SequenceGroup:
         return self.unfinished[0].status if self.unfinished else self.seqs[0].status
 
     def set_status(self, status: SequenceStatus) -> None:
-        "Of all unfinished sequences."
+        "Set the status of all unfinished sequences."
         for seq in self.unfinished:
             seq.status = status
 
@@ -230,7 +230,7 @@ class SequenceGroup:
         return self.num_seqs - len(self.seqs) + len(self.unfinished)
 
     def is_finished(self) -> bool:
-        "Whether every sequence is."
+        "Whether every sequence is finished."
         return not self.unfinished
 
     def __repr__(self) -> str:

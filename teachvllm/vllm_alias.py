@@ -102,7 +102,7 @@ MODULES = {
 
 # %% ../nbs/package/06_as_vllm.ipynb #4876d102
 class LoRARequest:
-    "Can be imported, and not made: LoRA is not there. vLLM: `lora/request.py`."
+    "Can be imported, but not made: LoRA is not supported. vLLM: `lora/request.py`."
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise NotSupportedYet("vLLM's LoRARequest is not in teachvllm yet: LoRA is not there")
@@ -172,7 +172,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 # %% ../nbs/package/06_as_vllm.ipynb #0367134b
 def missing(name: str) -> str:
-    "What is said of a name of vLLM's that is not in the table."
+    "The message for a name of vLLM's that is not in the table."
     module = name.rpartition(".")[0]
     inside = NAMES.get(module) or {m for m in MODULES if m.startswith(f"{module}.")}
     return (

@@ -13,7 +13,7 @@ from teachvllm import LLM, SamplingParams
 from teachvllm.transformers_utils import DEFAULT_MODEL, find_model
 
 NUM_PROMPTS = 8
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 TEXTS = [
     "Hello, my name is",
     "The president of the United States is",
@@ -25,7 +25,7 @@ TEXTS = [
     "Sehr geehrte Damen und Herren, leider muss ich Ihnen",
 ]
 
-# everything that must not change a token; 40 blocks of 16 hold less than half of what eight
+# everything that must not change a token; 20 blocks of 16 hold two thirds of what eight
 # requests grow to
 WAYS = {
     "default": {},

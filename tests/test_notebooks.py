@@ -47,7 +47,7 @@ sys.meta_path.insert(0, NoNbdev())
 
 NO_TRITON = importlib.util.find_spec("triton") is None
 IMPORTS_TRITON = re.compile(
-    r"^(import triton|from triton|from teachvllm\.attention\.triton|.*\bbenchmarks(\.| import )gpu\b)",
+    r"^(import triton|from triton|from teachvllm\.(attention\.triton|gpu_kernels)|.*\bbenchmarks(\.| import )gpu\b)",
     re.MULTILINE,
 )
 
@@ -184,7 +184,7 @@ def test_notebook_runs(notebook: Path, runs: dict[Path, Future[tuple[str, float]
 def test_which_need_triton() -> None:
     "Those that are skipped without it; all others run without it, too."
     needing = {number_of(notebook) for notebook in NOTEBOOKS if imports_triton(notebook)}
-    assert needing == {"23", "24", "25", "43", "gpu/01", "gpu/02"}
+    assert needing == {"23", "24", "25", "43", "gpu/01", "gpu/02", "gpu/03"}
 
 
 @pytest.mark.parametrize(

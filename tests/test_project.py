@@ -22,6 +22,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbdev.clean import clean_nb
 from nbdev.config import get_config
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from teachvllm.startup import STARTUP
 from tools.chapters import (
@@ -235,6 +236,63 @@ def test_imports_are_declared() -> None:
     )
 
 
+def pins(name: str) -> list[Requirement]:
+    "The lines of a file of constraints that hold for this Python."
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for text in lines if (line := text.partition("#")[0].strip())]
+    return [one for one in found if one.marker is None or one.marker.evaluate()]
+
+
+def test_versions_agree() -> None:
+    """What continuous integration installs is what pyproject.toml accepts; and the file of the oldest
+    versions has its lower bounds.
+    """
+    requires = [Requirement(line) for line in importlib.metadata.requires("teachvllm") or []]
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    jobs = workflow["jobs"]["versions"]["strategy"]["matrix"]["include"]
+    files = [job["pins"] for job in jobs if job["pins"] != "/dev/null"]
+    assert files == [".github/oldest-versions.txt", ".github/colab-versions.txt"]
+    problems = []
+    for name in ["constraints.txt", ".github/colab-versions.txt"]:
+        exact = {canonicalize_name(one.name): str(one.specifier) for one in pins(name)}
+        assert all(text.startswith("==") for text in exact.values())
+        problems += [
+            f"{name}: {one.name}{exact[canonicalize_name(one.name)]}, pyproject.toml says {one}"
+            for one in requires
+            if canonicalize_name(one.name) in exact
+            and exact[canonicalize_name(one.name)][2:] not in one.specifier
+        ]
+    none(problems)
+    oldest = {one.name: str(one.specifier) for one in pins(".github/oldest-versions.txt")}
+    bounds = {one.name: str(one.specifier) for one in requires if one.marker is None}
+    assert oldest["torch"].removeprefix("==").removesuffix(".*") == bounds["torch"][2:]
+    lower = oldest["transformers"].removeprefix("==").removesuffix(".*")
+    assert f">={lower}" in bounds["transformers"].split(",")
+
+
+def test_an_installation_leaves_colabs_packages_alone() -> None:
+    """What a notebook's first cell asks for raises neither torch nor numpy nor pandas, which other
+    packages there rely on: nothing of ours names a version of them that Colab has not, or an extra
+    of another package that does.
+    """
+    requires = [Requirement(line) for line in importlib.metadata.requires("teachvllm") or []]
+    text = "\n".join(text for path in NOTEBOOKS for text in texts(path, "code"))
+    extras = set(",".join(re.findall(r"teachvllm\[([a-z,]+)\] @ git", text)).split(","))
+    colab = {one.name: str(one.specifier)[2:] for one in pins(".github/colab-versions.txt")}
+    assert {"gguf", "numba", "ray", "serve"} <= extras and {"torch", "numpy", "pandas"} <= set(
+        colab
+    )
+    problems = []
+    for one in requires:
+        if one.marker and not any(one.marker.evaluate({"extra": extra}) for extra in ["", *extras]):
+            continue
+        if one.extras or one.name in ("numpy", "pandas") and one.specifier:
+            problems.append(f"{one}: it may raise what is there")
+        if one.name in colab and one.name != "numba" and colab[one.name] not in one.specifier:
+            problems.append(f"{one}: Colab has {colab[one.name]}")
+    none(problems)
+
+
 def loaded_by(*modules: str) -> set[str]:
     "The modules that a new Python has loaded after importing `modules`."
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
@@ -244,6 +302,14 @@ def loaded_by(*modules: str) -> set[str]:
 def test_import_teachvllm_is_light() -> None:
     heavy = loaded_by("teachvllm") & {"torch", "transformers", "matplotlib", "triton"}
     assert not heavy
+
+
+def test_an_engine_loads_no_benches_and_no_exercises() -> None:
+    "They are in the wheel, because chapters on Colab call them; an engine is started without them."
+    loaded = loaded_by("teachvllm.llm", "teachvllm.engine.async_llm")
+    others = ("benchmarks", "block_player", "entrypoints", "exercises", "startup", "viz")
+    found = {name for name in loaded for other in others if name == f"teachvllm.{other}"}
+    assert not found and "matplotlib.pyplot" not in loaded
 
 
 def test_import_works_beside_the_clone() -> None:

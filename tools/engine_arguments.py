@@ -29,7 +29,8 @@ INTRO = """# Engine arguments
 
 `LLM(model, **arguments)` and `EngineArgs(**arguments)` take vLLM's names. This page says what becomes of each of them. It covers
 two whole lists: all {old} fields of `EngineArgs` and `AsyncEngineArgs` in vLLM 0.8.5, and all {new} in vLLM 0.33.0, as they
-stand in the source of these releases. Beside them it has {others}.
+stand in the source of these releases: 0.8.5 is the one whose names this book takes, where old posts and V0's options are at home,
+and 0.33.0 has the names that came since. Beside them it has {others}.
 
 Of these {all} arguments, {served} are supported, {idle} are accepted and have nothing to do, and {refused} are refused unless
 they ask for what is done anyway.

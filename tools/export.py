@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def contents(package: Path) -> dict[str, bytes]:
     "Every file of a package, by its path inside it; but what Python caches."
-    files = [p for p in sorted(package.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+    files = [
+        path
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
+    ]
     return {p.relative_to(package).as_posix(): p.read_bytes() for p in files}
 
 

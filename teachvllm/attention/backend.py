@@ -210,7 +210,7 @@ class ReferenceBackend(AttentionBackend):
 
     @classmethod
     def why_no_float8(cls, device: str, kv_cache_dtype: torch.dtype) -> str | None:
-        "It widens whatever torch can."
+        "None: torch converts every 8-bit dtype that a cache may have."
         return None
 
     def forward(

@@ -119,7 +119,7 @@ class TorchSDPABackend(AttentionBackend):
 
     @classmethod
     def why_no_float8(cls, device: str, kv_cache_dtype: torch.dtype) -> str | None:
-        "torch widens what was gathered."
+        "None: torch converts what was gathered."
         return None
 
     @staticmethod

@@ -139,7 +139,7 @@ class Orders:
         self.next.new_token_ids[seq.seq_id] = token_ids
 
     def forget(self, seq: Sequence) -> None:
-        "`seq` ends, or loses its blocks."
+        "`seq` ends, or loses its blocks: to be called while it still has them."
         if seq.seq_id in self.block_manager.block_tables:
             self.next.finished_seq_ids.append(seq.seq_id)
 

@@ -234,7 +234,7 @@ class Preemption:
     def _would_fit(
         self, admission: Admission, group: SequenceGroup, lower: list[SequenceGroup]
     ) -> bool:
-        "Whether the waiting `group` had its blocks if all of the running groups `lower` went."
+        "Whether the waiting `group` would fit if all of the running groups `lower` were preempted."
         manager = self.block_manager
         tables = [manager.block_tables.get(s.seq_id, ()) for g in lower for s in g.unfinished]
         most = manager.get_num_free_gpu_blocks() + sum(map(len, tables))

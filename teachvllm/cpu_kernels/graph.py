@@ -82,7 +82,7 @@ class Pool:
 
     @property
     def num_bytes(self) -> int:
-        "Of all pieces."
+        "Bytes of all pieces."
         return sum(len(memory) for memory, _ in self.pieces)
 
 # %% ../../nbs/cpu/07_cpu_graph.ipynb #f20ac4d8

@@ -363,5 +363,5 @@ class PackedLinear:
 
     @property
     def nbytes(self) -> int:
-        "Of the panels."
+        "Bytes of the panels."
         return self.panels.nbytes

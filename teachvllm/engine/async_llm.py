@@ -267,7 +267,7 @@ class AsyncLLM:
         self._tell("abort_request", request_id)
 
     def _tell(self, event: str, *args: Any) -> None:
-        "Tell the stat loggers; what fails in one of them is logged, and no request's concern."
+        "Tell the stat loggers. An exception in one of them is logged, and ends no request."
         for stat_logger in self.stat_loggers:
             method = event
             if event == "fail_request" and not hasattr(stat_logger, "fail_request"):

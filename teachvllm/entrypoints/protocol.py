@@ -543,7 +543,7 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    "What a request is answered that fails."
+    "The answer to a request that failed."
 
     error: ErrorInfo
 

@@ -191,10 +191,10 @@ class DummyWorker:
         self.reset()
 
     def init_device(self) -> None:
-        "There is none."
+        "A worker without a model needs no device."
 
     def load_model(self) -> None:
-        "There is none."
+        "There is no model to load."
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         "What each layer of the model would keep of a token."
@@ -376,7 +376,7 @@ class DummyExecutor(ExecutorBase):
         return output
 
     def shutdown(self) -> None:
-        "There is nothing to let go."
+        "There are no workers to end."
 
 # %% ../../nbs/51_simulator.ipynb #8ff79209
 @dataclass

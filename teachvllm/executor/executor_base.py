@@ -65,7 +65,7 @@ class HoldInterrupts:
             self.pass_on()
 
     def pass_on(self) -> None:
-        "What arrived goes to the handler that was there before."
+        "Give the signal that arrived to the handler that was there before."
         arrived = self.arrived
         self.arrived = False
         if arrived:
@@ -181,7 +181,7 @@ class ExecutorBase(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        "Let the workers go. May be called twice."
+        "End the workers. May be called twice."
 
 # %% ../../nbs/50_executor.ipynb #1a88e4ab
 class UniProcExecutor(ExecutorBase):

@@ -125,11 +125,11 @@ def begin_process(who: str, parent: int, log_level: int) -> None:
     Ctrl-C and SIGTERM, which a terminal and a service manager send to all processes at once, are
     for the engine to act on.
     """
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.SIG_IGN)
     with suppress(OSError):  # only Linux has this file; it keeps 15 bytes
         name = f"teachvllm:{who.replace('rank=', 'w')}"
         Path("/proc/self/comm").write_text(name[:15])
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, signal.SIG_IGN)
     # blocked since the process was born
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=leave_with, args=(parent,), daemon=True).start()

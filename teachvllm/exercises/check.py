@@ -462,7 +462,8 @@ def _name_mistake(exercise: Exercise, number: int, outcome: Outcome) -> str:
 WRONG_CALL = re.compile(r"TypeError: \S+\(\) (takes|missing|got an unexpected|got multiple)")
 # a difference of two numbers, or Python's messages for a float where only an int will do
 FLOAT_FOR_INT = re.compile(
-    r"\d\.\d+(e[+-]?\d+)?, not -?\d+$|'float' object cannot be interpreted|not '?float"
+    r"\d\.\d+(e[+-]?\d+)?, not -?\d+$|'float' object cannot be interpreted"
+    r"|(integer|indices|\bint)\b.*not '?float"
 )
 
 
@@ -472,7 +473,8 @@ def _why_not_called(answer: Any, right: Any, outcome: Outcome) -> str:
     if isinstance(right, type) != isinstance(answer, type):
         kinds = ("function", "class") if isinstance(right, type) else ("class", "function")
         return f"`{name}` is a {kinds[0]} here, and a {kinds[1]} is asked for."
-    if isinstance(right, type) and not issubclass(answer, base := right.__mro__[1]):
+    base = right.__mro__[1] if isinstance(right, type) else object
+    if isinstance(right, type) and right.__bases__ == (base,) and not issubclass(answer, base):
         return f"It is to be a subclass of `{base.__name__}`: `class {name}({base.__name__}):`."
     if WRONG_CALL.match(outcome.problem) and "in line" not in outcome.problem:
         return "It is called with other arguments than it takes: keep those of the stub."
@@ -650,7 +652,7 @@ def plot_mistakes(name: str, tries: list[str], answers: dict[str, Any]) -> Any:
     for title, answer in answers.items():
         judged = judge(name, answer)
         hint = judged.hint if judged.known else f"(no mistake it knows:) {judged.hint}"
-        hint = hint if judged.hint else "all tries are right"
+        hint = "all tries are right" if set(judged.marks) == {"right"} else hint
         rows.append((textwrap.wrap(title, 25), judged.marks, textwrap.wrap(hint, 50)))
     heights = [0.155 * max(2, len(label), len(says)) + 0.1 for label, _, says in rows]
     left, cell, right = 1.95, 0.32, 3.6  # the axes have an inch as their unit

@@ -142,7 +142,7 @@ class OneDNNLinear:
 
     @property
     def nbytes(self) -> int:
-        "Of the blocks."
+        "Bytes of the blocks."
         return self.blocks.nbytes
 
 
@@ -696,7 +696,7 @@ def use_kernels(model: nn.Module, kernels: KernelTable) -> None:
 
 
 class Add(nn.Module):
-    "The sum of a layer's output and what went past it."
+    "The sum of a layer's output and its residual."
 
     kernels = KernelTable()
 

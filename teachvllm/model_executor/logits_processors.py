@@ -250,7 +250,7 @@ class LogitsProcessors:
         return slot not in self.requests or not self.requests[slot].needs_history
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
-        "On the device, without waiting for it."
+        "The array as a tensor on the device. The caller does not wait for the copy."
         x = torch.from_numpy(array)
         return x if self.device == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
 

@@ -9,8 +9,8 @@ __all__ = ['CHUNK', 'LARGEST', 'MAX_CANDIDATES', 'MAX_LOGITS', 'uniform_noise', 
 
 # %% ../../nbs/32_sampler.ipynb #c93b4fb0
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -132,16 +132,27 @@ def sort_falling(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if probs.device.type != "cpu":
         return probs.sort(descending=True, stable=True)
-    ids = torch.arange(probs.shape[1])
-    keys = probs.contiguous().view(torch.int32).long()
-    keys.neg_().add_(LARGEST).bitwise_left_shift_(32).bitwise_or_(ids)
-    parts = np.array_split(keys.numpy(), min(len(keys), torch.get_num_threads()))
-    if len(parts) == 1:
-        parts[0].sort(axis=-1)
-    else:
-        with ThreadPoolExecutor(len(parts)) as pool:
-            list(pool.map(lambda part: part.sort(axis=-1), parts))
-    order = keys.bitwise_and_(LARGEST)
+    bits = probs.contiguous().numpy().view(np.int32)
+    keys = np.empty(bits.shape, np.int64)
+    ids = np.arange(bits.shape[1])
+
+    def sort_part(rows: slice) -> None:
+        part = keys[rows]
+        np.subtract(LARGEST, bits[rows], out=part, dtype=np.int64)
+        part <<= 32
+        part |= ids
+        part.sort(axis=-1)
+        part &= LARGEST  # the ids are left
+
+    num_threads = max(1, min(len(bits), torch.get_num_threads()))
+    parts = [slice(i, None, num_threads) for i in range(num_threads)]
+    threads = [Thread(target=sort_part, args=(part,)) for part in parts[1:]]
+    for thread in threads:
+        thread.start()
+    sort_part(parts[0])
+    for thread in threads:
+        thread.join()
+    order = torch.from_numpy(keys)
     return probs.gather(1, order), order
 
 # %% ../../nbs/32_sampler.ipynb #762698d6
@@ -183,7 +194,7 @@ class LogprobsTensors:
     ranks: torch.Tensor  # [s] int64: how many tokens are at least as likely as the chosen one
 
     def to_cpu_nonblocking(self) -> "LogprobsTensors":
-        "The same on its way to the host. The caller does not wait."
+        "The same tensors, while they are copied to the host. The caller does not wait."
         return LogprobsTensors(*(x.to("cpu", non_blocking=True) for x in vars(self).values()))
 
     def tolists(self) -> list[TokenLogprobs]:
@@ -354,7 +365,7 @@ class SamplerOutput:
     drafts: dict[int, list[int]] = field(default_factory=dict)  # entry -> the tokens guessed for it
 
     def start_copy(self) -> "SamplerOutput":
-        "The same on its way to the host, in pinned memory. The caller does not wait."
+        "The same, while it is copied to pinned memory of the host. The caller does not wait."
         if self.token_ids.device.type == "cpu":
             return self
         token_ids = self.token_ids.to("cpu", non_blocking=True)

@@ -336,7 +336,7 @@ class Batch:
         self.block_table = state.block_table[self.req_indices, :num_blocks]
 
     def _choose_sample_rows(self, state: InputBatch) -> None:
-        "Whose next token can be sampled: those whose tokens are all computed then."
+        "Choose the sequences that sample a token: those with all of their tokens computed then."
         self.is_complete = self.seq_lens == state.num_tokens[self.req_indices]
         indices = self.req_indices[self.is_complete]
         times = state.num_samples[indices]
@@ -346,7 +346,7 @@ class Batch:
             times.cumsum() - times, times
         )
         self.sample_offsets = np.zeros_like(self.sample_numbers)
-        # those whose token is the sequence's own, and stays on the device
+        # rows whose token is the sequence's own, and stays on the device
         self.keeps_token = self.sample_numbers == 0
 
     def _choose_draft_rows(self, state: InputBatch, drafts: dict[int, list[int]]) -> None:

@@ -36,7 +36,7 @@ from ..rotary_embedding import ApplyRotaryEmb, get_rope, rope_parameters
 
 # %% ../../../nbs/36_llama.ipynb #0bd9fca5
 def head_size_of(config: Any) -> int:
-    "Dimensions of a head: `head_dim`, or else the hidden size shared out."
+    "Dimensions of a head: `head_dim`, or else the hidden size, divided by the heads."
     head_size: int = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
