@@ -670,6 +670,35 @@ def test_quarto_yml_is_one_file() -> None:
     assert link.is_symlink() and link.readlink() == Path("../_quarto.yml")
 
 
+def test_front_matter_is_what_quarto_reads() -> None:
+    """A notebook begins with its title and its description, of one line each, from which nbdev makes
+    the page's front matter; a cell's options are YAML; and the files that `_quarto.yml` names exist.
+    """
+    problems = []
+    for path in [*NOTEBOOKS, *solutions()]:
+        first, *others = cells(path)
+        text = "".join(first["source"])
+        # worked answers need no description
+        head = re.match(r"# [^\n]+(\n\n> [^\n]+\Z)" + "?" * (path not in NOTEBOOKS), text)
+        if first["cell_type"] != "markdown" or not head:
+            problems.append(f"{name_of(path)}: its first cell is not `# title`, `> description`")
+        if any(cell["cell_type"] == "raw" for cell in others):
+            problems.append(f"{name_of(path)}: a raw cell")
+        for source in texts(path, "code"):
+            lines = [line[2:].strip() for line in source.splitlines() if line.startswith("#|")]
+            options = "\n".join(line for line in lines if ":" in line)
+            try:
+                found = yaml.safe_load(options) or {}
+            except yaml.YAMLError:
+                found = {"": None}
+            if not all(isinstance(value, str | bool) for value in found.values()):
+                problems.append(f"{name_of(path)}: {options!r} is not YAML")
+    none(problems)
+    site = yaml.safe_load((ROOT / "_quarto.yml").read_text())
+    for name in (site["format"]["html"]["css"], site["website"]["favicon"]):
+        assert (ROOT / "nbs" / name).is_file(), name
+
+
 def test_sidebar_lists_every_notebook_in_order() -> None:
     site = yaml.safe_load((ROOT / "_quarto.yml").read_text())["website"]
     listed = [page for part in site["sidebar"]["contents"] for page in part["contents"]]
