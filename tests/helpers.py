@@ -2,7 +2,12 @@
 compare with.
 """
 
+import ast
+import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +110,36 @@ def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
         pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
+
+
+def compiling_env(**more: str) -> dict[str, str]:
+    "This process's variables for a child whose Triton compiles, and `more`."
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return env | more
+
+
+def run_compiling(*argv: str, **more: str) -> subprocess.CompletedProcess[str]:
+    "Python with `argv`, in a child whose Triton compiles, until it has ended well."
+    command = [sys.executable, "-W", "ignore", *argv]
+    env = compiling_env(**more)
+    child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
+    assert child.returncode == 0, child.stderr[-3000:]
+    return child
+
+
+def from_chapter(name: str, *wanted: str) -> list[Any]:
+    "Classes that a chapter defines for itself and does not export, made with its imports."
+    path = Path(__file__).resolve().parents[1] / "nbs" / f"{name}.ipynb"
+    scope: dict[str, Any] = {"__name__": path.stem}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] != "code" or "eval: false" in source:
+            continue
+        kept = [
+            node
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            or (isinstance(node, ast.ClassDef) and node.name in wanted)
+        ]
+        exec(compile(ast.Module(kept, []), str(path), "exec"), scope)
+    return [scope[one] for one in wanted]

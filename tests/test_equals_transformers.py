@@ -25,7 +25,7 @@ TEXTS = [
     "Sehr geehrte Damen und Herren, leider muss ich Ihnen",
 ]
 
-# everything that must not change a token; 20 blocks of 16 hold two thirds of what eight
+# everything that must not change a token; 16 blocks of 16 hold half of what eight
 # requests grow to
 WAYS = {
     "default": {},
@@ -34,8 +34,8 @@ WAYS = {
     "chunks of 7": {"max_num_batched_tokens": 7},
     "chunks of 64": {"max_num_batched_tokens": 64},
     "chunks of 4096": {"max_num_batched_tokens": 4096},
-    "few blocks": {"num_gpu_blocks_override": 20},
-    "few blocks, small chunks": {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 7},
+    "few blocks": {"num_gpu_blocks_override": 16},
+    "few blocks, small chunks": {"num_gpu_blocks_override": 16, "max_num_batched_tokens": 7},
     "few small blocks": {
         "num_gpu_blocks_override": 300,
         "block_size": 1,

@@ -14,15 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, Qwen3Config
 
 if not torch.cuda.is_available():  # Triton must know before it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+
+from helpers import from_chapter, run_compiling  # noqa: E402
 
 from teachvllm import LLM, SamplingParams  # noqa: E402
 from teachvllm.attention.backend import AttentionMetadata  # noqa: E402
@@ -40,7 +39,6 @@ from teachvllm.model_executor.layers import (  # noqa: E402
     use_kernels,
 )
 from teachvllm.model_executor.models.llama import (  # noqa: E402
-    LlamaAttention,
     LlamaDecoderLayer,
     LlamaForCausalLM,
 )
@@ -286,86 +284,10 @@ def test_the_layers_use_them():
 # Launches
 
 
-class FusedAttention(LlamaAttention):
-    "As in chapter gpu/03."
-
-    kernels = KernelTable()
-
-    def forward(self, x, cos_sin, kv_cache, meta):
-        n, kv = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x).view(len(x), n + 2 * kv, self.head_size)
-        args = qkv, *cos_sin, kv_cache, meta.slot_mapping
-        kernel = self.kernels.get("rotary_and_cache", *args)
-        if kernel and isinstance(self.attn.backend, TritonBackend):
-            x = self.attn.backend.forward(kernel(*args), kv_cache, meta).flatten(1)
-        else:
-            qk, v = qkv.split((n + kv, kv), 1)
-            q, k = self.rotate(qk, cos_sin).split((n, kv), 1)
-            x = self.attn(q, k, v, kv_cache, meta)
-        return self.o_proj(x)
-
-
-class PairNorm(RMSNorm):
-    "The norm of a tensor, or of the sum of a pair."
-
-    def forward(self, x, residual=None):
-        return super().forward(*x)[0] if isinstance(x, tuple) else super().forward(x, residual)
-
-
-class FusedLayer(LlamaDecoderLayer):
-    "As in chapter gpu/03: it returns what is still to be added, and to what."
-
-    attention_cls = FusedAttention
-    norm_cls = PairNorm
-
-    def forward(self, x, cos_sin, kv_cache, meta):
-        if isinstance(x, tuple):
-            normed, x = self.input_layernorm(*x)
-        else:
-            normed = self.input_layernorm(x)
-        attended = self.self_attn(normed, cos_sin, kv_cache, meta)
-        normed, x = self.post_attention_layernorm(attended, x)
-        return self.mlp(normed), x
-
-
-class Launches(TorchDispatchMode):
-    """Operators of torch that are neither views nor allocations, and launches of Triton's kernels,
-    by name and in order. What the interpreter does inside of a kernel is left out.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.inside = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        aliases = [r.alias_info for r in func._schema.returns]
-        view = any(alias is not None and not alias.is_write for alias in aliases)
-        name = func.__name__.split(".")[0].strip("_")
-        if not (self.inside or view or name.startswith(("empty", "new_empty"))):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self):
-        owner = InterpretedFunction if interpreted() else JITFunction
-        launch = owner.run
-
-        def run(kernel, *args, **kwargs):
-            self.names.append(kernel.fn.__name__)
-            self.inside = True
-            try:
-                return launch(kernel, *args, **kwargs)
-            finally:
-                self.inside = False
-
-        self.patch = patch.object(owner, "run", run)
-        self.patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patch.stop()
-        return super().__exit__(*error)
-
+# the chapter's own layer, and how it counts
+*_, FusedLayer, Launches = from_chapter(
+    "gpu/03_fused_ops", "FusedAttention", "PairNorm", "FusedLayer", "Launches"
+)
 
 SIZES = {
     "vocab_size": 100,
@@ -584,16 +506,7 @@ for capability in (75, 80, 90):
 
 def test_they_compile_for_real_chips_and_spill_nothing(tmp_path):
     "The assembler's own words, from a cache that is empty, so that it assembles every kernel."
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
+    child = run_compiling("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path), TRITON_DUMP_PTXAS_LOG="1")
     lines = (child.stdout + child.stderr).splitlines()
     spills = [line for line in lines if "spill stores" in line]
     assert sum(line.startswith("made ") for line in lines) == len(spills) == 8 * 12

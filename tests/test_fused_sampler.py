@@ -17,6 +17,8 @@ if not torch.cuda.is_available():  # Triton must know before it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from helpers import run_compiling  # noqa: E402
+
 from teachvllm import LLM, SamplingParams  # noqa: E402
 from teachvllm.attention.cpu import TorchSDPABackend  # noqa: E402
 from teachvllm.gpu_kernels import sampler as fused_sampler  # noqa: E402
@@ -268,13 +270,5 @@ for capability in (75, 80, 90):
 
 
 def test_it_compiles_for_real_chips():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert child.returncode == 0, child.stderr
+    child = run_compiling("-c", COMPILE)
     assert len(child.stdout.splitlines()) == 11

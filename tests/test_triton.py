@@ -26,7 +26,7 @@ if DEVICE == "cpu" and __name__ != "__main__":
 triton = pytest.importorskip("triton")
 
 import numpy as np  # noqa: E402
-from helpers import TINY, VOCAB, make_tiny, random_prompts  # noqa: E402
+from helpers import TINY, VOCAB, compiling_env, make_tiny, random_prompts  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
@@ -582,7 +582,7 @@ def compile_all(part: int) -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def compiled() -> dict[int, list[dict[str, Any]]]:
     "Row of the matrix -> its kernels, from two child processes that don't interpret."
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env = compiling_env()
     root = str(Path(teachvllm.__file__).resolve().parents[1])  # the same package as here
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     command = [sys.executable, "-W", "ignore", __file__]

@@ -7,8 +7,6 @@ them as JSON.
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +19,8 @@ from hypothesis import strategies as st
 if __name__ != "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
+
+from helpers import run_compiling  # noqa: E402
 
 from teachvllm.attention.backend import AttentionMetadata, ReferenceBackend  # noqa: E402
 from teachvllm.gpu_kernels import ladder  # noqa: E402
@@ -312,15 +312,7 @@ def test_every_rung_compiles_and_fits() -> None:
     """For sm_75, sm_80 and sm_90, in a process whose Triton compiles; a program's shared memory
     fits the chip.
     """
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_compiling(__file__)
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = {"v1_kernel", "v2_kernel", "v3_kernel", "v4_kernel", "merge_splits", "write_kernel"}
     for capability, most in SHARED.items():

@@ -470,11 +470,11 @@ FLOAT_FOR_INT = re.compile(
 def _why_not_called(answer: Any, right: Any, outcome: Outcome) -> str:
     "What keeps the answer's lines from running: its kind, its base class or its arguments; or ''."
     name = answer.__name__
-    if isinstance(right, type) != isinstance(answer, type):
-        kinds = ("function", "class") if isinstance(right, type) else ("class", "function")
+    kinds = ["class" if isinstance(one, type) else "function" for one in (answer, right)]
+    if kinds[0] != kinds[1]:
         return f"`{name}` is a {kinds[0]} here, and a {kinds[1]} is asked for."
-    base = right.__mro__[1] if isinstance(right, type) else object
-    if isinstance(right, type) and right.__bases__ == (base,) and not issubclass(answer, base):
+    base = right.__base__ if kinds[1] == "class" else None
+    if base and not issubclass(answer, base):
         return f"It is to be a subclass of `{base.__name__}`: `class {name}({base.__name__}):`."
     if WRONG_CALL.match(outcome.problem) and "in line" not in outcome.problem:
         return "It is called with other arguments than it takes: keep those of the stub."
