@@ -3,10 +3,14 @@
 import gc
 import itertools
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import torch
 from browser import CHROMIUM, Browser
@@ -79,3 +83,19 @@ def quick_collection() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_processes() -> Iterator[None]:
+    "Workers and cores are forks of a process that has imported torch: see `forks.py`."
+    if sys.platform != "linux" or torch.cuda.is_available():  # CUDA does not survive a fork
+        yield
+        return
+    from teachvllm.executor import multiproc_executor
+
+    forked = SimpleNamespace(**{**vars(subprocess), "Popen": forks.popen})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiproc_executor, "subprocess", forked)
+        yield
+    if forks.ForkedPopen.server:
+        forks.ForkedPopen.server.close()

@@ -160,6 +160,39 @@ def test_one_stage_fails(folder: str, expected: Answers, stage: int, where: str)
             check_nothing_left(llm)
 
 
+def test_no_step_takes_what_was_sent_for_another(folder: str, expected: Answers) -> None:
+    """Two batches are in the pipeline when the last stage fails at the first. It has not fetched
+    that one's hidden states; the second batch's come behind them.
+    """
+    prompts = [list(range(1, 60)), [8]]
+
+    def spoil(worker: Any) -> None:
+        if worker.rank == 0:
+            return
+        submit, model = worker.submit, worker.model_runner.model
+        worker.seen = []
+
+        def fail(out: Any) -> None:
+            worker.submit = submit
+            time.sleep(0.5)  # the second batch is on its way
+            raise ZeroDivisionError("spoilt")
+
+        worker.submit = fail
+        model.register_forward_pre_hook(
+            lambda _, args: worker.seen.append((len(args[0]), len(args[1].hidden_states)))
+        )
+
+    with LLM(folder, num_gpu_blocks_override=200, pipeline_parallel_size=2, **OPTIONS) as llm:
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+        llm.collective_rpc(spoil)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert answer(llm) == expected
+        _, seen = llm.collective_rpc(lambda worker: getattr(worker, "seen", None))
+        assert seen and all(rows == sent for rows, sent in seen), seen
+        check_nothing_left(llm)
+
+
 def test_ctrl_c_in_a_long_step(folder: str, expected: Answers, tmp_path: Path) -> None:
     """It is taken while the engine waits for the workers; they finish the step, and the engine goes
     on.

@@ -10,6 +10,7 @@ __all__ = ['logger', 'PACKAGE_ROOT', 'HEADER', 'EVERY', 'NONE', 'DONE', 'FAILED'
 
 # %% ../../nbs/53_multiproc_executor.ipynb #3003a52f
 import atexit
+import faulthandler
 import logging
 import os
 import pickle
@@ -132,6 +133,7 @@ def begin_process(who: str, parent: int, log_level: int) -> None:
         Path("/proc/self/comm").write_text(name[:15])
     # blocked since the process was born
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    faulthandler.enable()  # a crash of a library's says where
     threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
     out: Any = sys.stdout
     # whole lines, also with PYTHONUNBUFFERED

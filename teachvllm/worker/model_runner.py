@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['InputBatch', 'embedding_rows', 'Batch', 'prompt_rows', 'PackedArrays', 'to_device', 'sampling_inputs',
-           'sampling_metadata', 'dummy_batch', 'ModelRunner']
+           'sampling_metadata', 'dummy_batch', 'receive_hidden_states', 'ModelRunner']
 
 # %% ../../nbs/41_model_runner.ipynb #625cd740
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from ..attention.backend import AttentionBackend, AttentionMetadata, KVCacheSpec
 from ..config import VllmConfig
 from ..core.block_manager import num_blocks_for
 from ..core.orders import ForkedSequenceData, NewSequenceData, SchedulerOutput
-from ..distributed.parallel_state import ParallelState
+from ..distributed.parallel_state import GroupCoordinator, ParallelState
 from teachvllm.model_executor.layers import (
     Attention,
     ForwardContext,
@@ -304,6 +304,8 @@ class Batch:
         self.query_start_loc = np.zeros(num_seqs + 1, np.int64)
         self.num_scheduled.cumsum(out=self.query_start_loc[1:])
         computed = state.num_computed_tokens[self.req_indices]
+        # no other step in flight has it: a pipeline's stages say it of what they hand on
+        self.label = f"{next(iter(num_scheduled_tokens))} from {computed[0]}"
         self.seq_lens = computed + self.num_scheduled
         self._place_tokens(state, computed)
         self.drafts: dict[int, list[int]] = {}
@@ -606,6 +608,16 @@ def _empty_output() -> SamplerOutput:
     return SamplerOutput([], torch.empty(0, dtype=torch.int64))
 
 
+def receive_hidden_states(pp: GroupCoordinator, label: str) -> torch.Tensor:
+    """What the pipeline's stage before has sent for the step of this `label`. What it sent for
+    steps that failed here, before they asked for it, is dropped.
+    """
+    while True:
+        [(sent_for, hidden)] = pp.recv_tensor_dict().items()
+        if sent_for == label:
+            return hidden
+
+
 class ModelRunner:
     """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for
     the device.
@@ -684,7 +696,7 @@ class ModelRunner:
             sampling = self.head_inputs(batch, out.grammar_bitmask)
         hidden, inputs = self._run_model(batch, sampling, kv_caches)
         if self.parallel.pp and not self.parallel.is_last_stage:
-            self.parallel.pp.send_tensor_dict({"hidden_states": hidden})
+            self.parallel.pp.send_tensor_dict({batch.label: hidden})
             output = _empty_output()
         elif self.pooler:
             vectors = self.pooler(self.model, hidden, inputs)
@@ -760,8 +772,8 @@ class ModelRunner:
         """
         token_ids, meta = self.model_inputs(inputs, num_decodes, batch)
         before = None
-        if self.parallel.pp and not self.parallel.is_first_stage:
-            before = self.parallel.pp.recv_tensor_dict()["hidden_states"]
+        if batch and self.parallel.pp and not self.parallel.is_first_stage:
+            before = receive_hidden_states(self.parallel.pp, batch.label)
         embeds = None
         if "embed_rows" in inputs:
             embeds = (inputs["embed_rows"], inputs["embed_values"])
