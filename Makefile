@@ -18,7 +18,6 @@ test: $(READY) ## run every check and every notebook (GPU tests where there is a
 	$(PY) tools/export.py --check
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_FLAGS)
 
 FAST := project architecture config blocks scheduler inputs trace front

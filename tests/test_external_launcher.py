@@ -75,11 +75,12 @@ def torchrun(folder: str, tmp_path: Path, *args: str) -> list[list]:
     return [json.loads(line.partition(" says ")[2]) for line in said]
 
 
-@pytest.mark.parametrize("how", ["", "init", "pipeline"])
+@pytest.mark.parametrize("how", ["init", "pipeline"])
 def test_all_ranks_say_what_one_worker_says(folder: str, tmp_path: Path, how: str) -> None:
     """On a small pool, with preemption, forks and beams, and again by a second engine in the same
     processes. "init": the script has a default group of its own, and the engines look ahead.
-    Different prompts are told on each, and then the engines end.
+    Different prompts are told on each, and then the engines end. (A script without a group is
+    chapter parallel/04's.)
     """
     with LLM(folder, num_gpu_blocks_override=12, **OPTIONS) as llm:
         small = answers(llm)

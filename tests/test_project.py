@@ -111,8 +111,10 @@ def tool(*command: str) -> None:
 # The package and its notebooks
 
 
-def test_package_is_what_the_notebooks_export() -> None:
-    tool("tools/export.py")
+def test_types() -> None:
+    "Here, beside other tests, and not before them: mypy keeps one core busy for most of a minute."
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_export_into_nothing_is_the_package(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@
 
 Some tests are about processes, sockets and browsers, and a busy machine can make one of them lose a
 race. A test that passes when it runs again is named as flaky at the end; one that fails twice fails
-the run. So does at once whatever is no flaky test: an export, ruff or mypy that complains, a test
-file that cannot be imported, a worker that crashed, a test that ran into its time limit, and more
+the run. So does at once whatever is no flaky test: an export or ruff that complains, a test file
+that cannot be imported, a worker that crashed, a test that ran into its time limit, and more
 than five failures.
 
 This file is a plugin of pytest as well (`-p tools.run_tests`), which writes down what became of
@@ -106,6 +106,7 @@ def main(all_tests: list[str], pytest: list[str]) -> int:
 if __name__ == "__main__":
     os.chdir(ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PIP_NO_COMPILE"] = "1"  # a minute: of what is installed, little is imported
     python = str(ROOT / ".venv" / "bin" / "python")
     sys.exit(
         main(["make", "test", f"PYTEST_FLAGS=-p {PLUGIN}"], [python, "-m", "pytest", "-p", PLUGIN])

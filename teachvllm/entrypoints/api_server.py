@@ -682,7 +682,7 @@ class Server(UvicornServer):
         "Ten times a second: whether it is time to stop."
         if self.engine.errored and not self.exit_code:
             self.exit_code = 1
-            self.deadline = time.monotonic() + self.GRACE
+            self.deadline = min(self.deadline, time.monotonic() + self.GRACE)
         if await super().on_tick(counter):
             return True
         if time.monotonic() > self.deadline:  # what still runs ends with finish_reason="abort"
