@@ -26,12 +26,15 @@ KERNELS = {
         "rms_norm": "teachvllm.cpu_kernels.fused_ops.rms_norm",
         "rotary_embedding": "teachvllm.cpu_kernels.fused_ops.rotary_embedding",
         "act_and_mul": "teachvllm.cpu_kernels.fused_ops.sigmoid_and_mul",
-        "add": "teachvllm.cpu_kernels.fused_ops.add",
         "record": "teachvllm.cpu_kernels.graph.record",
     },
     "cuda": {
         "attention": "teachvllm.gpu_kernels.attention.TritonBackend",
         "sample": "teachvllm.gpu_kernels.sampler.sample_rows",
+        "rms_norm": "teachvllm.gpu_kernels.fused_ops.rms_norm",
+        "rotary_embedding": "teachvllm.gpu_kernels.fused_ops.rotary_embedding",
+        "rotary_and_cache": "teachvllm.gpu_kernels.fused_ops.rotary_and_cache",
+        "act_and_mul": "teachvllm.gpu_kernels.fused_ops.sigmoid_and_mul",
     },
 }
 

@@ -97,5 +97,5 @@ def forked_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiproc_executor, "subprocess", forked)
         yield
-    if forks.ForkedPopen.server:
-        forks.ForkedPopen.server.close()
+    if server := forks.ForkedPopen.server:
+        server.close()

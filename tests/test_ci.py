@@ -115,6 +115,6 @@ def test_what_is_no_race_fails_at_once(text: str, closing: str, tmp_path: Path) 
 
 
 def test_what_fails_before_any_test_fails_at_once() -> None:
-    "An export, ruff or mypy that complains."
+    "An export or ruff that complains."
     code = "from tools.run_tests import main; main(['false'], ['true']) and exit(7)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 7

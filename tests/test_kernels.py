@@ -24,7 +24,7 @@ from teachvllm import LLM, SamplingParams, kernels
 from teachvllm.attention.backend import AttentionMetadata, ReferenceBackend, get_attn_backend
 from teachvllm.attention.cpu import HEAD_FIRST, TorchSDPABackend
 from teachvllm.kernels import KernelTable, platform_kernels, takes
-from teachvllm.model_executor.layers import ActAndMul, Add, RMSNorm, use_kernels
+from teachvllm.model_executor.layers import ActAndMul, RMSNorm, use_kernels
 from teachvllm.model_executor.rotary_embedding import ApplyRotaryEmb, RotaryEmbedding
 
 PACKAGE = Path(__file__).parents[1] / "teachvllm"
@@ -93,14 +93,13 @@ def test_each_operation_has_a_form_in_torch() -> None:
     norm.weight.data = torch.rand(64)
     rotary = RotaryEmbedding(torch.rand(8), 1.0, 100)
     turn = ApplyRotaryEmb()
-    parts = torch.nn.ModuleList([norm, ActAndMul("silu"), Add(), rotary, turn])
+    parts = torch.nn.ModuleList([norm, ActAndMul("silu"), rotary, turn])
 
     def run() -> list[torch.Tensor]:
         return [
             norm(x),
             *norm(x, x),
             parts[1](x),
-            parts[2](x, x),
             turn(heads, rotary(torch.arange(7))),
         ]
 
@@ -118,10 +117,6 @@ def too_wide(n: int, size: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "name, args",
     [
-        ("add", (torch.randn(3, 8), torch.randn(3, 6))),
-        ("add", (torch.randn(3, 8), torch.randn(3, 8).bfloat16())),
-        ("add", (torch.randn(8, 3).T, torch.randn(3, 8))),
-        ("add", (torch.randn(3, 8).double(), torch.randn(3, 8).double())),
         ("rms_norm", (torch.randn(3, 8), torch.ones(6))),
         ("rms_norm", (torch.randn(3, 8), torch.ones(8).bfloat16())),
         ("rms_norm", (torch.randn(3, 8), torch.ones(8), torch.randn(2, 8))),
@@ -159,7 +154,7 @@ def test_an_attribute_of_that_name_need_not_be_a_table() -> None:
     pyramid = torch.nn.Module()
     pyramid.kernels = [3, 5, 7]  # type: ignore[assignment]
     table = platform_kernels("cpu")
-    parts = torch.nn.ModuleList([pyramid, Add()])
+    parts = torch.nn.ModuleList([pyramid, ActAndMul("silu")])
     use_kernels(parts, table)
     assert pyramid.kernels == [3, 5, 7] and parts[1].kernels is table
 
@@ -293,7 +288,7 @@ def test_what_cannot_be_used_is_said_once_in_a_process(caplog: pytest.LogCapture
     kernels.warn_once.cache_clear()
     with patch.dict(sys.modules, {"teachvllm.cpu_kernels.fused_ops": None}):
         for _ in range(2):
-            assert platform_kernels("cpu").find("add") is None
+            assert platform_kernels("cpu").find("act_and_mul") is None
     (record,) = caplog.records
     assert record.message.endswith("(pip install 'teachvllm[numba]')")
 

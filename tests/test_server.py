@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("zmq")
 
 import uvicorn  # noqa: E402
-from fastapi import APIRouter  # noqa: E402
+from fastapi import APIRouter, FastAPI  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from speaker import make_speaker  # noqa: E402
@@ -37,6 +38,7 @@ from speaker import make_speaker  # noqa: E402
 from teachvllm import LLM, EngineArgs, SamplingParams  # noqa: E402
 from teachvllm.engine.async_llm import AsyncLLM  # noqa: E402
 from teachvllm.entrypoints.api_server import (  # noqa: E402
+    Server,
     ServerArgs,
     TimedConnection,
     add_server_args,
@@ -1259,6 +1261,24 @@ def gone(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_a_server_that_is_told_to_stop_when_its_core_has_died_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    "The time in which `/health` can be asked is for a server that nobody told to stop."
+    monkeypatch.setattr(Server, "GRACE", 600.0)
+    app = FastAPI()
+    app.state.engine = SimpleNamespace(errored=False)
+    app.state.traffic = SimpleNamespace(is_draining=False, num_requests=0)
+    with bind(ServerArgs(port=0)) as sock:
+        server = Server(app, ServerArgs(port=0), sock)
+        assert not asyncio.run(server.on_tick(1))
+        app.state.engine.errored = True
+        server.drain(0.0)
+        assert asyncio.run(server.on_tick(2)) and server.exit_code == 1
+        server = Server(app, ServerArgs(port=0), sock)
+        assert not asyncio.run(server.on_tick(1)) and server.exit_code == 1
 
 
 def test_when_the_core_dies_every_stream_ends_with_an_error(speaker: str) -> None:

@@ -133,7 +133,8 @@ def begin_process(who: str, parent: int, log_level: int) -> None:
         Path("/proc/self/comm").write_text(name[:15])
     # blocked since the process was born
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    faulthandler.enable()  # a crash of a library's says where
+    with suppress(Exception):  # a daemon may have no stderr
+        faulthandler.enable()  # a library that crashes says where
     threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
     out: Any = sys.stdout
     # whole lines, also with PYTHONUNBUFFERED

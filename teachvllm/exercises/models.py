@@ -473,14 +473,15 @@ class _GraniteLayer(llama.LlamaDecoderLayer):
         self.factor = 1.0 if self.slip == "residual" else config.residual_multiplier
 
     def forward(
-        self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: Any
-    ) -> torch.Tensor:
-        attended = self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
+        self, x: torch.Tensor, residual: Any, cos_sin: Any, kv_cache: torch.Tensor, meta: Any
+    ) -> tuple[torch.Tensor, Any]:
+        normed, x = self.norm_input(x, residual)
+        attended = self.self_attn(normed, cos_sin, kv_cache, meta)
         if self.slip == "stream":
             x = self.factor * (x + attended)
-            return self.factor * (x + self.mlp(self.post_attention_layernorm(x)))
+            return self.factor * (x + self.mlp(self.post_attention_layernorm(x))), None
         x = x + self.factor * attended
-        return x + self.factor * self.mlp(self.post_attention_layernorm(x))
+        return self.factor * self.mlp(self.post_attention_layernorm(x)), x
 
 
 class _Granite(llama.LlamaForCausalLM):

@@ -8,7 +8,7 @@ __all__ = ['UNUSED_TENSORS', 'ACTIVATIONS', 'GATES', 'WeightsError', 'default_we
            'plain_weights', 'Partition', 'equal_part', 'ReplicatedLinear', 'ColumnParallelLinear',
            'MergedColumnParallelLinear', 'RowParallelLinear', 'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices',
            'make_layers', 'load_weights', 'vocab_part', 'VocabParallelEmbedding', 'ParallelLMHead', 'use_kernels',
-           'Add', 'RMSNorm', 'get_act_fn', 'ActAndMul', 'Attention', 'attention_layers', 'ForwardContext',
+           'RMSNorm', 'get_act_fn', 'ActAndMul', 'Attention', 'attention_layers', 'ForwardContext',
            'set_forward_context', 'get_forward_context', 'get_input_embeddings', 'config_field']
 
 # %% ../../nbs/30_layers.ipynb #d9fcdcc8
@@ -696,17 +696,6 @@ def use_kernels(model: nn.Module, kernels: KernelTable) -> None:
             module.kernels = kernels  # type: ignore[assignment]
 
 
-class Add(nn.Module):
-    "The sum of a layer's output and its residual."
-
-    kernels = KernelTable()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        "Both [num_tokens, size] -> the same shape."
-        add = self.kernels.get("add", x, y)
-        return add(x, y) if add else x + y
-
-
 class RMSNorm(nn.Module):
     """Scale to a root mean square of one, then by a learned weight (Zhang and Sennrich 2019). In
     float32 inside.
@@ -792,6 +781,8 @@ class Attention(nn.Module):
     cache is handed in.
     """
 
+    kernels = KernelTable()
+
     def __init__(
         self,
         num_heads: int,
@@ -832,6 +823,24 @@ class Attention(nn.Module):
         else:
             backend.do_kv_cache_update(k, v, kv_cache, meta)
         return backend.forward(q, kv_cache, meta).flatten(1)
+
+    def rotate_and_attend(
+        self,
+        qkv: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor | None:
+        """The same for qkv [num_tokens, num_heads + 2 * num_kv_heads, head_size], still to be
+        turned, where one kernel turns and writes; None where there is no such kernel.
+        """
+        if not self.backend.fused_rope_kvcache_supported:
+            return None
+        args = qkv, *cos_sin, kv_cache, meta.slot_mapping
+        rotary_and_cache = self.kernels.get("rotary_and_cache", *args)
+        if rotary_and_cache is None:
+            return None
+        return self.backend.forward(rotary_and_cache(*args), kv_cache, meta).flatten(1)
 
 
 def attention_layers(model: nn.Module) -> dict[str, Attention]:

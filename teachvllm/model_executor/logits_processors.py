@@ -325,7 +325,8 @@ class LogitsProcessors:
             tails = self.history[x["word_slots"][:, None], places.clamp(min=0)]
             apply_bad_words(logits, x["word_rows"], x["word_last"], tails, x["word_begins"])
         if len(host["banned_rows"]):
-            logits[x["banned_rows"], x["banned_ids"]] = -torch.inf
+            nothing = logits.new_full((), -torch.inf)  # on the device
+            logits.index_put_((x["banned_rows"], x["banned_ids"]), nothing)
         for some in self._pieces(len(host.get("penalty_rows", ()))):
             rows = x["penalty_rows"][some]
             begin = x["penalty_begin"][some]

@@ -77,7 +77,7 @@ class Pooler:
         if self.config.pooling_type == "CLS":
             self.kept[x["begun_slots"]] = hidden[x["begun_rows"]].float()
             return self.kept[x["done_slots"]]
-        self.kept[x["begun_slots"]] = 0
+        self.kept.index_fill_(0, x["begun_slots"], 0)
         self.kept.index_add_(0, x["token_slots"], hidden.float())
         return self.kept[x["done_slots"]] / x["lengths"][:, None]
 

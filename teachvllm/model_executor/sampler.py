@@ -281,7 +281,8 @@ class Sampler:
         if meta.process:
             meta.process(logits)
         if meta.banned is not None:
-            logits[meta.banned] = -torch.inf
+            # not `logits[...] = -torch.inf`: torch would copy that number from the host, and wait
+            logits.index_put_(meta.banned, logits.new_full((), -torch.inf))
         if meta.allowed is not None:
             apply_grammar_bitmask(logits, *meta.allowed)
         fused = self.kernels.get("sample", logits, meta.temperature, meta.uniform)

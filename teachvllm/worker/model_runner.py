@@ -293,7 +293,9 @@ class Batch:
         state: InputBatch,
         num_scheduled_tokens: dict[int, int],
         drafts: dict[int, list[int]] | None = None,
+        virtual_engine: int = 0,
     ):
+        self.virtual_engine = virtual_engine
         num_seqs = len(num_scheduled_tokens)
         self.req_indices = np.fromiter(
             map(state.slot_of.__getitem__, num_scheduled_tokens), np.int64, num_seqs
@@ -304,8 +306,7 @@ class Batch:
         self.query_start_loc = np.zeros(num_seqs + 1, np.int64)
         self.num_scheduled.cumsum(out=self.query_start_loc[1:])
         computed = state.num_computed_tokens[self.req_indices]
-        # no other step in flight has it: a pipeline's stages say it of what they hand on
-        self.label = f"{next(iter(num_scheduled_tokens))} from {computed[0]}"
+
         self.seq_lens = computed + self.num_scheduled
         self._place_tokens(state, computed)
         self.drafts: dict[int, list[int]] = {}
@@ -608,13 +609,13 @@ def _empty_output() -> SamplerOutput:
     return SamplerOutput([], torch.empty(0, dtype=torch.int64))
 
 
-def receive_hidden_states(pp: GroupCoordinator, label: str) -> torch.Tensor:
-    """What the pipeline's stage before has sent for the step of this `label`. What it sent for
-    steps that failed here, before they asked for it, is dropped.
+def receive_hidden_states(pp: GroupCoordinator, virtual_engine: int) -> torch.Tensor:
+    """What the pipeline's stage before has sent for the step of this virtual engine, which has one
+    step in flight. What it sent for steps that failed here, before they asked for it, is dropped.
     """
     while True:
         [(sent_for, hidden)] = pp.recv_tensor_dict().items()
-        if sent_for == label:
+        if sent_for == str(virtual_engine):
             return hidden
 
 
@@ -690,13 +691,14 @@ class ModelRunner:
         state.update(out)
         if not out.num_scheduled_tokens:
             return _empty_output()
-        batch = Batch(state, out.num_scheduled_tokens, out.scheduled_spec_decode_tokens)
+        drafts = out.scheduled_spec_decode_tokens
+        batch = Batch(state, out.num_scheduled_tokens, drafts, out.virtual_engine)
         sampling = {}
         if self.parallel.is_last_stage:
             sampling = self.head_inputs(batch, out.grammar_bitmask)
         hidden, inputs = self._run_model(batch, sampling, kv_caches)
         if self.parallel.pp and not self.parallel.is_last_stage:
-            self.parallel.pp.send_tensor_dict({batch.label: hidden})
+            self.parallel.pp.send_tensor_dict({str(batch.virtual_engine): hidden})
             output = _empty_output()
         elif self.pooler:
             vectors = self.pooler(self.model, hidden, inputs)
@@ -772,8 +774,9 @@ class ModelRunner:
         """
         token_ids, meta = self.model_inputs(inputs, num_decodes, batch)
         before = None
-        if batch and self.parallel.pp and not self.parallel.is_first_stage:
-            before = receive_hidden_states(self.parallel.pp, batch.label)
+        if self.parallel.pp and not self.parallel.is_first_stage:
+            assert batch is not None, "a stage that waits for another is in no graph"
+            before = receive_hidden_states(self.parallel.pp, batch.virtual_engine)
         embeds = None
         if "embed_rows" in inputs:
             embeds = (inputs["embed_rows"], inputs["embed_values"])

@@ -99,14 +99,19 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
         self.post_feedforward_layernorm = self.norm_cls(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata
-    ) -> torch.Tensor:
-        "[num_tokens, hidden_size] -> the same shape."
-        x = x + self.post_attention_layernorm(
-            self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
-        )
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        return x
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos_sin: Any,
+        kv_cache: torch.Tensor,
+        meta: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        "As Llama's: what is still to be added, and the stream."
+        normed, residual = self.norm_input(x, residual)
+        attended = self.self_attn(normed, cos_sin, kv_cache, meta)
+        attended = self.post_attention_layernorm(attended)
+        normed, residual = self.pre_feedforward_layernorm(attended, residual)
+        return self.post_feedforward_layernorm(self.mlp(normed)), residual
 
 
 class Gemma2Model(LlamaModel):

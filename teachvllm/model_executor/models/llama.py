@@ -17,7 +17,6 @@ from ...attention.backend import AttentionMetadata
 from ...config import NotSupportedYet
 from teachvllm.model_executor.layers import (
     ActAndMul,
-    Add,
     Attention,
     MergedColumnParallelLinear,
     ForwardContext,
@@ -125,12 +124,14 @@ class LlamaAttention(nn.Module):
         n = self.num_heads
         kv_heads = self.num_kv_heads
         qkv = self.qkv_proj(x).view(len(x), n + 2 * kv_heads, self.head_size)
-        qk = qkv[:, : n + kv_heads]
-        v = qkv[:, n + kv_heads :]
-        qk = self.rotate(qk, cos_sin)
-        q = qk[:, :n]
-        k = qk[:, n:]
-        x = self.o_proj(self.attn(q, k, v, kv_cache, meta))
+        attended = None
+        if type(self).rotate is LlamaAttention.rotate:  # a relative's is its own affair
+            attended = self.attn.rotate_and_attend(qkv, cos_sin, kv_cache, meta)
+        if attended is None:
+            qk = self.rotate(qkv[:, : n + kv_heads], cos_sin)
+            v = qkv[:, n + kv_heads :]
+            attended = self.attn(qk[:, :n], qk[:, n:], v, kv_cache, meta)
+        x = self.o_proj(attended)
         return x
 
 # %% ../../../nbs/36_llama.ipynb #d7f508d1
@@ -174,16 +175,31 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp = self.mlp_cls(config, context)
         self.input_layernorm = self.norm_cls(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = self.norm_cls(config.hidden_size, config.rms_norm_eps)
-        self.add = Add()
+
+    def norm_input(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        "What the layer reads, and the stream."
+        if residual is None:
+            return self.input_layernorm(x), x
+        normed, residual = self.input_layernorm(x, residual)
+        return normed, residual
 
     def forward(
-        self, x: torch.Tensor, cos_sin: Any, kv_cache: torch.Tensor, meta: AttentionMetadata
-    ) -> torch.Tensor:
-        "[num_tokens, hidden_size] -> the same shape."
-        attended = self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, meta)
-        normed, x = self.post_attention_layernorm(attended, x)
-        x = self.add(x, self.mlp(normed))
-        return x
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos_sin: Any,
+        kv_cache: torch.Tensor,
+        meta: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the layer before computed, and the stream it is still to be added to -> the same of
+        this layer, all [num_tokens, hidden_size]. A stream of None: x is the stream.
+        """
+        normed, residual = self.norm_input(x, residual)
+        attended = self.self_attn(normed, cos_sin, kv_cache, meta)
+        normed, residual = self.post_attention_layernorm(attended, residual)
+        return self.mlp(normed), residual
 
 # %% ../../../nbs/36_llama.ipynb #27dd58ea
 class LlamaModel(nn.Module):
@@ -233,9 +249,12 @@ class LlamaModel(nn.Module):
         cos_sin = self.rotary(context.positions)
         layers = islice(self.layers, self.start, self.end)
         # fewer caches: a profile of the first layers
+        residual = None
         for layer, kv_cache in zip(layers, context.kv_caches):
-            x = layer(x, cos_sin, kv_cache, context.attn_metadata)
-        hidden: torch.Tensor = self.norm(x)
+            x, residual = layer(x, residual, cos_sin, kv_cache, context.attn_metadata)
+        if isinstance(self.norm, PPMissingLayer):  # a stage hands on one tensor
+            return x if residual is None else x + residual
+        hidden: torch.Tensor = self.norm(x) if residual is None else self.norm(x, residual)[0]
         return hidden
 
 # %% ../../../nbs/36_llama.ipynb #ee2fc950
