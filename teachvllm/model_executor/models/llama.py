@@ -194,7 +194,8 @@ class LlamaDecoderLayer(nn.Module):
         meta: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the layer before computed, and the stream it is still to be added to -> the same of
-        this layer, all [num_tokens, hidden_size]. A stream of None: x is the stream.
+        this layer, all [num_tokens, hidden_size]. A stream of None: x is the stream; a relative
+        that adds by itself returns that.
         """
         normed, residual = self.norm_input(x, residual)
         attended = self.self_attn(normed, cos_sin, kv_cache, meta)
@@ -248,8 +249,8 @@ class LlamaModel(nn.Module):
             x = get_input_embeddings(self.embed_tokens, input_ids, context)
         cos_sin = self.rotary(context.positions)
         layers = islice(self.layers, self.start, self.end)
-        # fewer caches: a profile of the first layers
         residual = None
+        # fewer caches: a profile of the first layers
         for layer, kv_cache in zip(layers, context.kv_caches):
             x, residual = layer(x, residual, cos_sin, kv_cache, context.attn_metadata)
         if isinstance(self.norm, PPMissingLayer):  # a stage hands on one tensor
