@@ -80,7 +80,8 @@ class ForkServer:
     def close(self) -> None:
         ForkedPopen.server = None
         self.sock.close()
-        self.process.wait(timeout=60)
+        self.process.kill()  # it may hang, and has nothing to put in order
+        self.process.wait()
 
 
 class ForkedPopen(subprocess.Popen):

@@ -47,7 +47,7 @@ from teachvllm.model_executor.rotary_embedding import ApplyRotaryEmb, apply_rota
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSED = dict(KERNELS["cuda"])
 NAMES = {name: where for name, where in FUSED.items() if ".fused_ops." in where}
-BEFORE = {name: KERNELS["cuda"][name] for name in ("attention", "sample")}
+BEFORE = {name: where for name, where in FUSED.items() if name not in NAMES}
 
 
 # Equal to torch
@@ -307,7 +307,8 @@ def decode_step(
     host = starts.cpu().numpy(), lens.cpu().numpy()
     meta = AttentionMetadata(starts, lens, blocks, slots, 3, *host)
     use_kernels(layer, table)
-    x, residual = randn(3, 64), None if is_first else randn(3, 64, seed=1)
+    x = randn(3, 64)
+    residual = None if is_first else randn(3, 64, seed=1)
     cos_sin = angles_of(3, 16, torch.float32)
     with Launches() as seen:
         pair = layer(x, residual, cos_sin, cache, meta)

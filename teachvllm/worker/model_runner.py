@@ -276,6 +276,8 @@ class Batch:
     Where a request's sampling depends on what was written (penalties, bad words of several tokens,
     functions), or several tokens are to be sampled at once, only the first row is looked at: then
     no draft is accepted.
+
+    `virtual_engine`: which of a pipeline's batches this is.
     """
 
     NAMES = (
@@ -306,7 +308,6 @@ class Batch:
         self.query_start_loc = np.zeros(num_seqs + 1, np.int64)
         self.num_scheduled.cumsum(out=self.query_start_loc[1:])
         computed = state.num_computed_tokens[self.req_indices]
-
         self.seq_lens = computed + self.num_scheduled
         self._place_tokens(state, computed)
         self.drafts: dict[int, list[int]] = {}
