@@ -1,4 +1,6 @@
-"""Options and marks of the test suite: `gpu` tests need a CUDA device, `slow` ones need --slow."""
+"""Options and marks of the test suite: `gpu` tests need a CUDA device, `slow` ones need --slow. A pretended
+device will do (`python -m teachvllm.pretend T4 pytest -m gpu`), but for those marked `gpu(real=True)`.
+"""
 
 import gc
 import itertools
@@ -16,6 +18,7 @@ import torch
 from browser import CHROMIUM, Browser
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
+PRETENDED = "TEACHVLLM_PRETEND" in os.environ
 if not torch.cuda.is_available():
     # kernels run in Python; it counts when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -29,10 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        if mark and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        elif mark and PRETENDED and mark.kwargs.get("real"):
+            item.add_marker(pytest.mark.skip(reason="a pretended CUDA device shows nothing here"))
     if hasattr(config, "workerinput"):  # with `pytest -n` the longest files begin first
         order = {stem: place for place, stem in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.path.stem, len(order)))

@@ -1,0 +1,148 @@
+"""An engine in each of its settings, on a card and on this machine's CPU: the same tokens, and how often each kind
+of step waited. Prints a JSON object, setting -> what went wrong, or "".
+
+    python -m teachvllm.pretend --num-sms 4 T4 python tests/on_a_card.py
+"""
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from helpers import make_tiny
+
+from teachvllm.llm import LLM
+from teachvllm.pretend import gpu
+from teachvllm.sampling_params import BeamSearchParams, SamplingParams
+from teachvllm.worker.worker import Worker
+
+LIMITS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 40,
+    "block_size": 16,
+}
+COMMON: dict[str, Any] = {
+    "temperature": 0,
+    "max_tokens": 5,
+    "ignore_eos": True,
+    "detokenize": False,
+}
+PROMPTS = [list(range(3 * i, 3 * i + 5 * i)) for i in (1, 2, 3)]
+# no two of its tokens are so likely that rounding decides
+FOLDER = tempfile.mkdtemp()
+
+
+def generate(llm: LLM, **asked: Any) -> list[list[list[int]]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, SamplingParams(**COMMON | asked), use_tqdm=False)
+    scores = [
+        [sorted(step) for step in completion.logprobs]
+        for output in outputs
+        for completion in output.outputs
+        if completion.logprobs
+    ]
+    return [[list(c.token_ids) for c in output.outputs] for output in outputs] + scores
+
+
+def beams(llm: LLM) -> list[list[list[int]]]:
+    asked = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
+    outputs = llm.beam_search([{"prompt_token_ids": prompt} for prompt in PROMPTS], asked)
+    return [[list(c.token_ids) for c in output.outputs] for output in outputs]
+
+
+def asleep(llm: LLM) -> list[list[list[int]]]:
+    "Before a sleep and after it."
+    before = generate(llm)
+    llm.sleep()
+    llm.wake_up()
+    assert generate(llm) == before
+    return before
+
+
+SWAP = {"num_gpu_blocks_override": 5, "preemption_mode": "swap", "swap_space": 0.01}
+# setting -> options of the engine, and what it is asked for
+SETTINGS: dict[str, tuple[dict[str, Any], Callable[[LLM], Any]]] = {
+    "eager": ({"enforce_eager": True}, generate),
+    "graphs": ({"async_scheduling": False}, generate),
+    "a step ahead": ({"async_scheduling": True}, generate),
+    "log-probabilities": ({}, lambda llm: generate(llm, logprobs=2, prompt_logprobs=None)),
+    "penalties": ({}, lambda llm: generate(llm, repetition_penalty=1.3, presence_penalty=0.5)),
+    "biases": (
+        {},
+        lambda llm: generate(llm, logit_bias={5: 2.0}, min_tokens=3, stop_token_ids=[7]),
+    ),
+    "sampled": (
+        {},
+        lambda llm: [len(x) for x in generate(llm, temperature=0.8, seed=1, top_p=0.9)],
+    ),
+    "n": ({}, lambda llm: [len(x) for x in generate(llm, temperature=0.8, seed=1, top_k=9, n=2)]),
+    "beams": ({}, beams),
+    "swapped": (
+        SWAP | {"enforce_eager": True, "max_num_seqs": 3},
+        lambda llm: generate(llm, max_tokens=24),
+    ),
+    "preempted": ({"num_gpu_blocks_override": 5}, lambda llm: generate(llm, max_tokens=24)),
+    "chunks": ({"max_num_batched_tokens": 8, "enforce_eager": True}, generate),
+    "cached prefixes": (
+        {"enable_prefix_caching": True},
+        lambda llm: (generate(llm), generate(llm))[1],
+    ),
+    "asleep": ({"enable_sleep_mode": True}, asleep),
+    "reference": ({"attention_backend": "reference", "enforce_eager": True}, generate),
+}
+ON_EACH_CARD = ("eager", "graphs", "a step ahead")
+
+
+def waits_of(step: list[Any]) -> list[str]:
+    return [f"{h.name} at {h.where}" for h in step if h.kind == "wait"]
+
+
+def run(name: str) -> str:
+    "What went wrong in a setting."
+    options, ask = SETTINGS[name]
+    decodes: list[list[str]] = []  # the waits of each decode step, before its tokens are collected
+    submit = Worker.submit
+
+    def watched(self: Any, out: Any) -> Any:
+        start = len(gpu().log)
+        answer = submit(self, out)
+        numbers = out.num_scheduled_tokens.values()
+        if self.device != "cpu" and numbers and set(numbers) == {1}:
+            decodes.append(waits_of(gpu().log[start:]))
+        return answer
+
+    with patch.object(Worker, "submit", watched):
+        with LLM(FOLDER, **LIMITS | options) as llm:
+            got = ask(llm)
+    oracle = {
+        k: v for k, v in options.items() if k not in ("attention_backend", "enable_sleep_mode")
+    }
+    with LLM(FOLDER, device="cpu", **LIMITS | oracle) as llm:
+        expected = ask(llm) if ask is not asleep else generate(llm)
+    if got != expected:
+        return f"{got} where the CPU writes {expected}"
+    if name != "reference" and any(decodes):
+        return f"decode steps wait: {sorted({line for step in decodes for line in step})}"
+    return "" if decodes else "it made no decode step"
+
+
+def attempt(name: str) -> str:
+    try:
+        return run(name)
+    except Exception:
+        return traceback.format_exc()
+
+
+if __name__ == "__main__":
+    make_tiny("llama", FOLDER)
+    torch.set_num_threads(1)
+    names = sys.argv[1:] or list(SETTINGS)
+    print(json.dumps({name: attempt(name) for name in names}))

@@ -1,0 +1,270 @@
+"""The pretended card: that it refuses what a GPU refuses, and that an engine runs on it in each of its settings."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import on_a_card
+import pytest
+import torch
+from helpers import compiling_env
+from torch.nn import functional as F
+
+from teachvllm import pretend
+from teachvllm.pretend_device import GPU
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is in the way")
+
+
+@pytest.fixture
+def gpu() -> Iterator[GPU]:
+    with torch.inference_mode():
+        yield pretend.install("T4", count=2)
+    pretend.uninstall()
+
+
+def kinds(gpu: GPU, run: Any) -> list[str]:
+    "What the card is asked for meanwhile."
+    start = len(gpu.log)
+    run()
+    return [f"{h.kind} {h.name}" for h in gpu.log[start:]]
+
+
+def test_nothing_is_left_behind() -> None:
+    names = [
+        (torch, "empty"),
+        (torch, "Generator"),
+        (torch.cuda, "Stream"),
+        (torch.cuda, "is_available"),
+    ]
+    before = [getattr(owner, name) for owner, name in names]
+    pretend.install("H100")
+    assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    with pytest.raises(RuntimeError, match="already"):
+        pretend.install("T4")
+    pretend.uninstall()
+    assert [getattr(owner, name) for owner, name in names] == before
+    assert not torch.cuda.is_available()
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+        torch.empty(1, device="cuda")
+    with pytest.raises(ValueError, match="choose one of T4"):
+        pretend.install("RTX")
+
+
+def test_results_are_those_of_the_host(gpu: GPU) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 6), torch.randn(5, 6)
+    a, b = x.to("cuda"), w.to("cuda")
+    pairs = [
+        (F.linear(x, w), F.linear(a, b)),
+        (x[:, 2:4].t().reshape(-1), a[:, 2:4].t().reshape(-1)),
+        (x.softmax(-1).topk(2)[1], a.softmax(-1).topk(2)[1]),
+        (F.layer_norm(x, (6,)).half(), F.layer_norm(a, (6,)).half()),
+        (torch.cat([x, x]).cumsum(0), torch.cat([a, a]).cumsum(0)),
+        (x.masked_fill(x > 0, 1.0), a.masked_fill(a > 0, 1.0)),
+        (torch.arange(5) * 2.5, torch.arange(5, device="cuda") * 2.5),
+        (
+            F.scaled_dot_product_attention(*[x.view(1, 2, 2, 6)] * 3),
+            F.scaled_dot_product_attention(*[a.view(1, 2, 2, 6)] * 3),
+        ),
+    ]
+    for expected, found in pairs:
+        assert found.is_cuda and torch.allclose(found.cpu(), expected)
+    a[1:3, 0] = 7
+    assert a.tolist()[2][0] == 7 and a[1:3].view(-1).shape == (12,)
+
+
+def test_modules_move_and_copy(gpu: GPU) -> None:
+    linear = torch.nn.Linear(3, 2).to("cuda")
+    assert linear.weight.is_cuda and isinstance(linear.weight, torch.nn.Parameter)
+    assert torch.equal(linear.cpu().weight, linear.weight.cpu())
+    with torch.device("cuda"):
+        assert torch.nn.Linear(3, 2).weight.is_cuda and torch.tensor(1).is_cuda
+    assert torch.zeros(2).to("cuda:1").device.index == 1
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (lambda: torch.ones(2, device="cuda") + torch.ones(2), "cuda:0 and cpu"),
+        (lambda: torch.ones(2, 2) @ torch.ones(2, 2, device="cuda"), "two devices"),
+        (
+            lambda: torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1"),
+            "cuda:0 and cuda:1",
+        ),
+        (lambda: torch.ones(2, device="cuda").numpy(), "can't convert cuda:0"),
+        (
+            lambda: torch.randn(2, device="cuda", generator=torch.Generator()),
+            "for generator but found",
+        ),
+        (lambda: torch.empty(1 << 34, device="cuda"), "out of memory"),
+        (lambda: torch.empty(1, device="cuda:2"), "invalid device ordinal"),
+    ],
+)
+def test_refused(gpu: GPU, wrong: Any, says: str) -> None:
+    with pytest.raises((RuntimeError, TypeError), match=says):
+        wrong()
+    assert torch.ones(2, device="cuda").sum().item() == 2  # and it goes on
+
+
+def test_what_waits(gpu: GPU) -> None:
+    x = torch.arange(4.0, device="cuda")
+    mask, rows = x > 1, torch.tensor([1, 2], device="cuda")
+    assert kinds(gpu, lambda: x[rows] + 1) == ["launch index.Tensor", "launch add.Tensor"]
+    assert kinds(gpu, lambda: x.view(2, 2)[:1].T) == []
+    assert kinds(gpu, lambda: torch.empty_like(x)) == []
+    assert kinds(gpu, lambda: x.masked_fill_(mask, 0)) == ["launch masked_fill_.Scalar"]
+    for waiting in (
+        lambda: x[mask],
+        lambda: x[[0, 1]],
+        lambda: x.nonzero(),
+        lambda: x.tolist(),
+        lambda: bool(x.any()),
+        lambda: torch.tensor([1]).to("cuda"),
+        lambda: x.unique(),
+        lambda: x.__setitem__(mask, 1.0),
+    ):
+        assert any(line.startswith("wait") for line in kinds(gpu, waiting)), waiting
+    pinned = torch.zeros(4, pin_memory=True)
+    assert kinds(gpu, lambda: pinned.to("cuda", non_blocking=True)) == ["copy to the GPU"]
+    assert kinds(gpu, lambda: x.to("cpu", non_blocking=True)) == ["copy to the host"]
+    torch.cuda.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        x.sum().item()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory(gpu: GPU) -> None:
+    free, total = torch.cuda.mem_get_info()
+    x = torch.empty(1 << 20, device="cuda")
+    assert x.isnan().all() and (torch.empty(3, dtype=torch.int32, device="cuda") == -1).all()
+    assert torch.cuda.memory_allocated() == 4 << 20 and torch.cuda.memory_allocated(1) == 0
+    view = x[5:]
+    del x
+    assert torch.cuda.memory_allocated() == 4 << 20
+    del view
+    assert torch.cuda.memory_allocated() == 0 and torch.cuda.max_memory_allocated() >= 4 << 20
+    assert torch.cuda.mem_get_info() != (free, total)
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info() == (free, total)
+    large = torch.zeros(1 << 32, dtype=torch.uint8, device="cuda")  # the host takes none of it
+    assert large[1 << 31].item() == 0 and large[-1].item() == 0
+    large[7] = 3
+    assert large.zero_()[7].item() == 0
+
+
+def test_late_copies(gpu: GPU) -> None:
+    x = torch.arange(3.0, device="cuda")
+    late = x.to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    x += 1
+    later = x.to("cpu", non_blocking=True)
+    assert late.isnan().all() and late.is_pinned()
+    event.synchronize()
+    assert late.tolist() == [0, 1, 2] and later.isnan().all()
+    torch.cuda.synchronize()
+    assert later.tolist() == [1, 2, 3]
+
+
+def test_races(gpu: GPU) -> None:
+    pinned = torch.zeros(4, pin_memory=True)
+    pinned.to("cuda", non_blocking=True)
+    pinned += 1
+    with pytest.raises(RuntimeError, match="pinned memory was written"):
+        torch.cuda.synchronize()
+
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    with torch.cuda.stream(side), pytest.raises(RuntimeError, match="stream \\d+ reads"):
+        x + 1
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x + 1
+    with pytest.raises(RuntimeError, match="stream 0 writes"):
+        x += 1
+    x + 1  # two may read
+    side.record_event().wait()
+    x += 1
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y += x
+    del x
+    with pytest.raises(RuntimeError, match="was freed while stream"):
+        torch.ones(1, device="cuda")
+    assert y.is_cuda
+
+
+def test_graphs(gpu: GPU) -> None:
+    x = torch.ones(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="without a preceding"):
+        graph.replay()
+    with torch.cuda.graph(graph):
+        y = x * 2
+        x += 1
+    assert x.tolist() == [1, 1, 1] and y.isnan().all()
+    assert kinds(gpu, graph.replay) == ["replay 2 launches"]
+    assert x.tolist() == [2, 2, 2] and y.tolist() == [2, 2, 2]
+    graph.replay()
+    assert y.tolist() == [4, 4, 4]
+    for refused in (
+        lambda: x.sum().item(),
+        lambda: x.nonzero(),
+        lambda: torch.tensor([1.0]).to("cuda"),
+        torch.cuda.synchronize,
+        graph.replay,
+    ):
+        with pytest.raises(RuntimeError, match="stream is capturing"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                refused()
+        assert gpu.capture is None
+
+
+def on_card(card: str, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    "A command in a process whose card is pretended, until it has ended."
+    full = [sys.executable, "-m", "teachvllm.pretend", "--num-sms", "4", card, *command]
+    env = compiling_env(PYTHONPATH=str(ROOT / "tests"), OMP_NUM_THREADS="1", **more)
+    return subprocess.run(full, env=env, capture_output=True, text=True, timeout=800, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[tuple[str, str], str]:
+    "What went wrong in each setting: the engine in all of them on an H100, in the most used on a T4."
+    found = {}
+    for card, names in {"H100": [], "T4": on_a_card.ON_EACH_CARD}.items():
+        done = on_card(card, sys.executable, "-W", "ignore", "tests/on_a_card.py", *names)
+        assert done.returncode == 0, done.stderr[-3000:]
+        answers = json.loads(done.stdout.splitlines()[-1])
+        found |= {(card, name): wrong for name, wrong in answers.items()}
+    return found
+
+
+CASES = [("H100", name) for name in on_a_card.SETTINGS] + [
+    ("T4", n) for n in on_a_card.ON_EACH_CARD
+]
+
+
+@pytest.mark.parametrize("card, name", CASES)
+def test_engine(settings: dict[tuple[str, str], str], card: str, name: str) -> None:
+    assert not settings[card, name], settings[card, name]
+
+
+def test_tests_marked_gpu() -> None:
+    files = ["tests/test_cuda_graph.py", "tests/test_config.py"]
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files]
+    done = on_card("T4", *pytest_)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+
+
+def test_command_line() -> None:
+    code = "import torch; print(torch.cuda.device_count(), torch.cuda.get_device_name())"
+    done = on_card("T4", sys.executable, "-c", code)
+    assert done.stdout.strip() == "1 Tesla T4", done.stderr
+    hidden = on_card("T4", sys.executable, "-c", code.split(",")[0] + ")", CUDA_VISIBLE_DEVICES="")
+    assert hidden.stdout.strip() == "0", hidden.stderr
+    code = f"import os; os._exit({os.EX_CONFIG})"
+    assert on_card("T4", sys.executable, "-c", code).returncode == os.EX_CONFIG
