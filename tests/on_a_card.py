@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -58,47 +59,48 @@ def beams(llm: LLM) -> list[list[list[int]]]:
     return [[list(c.token_ids) for c in output.outputs] for output in outputs]
 
 
-def asleep(llm: LLM) -> list[list[list[int]]]:
-    "Before a sleep and after it."
-    before = generate(llm)
-    llm.sleep()
-    llm.wake_up()
-    assert generate(llm) == before
-    return before
+def lengths(answers: list[list[list[int]]]) -> list[list[int]]:
+    "Of what was sampled: the device's random numbers are not the CPU's."
+    return [[len(ids) for ids in answer] for answer in answers]
 
 
-SWAP = {"num_gpu_blocks_override": 5, "preemption_mode": "swap", "swap_space": 0.01}
-# setting -> options of the engine, and what it is asked for
-SETTINGS: dict[str, tuple[dict[str, Any], Callable[[LLM], Any]]] = {
-    "eager": ({"enforce_eager": True}, generate),
-    "graphs": ({"async_scheduling": False}, generate),
-    "a step ahead": ({"async_scheduling": True}, generate),
-    "log-probabilities": ({}, lambda llm: generate(llm, logprobs=2, prompt_logprobs=None)),
-    "penalties": ({}, lambda llm: generate(llm, repetition_penalty=1.3, presence_penalty=0.5)),
-    "biases": (
-        {},
-        lambda llm: generate(llm, logit_bias={5: 2.0}, min_tokens=3, stop_token_ids=[7]),
-    ),
-    "sampled": (
-        {},
-        lambda llm: [len(x) for x in generate(llm, temperature=0.8, seed=1, top_p=0.9)],
-    ),
-    "n": ({}, lambda llm: [len(x) for x in generate(llm, temperature=0.8, seed=1, top_k=9, n=2)]),
-    "beams": ({}, beams),
-    "swapped": (
-        SWAP | {"enforce_eager": True, "max_num_seqs": 3},
-        lambda llm: generate(llm, max_tokens=24),
-    ),
-    "preempted": ({"num_gpu_blocks_override": 5}, lambda llm: generate(llm, max_tokens=24)),
-    "chunks": ({"max_num_batched_tokens": 8, "enforce_eager": True}, generate),
-    "cached prefixes": (
-        {"enable_prefix_caching": True},
-        lambda llm: (generate(llm), generate(llm))[1],
-    ),
-    "asleep": ({"enable_sleep_mode": True}, asleep),
-    "reference": ({"attention_backend": "reference", "enforce_eager": True}, generate),
+# what an engine is asked for
+TASKS: dict[str, Callable[[LLM], Any]] = {
+    "greedy": generate,
+    "long": lambda llm: generate(llm, max_tokens=24),
+    "log-probabilities": lambda llm: generate(llm, logprobs=2),
+    "penalties": lambda llm: generate(llm, repetition_penalty=1.3, presence_penalty=0.5),
+    "biases": lambda llm: generate(llm, logit_bias={5: 2.0}, min_tokens=3, stop_token_ids=[7]),
+    "sampled": lambda llm: lengths(generate(llm, temperature=0.8, seed=1, top_p=0.9)),
+    "n": lambda llm: lengths(generate(llm, temperature=0.8, seed=1, top_k=9, n=2)),
+    "beams": beams,
 }
-ON_EACH_CARD = ("eager", "graphs", "a step ahead")
+EAGER = {"enforce_eager": True}
+FEW_BLOCKS = {"num_gpu_blocks_override": 5, "max_num_seqs": 3}
+# setting -> options of the engine, and its tasks
+SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "eager": (EAGER, ["greedy"]),
+    "graphs": ({"async_scheduling": False}, ["greedy"]),
+    "a step ahead": ({"async_scheduling": True}, [name for name in TASKS if name != "long"]),
+    "swapped": (EAGER | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.01}, ["long"]),
+    "preempted": (FEW_BLOCKS, ["long"]),
+    "chunks": (EAGER | {"max_num_batched_tokens": 8}, ["greedy"]),
+    "cached prefixes": (EAGER | {"enable_prefix_caching": True}, ["greedy", "greedy"]),
+    "asleep": (EAGER | {"enable_sleep_mode": True}, ["greedy", "asleep", "greedy"]),
+    "reference": (EAGER | {"attention_backend": "reference"}, ["greedy"]),
+}
+ON_EACH_CARD = ("eager", "a step ahead")
+
+
+@cache
+def oracle() -> LLM:
+    "An engine on the CPU, with room for everything."
+    return LLM(FOLDER, device="cpu", **LIMITS)
+
+
+@cache
+def expected(task: str) -> Any:
+    return TASKS[task](oracle())
 
 
 def waits_of(step: list[Any]) -> list[str]:
@@ -107,7 +109,7 @@ def waits_of(step: list[Any]) -> list[str]:
 
 def run(name: str) -> str:
     "What went wrong in a setting."
-    options, ask = SETTINGS[name]
+    options, tasks = SETTINGS[name]
     decodes: list[list[str]] = []  # the waits of each decode step, before its tokens are collected
     submit = Worker.submit
 
@@ -119,16 +121,13 @@ def run(name: str) -> str:
             decodes.append(waits_of(gpu().log[start:]))
         return answer
 
-    with patch.object(Worker, "submit", watched):
-        with LLM(FOLDER, **LIMITS | options) as llm:
-            got = ask(llm)
-    oracle = {
-        k: v for k, v in options.items() if k not in ("attention_backend", "enable_sleep_mode")
-    }
-    with LLM(FOLDER, device="cpu", **LIMITS | oracle) as llm:
-        expected = ask(llm) if ask is not asleep else generate(llm)
-    if got != expected:
-        return f"{got} where the CPU writes {expected}"
+    with patch.object(Worker, "submit", watched), LLM(FOLDER, **LIMITS | options) as llm:
+        for task in tasks:
+            if task == "asleep":
+                llm.sleep()
+                llm.wake_up()
+            elif (got := TASKS[task](llm)) != expected(task):
+                return f"{task}: {got} where the CPU writes {expected(task)}"
     if name != "reference" and any(decodes):
         return f"decode steps wait: {sorted({line for step in decodes for line in step})}"
     return "" if decodes else "it made no decode step"
