@@ -667,8 +667,10 @@ def test_compiles_and_fits(row: int, compiled: dict[int, list[dict[str, Any]]]) 
         padded = triton.next_power_of_2(head_size)
         tiles = choose_tiles(decode, chip, SHARED_MEMORY[chip], itemsize, padded, group)
         pair = 2 * tiles.tile * padded * (1 if cache else itemsize)  # a tile of keys, one of values
-        # where Triton widens bytes it loads values by 8 of them
-        assert kernel["8" if cache else "16"] >= pair and kernel["width"] >= 8
+        # 128 bits at a time, but for values that are widened from bytes, where Triton takes 64,
+        # and for a tile (on a T4, for 71 heads) that is not enough for all threads
+        width = min(8 if cache else 16, pair // 2 // (32 * tiles.num_warps))
+        assert kernel[str(width)] >= pair and kernel["width"] >= width >= 8
         if dtype == "float32" or chip < (8, 0):  # to multiply and add, one at a time
             assert kernel["core"] == "" and kernel["ffma"] > 100
         else:

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'LATENCY', 'Instruction', 'disassemble', 'instructions_of', 'MachineCode', 'machine_code', 'Card',
-           'Occupancy', 'occupancy', 'engine_kernels', 'bytes_in_flight', 'predicted_share']
+           'Occupancy', 'occupancy', 'engine_kernels', 'bytes_in_flight', 'asked_ratio', 'predicted_share']
 
-# %% ../../nbs/gpu/05_sass.ipynb #5afcd114
+# %% ../../nbs/gpu/05_sass.ipynb #1eb6b672
 import math
 import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -191,7 +192,7 @@ def occupancy(code: MachineCode, card: Card) -> Occupancy:
     limit = min(limits, key=limits.__getitem__)
     return Occupancy(limits[limit], limits[limit] * code.num_warps / card.max_warps, limit)
 
-# %% ../../nbs/gpu/05_sass.ipynb #da63bdaf
+# %% ../../nbs/gpu/05_sass.ipynb #15333c5e
 def _metadata(query_lens: list[int], num_decodes: int) -> AttentionMetadata:
     n = len(query_lens)
     starts = torch.tensor([0, *query_lens]).cumsum(0)
@@ -200,50 +201,52 @@ def _metadata(query_lens: list[int], num_decodes: int) -> AttentionMetadata:
     return AttentionMetadata(starts, torch.full((n,), 400), table, slots, num_decodes)
 
 
+def _launches(modern: bool) -> dict[str, Callable[[], Any]]:
+    "What is to be launched, by name."
+    new = partial(torch.empty, dtype=torch.bfloat16 if modern else torch.float16)
+    backend = attention.TritonBackend(32, 128, 8, 128**-0.5, None, None if modern else 50.0)
+    cache = new(2, 4, 8, 16, 128).transpose(2, 3)
+    qkv, angle, row = new(256, 48, 128), new(256, 1, 128), new(256, 4096)
+    slots = torch.zeros(256, dtype=torch.int64)
+
+    def attend(query_lens: list[int], num_decodes: int) -> None:
+        meta = _metadata(query_lens, num_decodes)
+        backend.forward(qkv[: len(meta.slot_mapping), :32], cache, meta)
+
+    return {
+        "decode": lambda: attend([1] * 256, 256),
+        "decode, splits": lambda: attend([1] * 4, 4),
+        "prefill" if modern else "prefill, soft cap": lambda: attend([256], 0),
+        "write": lambda: utils.reshape_and_cache(qkv[:, 32:40], qkv[:, 40:], cache, slots),
+        "norm": lambda: fused_ops.rms_norm(row, row[0], 1e-5, row),
+        "gate": lambda: fused_ops.sigmoid_and_mul(new(256, 28672), "silu"),
+        "rotation + write": lambda: fused_ops.rotary_and_cache(qkv, angle, angle, cache, slots),
+        "sample": lambda: sampler.sample_rows(
+            torch.empty(8, 128256), torch.empty(8), torch.empty(8)
+        ),
+    }
+
+
 def engine_kernels(card: Card, *names: str) -> dict[str, MachineCode]:
     """What an engine launches on `card` for a layer of Llama 3.1 8B and its sampling, in 16 bits:
     all of it, or what these `names` say.
 
     On a card without tensor cores for Triton prompts are computed by torch, but under a soft cap.
     """
-    chip = attention.DeviceProperties(
-        (card.capability // 10, card.capability % 10), card.num_sms, card.max_shared
-    )
-    modern = card.capability >= 80
-    new = {"dtype": torch.bfloat16 if modern else torch.float16}
+    capability = card.capability // 10, card.capability % 10
+    chip = attention.DeviceProperties(capability, card.num_sms, card.max_shared)
     with patch.object(attention, "get_device_properties", lambda: chip):
-        backend = attention.TritonBackend(32, 128, 8, 128**-0.5, None, None if modern else 50.0)
-    cache = torch.empty(2, 4, 8, 16, 128, **new).transpose(2, 3)
-    qkv, angle = torch.empty(256, 48, 128, **new), torch.empty(256, 1, 128, **new)
-    row, slots = torch.empty(256, 4096, **new), torch.zeros(256, dtype=torch.int64)
-    many, few, prompt = _metadata([1] * 256, 256), _metadata([1] * 4, 4), _metadata([256], 0)
-
-    def attend(meta: AttentionMetadata) -> None:
-        backend.forward(qkv[: len(meta.slot_mapping), :32], cache, meta)
-
-    launches = {
-        "decode": lambda: attend(many),
-        "decode, splits": lambda: attend(few),
-        "prefill" if modern else "prefill, soft cap": lambda: attend(prompt),
-        "write": lambda: utils.reshape_and_cache(qkv[:, 32:40], qkv[:, 40:], cache, slots),
-        "norm": lambda: fused_ops.rms_norm(row, row[0], 1e-5, row),
-        "gate": lambda: fused_ops.sigmoid_and_mul(torch.empty(256, 28672, **new), "silu"),
-        "rotation + write": lambda: fused_ops.rotary_and_cache(qkv, angle, angle, cache, slots),
-        "sample": lambda: sampler.sample_rows(
-            torch.empty(8, 128256), torch.empty(8), torch.empty(8)
-        ),
-    }
+        launches = _launches(modern=card.capability >= 80)
     found = {}
-    for name, launch in launches.items():
-        if name in names or not names:
-            with ladder.compiling_for(card.capability) as made:
-                launch()
-            found[name] = machine_code(made[0])
-            if len(made) > 1:  # splits are merged
-                found["merge"] = machine_code(made[1])
+    for name in names or launches:
+        with ladder.compiling_for(card.capability) as made:
+            launches[name]()
+        found[name] = machine_code(made[0])
+        if len(made) > 1:  # splits are merged
+            found["merge"] = machine_code(made[1])
     return found
 
-# %% ../../nbs/gpu/05_sass.ipynb #c4c3fc5b
+# %% ../../nbs/gpu/05_sass.ipynb #80386b3a
 LATENCY = 800e-9  # seconds until a load comes back: an assumption, until a card is measured
 
 
@@ -260,9 +263,14 @@ def bytes_in_flight(code: MachineCode) -> int:
     return 32 * code.num_warps * sum(one.loaded_bytes for one in found)
 
 
+def asked_ratio(code: MachineCode, card: Card) -> float:
+    "Bytes in flight ÷ (bandwidth × LATENCY), on a `card` that is full of a kernel's programs."
+    flying = card.num_sms * occupancy(code, card).programs * bytes_in_flight(code)
+    return flying / (card.bandwidth * LATENCY)
+
+
 def predicted_share(code: MachineCode, card: Card) -> float:
     """The share of `card`'s bandwidth that Little's law allows a kernel of which there are programs
-    enough: bytes in flight ÷ (bandwidth × LATENCY), at most 1. Of arithmetic it knows nothing.
+    enough: `asked_ratio`, at most 1. Of arithmetic it knows nothing.
     """
-    flying = card.num_sms * occupancy(code, card).programs * bytes_in_flight(code)
-    return min(1.0, flying / (card.bandwidth * LATENCY))
+    return min(1.0, asked_ratio(code, card))
