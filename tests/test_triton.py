@@ -41,7 +41,7 @@ from teachvllm.gpu_kernels.attention import (  # noqa: E402
     num_splits,
 )
 from teachvllm.gpu_kernels.ladder import compiling_for  # noqa: E402
-from teachvllm.gpu_kernels.sass import machine_code  # noqa: E402
+from teachvllm.gpu_kernels.sass import machine_code, resources  # noqa: E402
 from teachvllm.gpu_kernels.utils import interpreted  # noqa: E402
 
 # bytes a program can have
@@ -489,7 +489,7 @@ ROWS = [
     ("float16", 64, 71, 16, None, None, 64, None),  # as in Falcon 7B
 ]
 MATRIX: list[Any] = [(chip, *row) for chip in ((7, 5), (8, 0), (9, 0)) for row in ROWS]
-MATRIX += [((8, 9), *ROWS[i]) for i in (2, 4)]
+MATRIX += [((8, 9), *ROWS[4])]
 MATRIX += [
     (chip, "bfloat16", 128, 4, 16, None, 50.0 if chip < (8, 0) else None, 64, cache)
     for chip, cache in (
@@ -559,11 +559,15 @@ def run_step(
 
 
 def describe(kernel: Any) -> dict[str, Any]:
+    "What the assembler made of it: of the long kernels what they load and multiply with, too."
+    name, shared = kernel.metadata.name, kernel.metadata.shared
+    if name != "unified_attention":
+        return {"name": name, "shared": shared, "spilled": resources(kernel.asm["cubin"])[1]}
     code = machine_code(kernel)
     loads = [one.loaded_bytes for one in code.body]
     return {
-        "name": code.name,
-        "shared": code.shared,
+        "name": name,
+        "shared": shared,
         "spilled": code.spilled,
         "in loops": code.spills_in_loops,
         "width": code.load_width,
@@ -660,7 +664,10 @@ def test_compiles_and_fits(row: int, compiled: dict[int, list[dict[str, Any]]]) 
         # the assembler may keep a number or two in memory while the loops run, so that another
         # program fits: of all these kernels it does so where it is allowed here
         around = 16 if dtype == "float32" or chip == (8, 9) else 0
-        assert kernel["in loops"] == 0 and kernel["spilled"] <= around
+        if kernel["name"] == "unified_attention":
+            assert kernel["in loops"] == 0 and kernel["spilled"] <= around
+        else:
+            assert kernel["spilled"] == 0
     attention = [kernel for kernel in compiled[row] if kernel["name"] == "unified_attention"]
     for kernel, decode in zip(attention, (True, False)[: len(attention)], strict=True):
         itemsize = 4 if dtype == "float32" else 2
