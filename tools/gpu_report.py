@@ -7,6 +7,8 @@ docs/gpu-report.md about it.
     python tools/gpu_report.py --resume         go on: run only what gpu-report.json has no result of
     python tools/gpu_report.py --out DIR        write into DIR instead of docs/
     python tools/gpu_report.py --render         draw the page and its figures again from the raw results
+    python tools/gpu_report.py --machine-code   compile the kernels for four cards, without one, and keep what is
+                                                read from their machine code in docs/machine-code.json
     python tools/gpu_report.py --toy            tiny sizes on the CPU, to try out this program: the figures mean nothing
 
 Beside the page are gpu-report.json (all raw results) and the figures in gpu-report/. Without a GPU,
@@ -147,6 +149,90 @@ def ablations() -> list[str]:
     from teachvllm.benchmarks.gpu import ABLATIONS
 
     return list(ABLATIONS)
+
+
+# Machine code: no GPU is needed
+
+MACHINE_CODE = ROOT / "docs" / "machine-code.json"
+
+
+def machine_row(card: Any, kernel: str, code: Any) -> Row:
+    "A kernel of the engine on a card: a `Card` and a `MachineCode` of teachvllm.gpu_kernels.sass."
+    from teachvllm.gpu_kernels.sass import asked_ratio, occupancy
+
+    full = occupancy(code, card)
+    return {
+        "card": card.name,
+        "kernel": kernel,
+        "registers": code.registers,
+        "spilled": code.spilled,
+        "shared": code.shared,
+        "programs": full.programs,
+        "warps": round(full.warps, 4),
+        "limit": full.limit,
+        "load": code.load_width,
+        "tensor core": code.tensor_core,
+        # a prompt is bound by arithmetic
+        "asked": None if "prefill" in kernel else round(asked_ratio(code, card), 4),
+    }
+
+
+def compile_kernels() -> Row:
+    "Rows for all of the engine's kernels on all cards. Triton must not be interpreted."
+    import triton
+
+    from teachvllm.gpu_kernels.sass import CARDS, engine_kernels
+
+    rows = [
+        machine_row(card, name, code)
+        for card in CARDS
+        for name, code in engine_kernels(card).items()
+    ]
+    return {"triton": triton.__version__, "kernels": rows}
+
+
+def machine_code_section() -> list[str]:
+    "A line for each kernel and card."
+    kept = json.loads(MACHINE_CODE.read_text(encoding="utf-8"))
+    lines = [
+        [
+            row["card"],
+            row["kernel"],
+            row["registers"],
+            row["spilled"],
+            f"{row['shared']:,}",
+            f"{row['programs']} ({row['warps']:.0%})",
+            row["limit"],
+            row["load"],
+            row["tensor core"] or "–",
+            "–" if row["asked"] is None else f"{min(1, row['asked']):.0%} ({row['asked']:.1f}×)",
+        ]
+        for row in kept["kernels"]
+    ]
+    columns = [
+        "card",
+        "kernel",
+        "registers",
+        "spilled, B",
+        "shared memory, B",
+        "programs an SM (warps)",
+        "limit",
+        "bytes of a load",
+        "tensor core",
+        "share of bandwidth, at most",
+    ]
+    return [
+        "## Machine code",
+        f"Compiled by Triton {kept['triton']} for a layer of Llama 3.1 8B and for sampling, in 16 "
+        "bits; no card is needed for it, and nothing here is measured. Registers and spills are a "
+        "thread's, shared memory a program's. The last column is Little's law: what programs ask "
+        "for before they wait ÷ (the data sheet's bandwidth × 800 ns, an assumption), and that "
+        "capped. It is a bound until a card is measured: 100% says that waiting for memory is no "
+        "reason to be slower. A prompt is bound by arithmetic. On a T4 Triton makes no tensor-core instruction, "
+        "so torch computes its prompts, but under a soft cap. "
+        f"[Notebook gpu/05]({REPOSITORY}/blob/main/nbs/gpu/05_sass.ipynb) reads it line by line.",
+        table(columns, lines),
+    ]
 
 
 # Running it
@@ -739,7 +825,7 @@ def page(report: Row | None) -> str:
                 "mean nothing.**"
             )
     bars = [[bar[name] for name in ("text", "bar", "measured", "verdict")] for bar in judge(report)]
-    parts += ["## Bars", table(["", "bar", "measured", ""], bars)]
+    parts += ["## Bars", table(["", "bar", "measured", ""], bars), *machine_code_section()]
     if report is not None:
         parts += [
             *attention_section(report),
@@ -968,6 +1054,11 @@ def main() -> int:
     parser.add_argument(
         "--toy", action="store_true", help="tiny sizes on the CPU: figures that mean nothing"
     )
+    parser.add_argument(
+        "--machine-code",
+        action="store_true",
+        help="only compile the kernels again, and draw the page",
+    )
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -981,6 +1072,11 @@ def main() -> int:
     if args.toy and args.out == ROOT / "docs":
         parser.error("--toy needs --out: its figures do not belong into docs/")
     raw = args.out / "gpu-report.json"
+    if args.machine_code:
+        os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
+        text = json.dumps(compile_kernels(), indent=1, ensure_ascii=False)
+        MACHINE_CODE.write_text(text + "\n", encoding="utf-8")
+        args.render = True
     if not args.render:
         import torch
 

@@ -220,23 +220,25 @@ def unified_attention(
         seq, first = find_sequence(
             query_start_loc, tl.num_programs(0) - 1 - tl.program_id(0), num_seqs, BLOCK_Q
         )
-        first = first.to(tl.int32)  # tokens and keys are counted in 32 bits; only addresses need 64
-    begin = tl.load(query_start_loc + seq)
-    seq_len = tl.load(seq_lens + seq)
-    query_len = tl.load(query_start_loc + seq + 1) - begin
+        first = first.to(tl.int32)
+    # tokens, keys and rows are counted in 32 bits, to save registers; only addresses need 64
+    begin = tl.load(query_start_loc + seq).to(tl.int32)
+    seq_len = tl.load(seq_lens + seq).to(tl.int32)
+    query_len = tl.load(query_start_loc + seq + 1).to(tl.int32) - begin
     # a block too many, or a sequence that only fills up the batch
     if first >= query_len or seq_len == 0:
         return
     row = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_PADDED)
-    token = first + row // GROUP
-    head = pair * GROUP + row % GROUP
-    live = (row < BLOCK_Q * GROUP) & (token < query_len)
-    position = tl.minimum(seq_len - query_len + token, seq_len - 1)
-    where = (
-        (begin + token)[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :]
-    )
-    q_rows = tl.load(q + where, mask=live[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0)
+    begin += first
+    num_tokens = tl.minimum(query_len - first, BLOCK_Q)
+    # a row too many does the work of a live one, so that no mask has to outlive the loops
+    token = tl.minimum(row // GROUP, num_tokens - 1)
+    head = row % GROUP
+    position = seq_len - query_len + first + token
+    q += begin.to(tl.int64) * q_token_stride + pair * GROUP * q_head_stride
+    where = token[:, None] * q_token_stride + head[:, None] * q_head_stride + dims[None, :]
+    q_rows = tl.load(q + where, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
     k_cache += (pair * GROUP // HEADS_PER_KV) * head_stride
     v_cache += (pair * GROUP // HEADS_PER_KV) * head_stride
     table = block_table + seq * table_row_stride
@@ -245,8 +247,8 @@ def unified_attention(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     low, full, end = key_range(
         first,
-        query_len.to(tl.int32),
-        seq_len.to(tl.int32),
+        query_len,
+        seq_len,
         split,
         BLOCK_Q,
         TILE,
@@ -303,14 +305,15 @@ def unified_attention(
             HEAD_SIZE=HEAD_SIZE,
             HEAD_PADDED=HEAD_PADDED,
         )
-    rows = (begin + token) * (tl.num_programs(1) * GROUP) + head
+    num_heads = tl.num_programs(1) * GROUP
+    first_row = (begin * num_heads + pair * GROUP).to(tl.int64)
     store_rows(
-        out,
-        partial,
-        stats,
-        rows,
+        out + first_row * HEAD_SIZE,
+        partial + first_row * (NUM_SPLITS * HEAD_PADDED),
+        stats + first_row * (NUM_SPLITS * 2),
+        row // GROUP * num_heads + head,
         dims,
-        live,
+        row // GROUP < num_tokens,
         acc,
         largest,
         total,
@@ -408,12 +411,13 @@ def choose_tiles(
     itemsize: int,
     head_padded: int,
     group: int,
+    cache_itemsize: int | None = None,
 ) -> Tiles:
     """Tiles whose queries, and keys and values in flight, fit into a program's `shared_memory`
     bytes.
 
-    `itemsize` is bytes an element, `head_padded` the head size as a power of two, `group` the query
-    heads a program.
+    `itemsize` is bytes an element, in the cache `cache_itemsize` if that is another; `head_padded`
+    the head size as a power of two, `group` the query heads a program.
     """
     modern = capability >= (8, 0)
     # else products go through registers: smaller tiles, or they spill
@@ -425,19 +429,22 @@ def choose_tiles(
     else:
         block_m = 128 if head_padded <= 128 else 64
     block_m = max(triton.next_power_of_2(group), block_m)
-    tile_elements = 2048
+    many_rows = 128 if tensor_cores else 64
     if tensor_cores:
         tile_elements = 4096 if decode else 8192
+    else:
+        tile_elements = 2048 if block_m < many_rows else 1024
     tile = max(16, min(64, tile_elements // head_padded))
     row = head_padded * itemsize
     # tiles of keys and values beside the queries
     ahead = (shared_memory - 2048 - block_m * row) // (2 * tile * row)
-    many_rows = 128 if tensor_cores else 64
-    if not modern:
+    if not modern or itemsize > 2 * (cache_itemsize or itemsize):  # to widen a byte takes registers
         num_stages = 1
     else:
         num_stages = 5 if tensor_cores and ahead >= 3 else 3
-    return Tiles(block_m, tile, num_warps=8 if block_m >= many_rows else 4, num_stages=num_stages)
+    # the sums of a row of 256 are too many for 4 warps' registers, except for 16 rows
+    wide = block_m >= many_rows or (head_padded == 256 and not (decode and tensor_cores))
+    return Tiles(block_m, tile, num_warps=8 if wide else 4, num_stages=num_stages)
 
 # %% ../../nbs/25_triton_attention.ipynb #8bcaf295
 @dataclass(frozen=True)
@@ -611,6 +618,7 @@ class TritonBackend(AttentionBackend):
             q.element_size(),
             self.head_padded,
             group,
+            kv_cache.element_size(),
         )
         splits = 1
         if decode:
