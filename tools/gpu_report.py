@@ -230,7 +230,7 @@ def machine_code_section() -> list[str]:
         "capped. It is a bound until a card is measured: 100% says that waiting for memory is no "
         "reason to be slower. A prompt is bound by arithmetic. On a T4 Triton makes no tensor-core instruction, "
         "so torch computes its prompts, but under a soft cap. "
-        f"[Notebook gpu/05]({REPOSITORY}/blob/main/nbs/gpu/05_sass.ipynb) reads it line by line.",
+        f"[Notebook gpu/06]({REPOSITORY}/blob/main/nbs/gpu/06_sass.ipynb) reads it line by line.",
         table(columns, lines),
     ]
 
