@@ -31,6 +31,7 @@ KERNELS = {
     "cuda": {
         "attention": "teachvllm.gpu_kernels.attention.TritonBackend",
         "sample": "teachvllm.gpu_kernels.sampler.sample_rows",
+        "sample_sorted": "teachvllm.gpu_kernels.sampler.sample_sorted",
         "rms_norm": "teachvllm.gpu_kernels.fused_ops.rms_norm",
         "rotary_embedding": "teachvllm.gpu_kernels.fused_ops.rotary_embedding",
         "rotary_and_cache": "teachvllm.gpu_kernels.fused_ops.rotary_and_cache",

@@ -659,16 +659,36 @@ def test_a_replay_waits_for_nothing(folder: str) -> None:
     assert not hidden.isnan().any() and x["top_k"].tolist() == [0, 1, 2]
 
 
+class CountCopies(TorchDispatchMode):
+    "Counts the copies to the host, while it is entered."
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        moves = func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy)
+        self.count += moves and args[0].is_cuda and str(options.get("device")) == "cpu"
+        return func(*args, **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_decode_step_waits_for_nothing(folder: str, temperature: float, graphs: bool) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}, {"num_logprobs": 3}],
+    ids=lambda asked: "-".join(asked) or "greedy",
+)
+def test_a_decode_step_waits_for_nothing(
+    folder: str, asked: dict[str, float], graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of `execute_model`: orders, inputs, model, sampler, and the tokens' way back, which alone
-    may be waited for.
+    may be waited for, and which is one copy.
     """
+    monkeypatch.setattr("teachvllm.model_executor.sampler.MAX_CANDIDATES", 8)
     on = Runner(folder, [5, 6, 7], [4], CudaGraph, **GPU)
     on.runner.graphs = on.graphs if graphs else None
-    on.runner.input_batch.temperature[:] = temperature
+    for name, value in asked.items():
+        getattr(on.runner.input_batch, name)[:] = value
     # each has its blocks for 64 tokens already
     out = SchedulerOutput(num_scheduled_tokens={0: 1, 1: 1, 2: 1})
     # warm-up: compiles, takes memory
@@ -677,15 +697,17 @@ def test_a_decode_step_waits_for_nothing(folder: str, temperature: float, graphs
     with patch.object(on.graphs, "run", wraps=on.graphs.run) as replayed:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            steps = [on.runner.execute_model(out, on.cache) for _ in range(2)]
+            with CountCopies() as copies:
+                steps = [on.runner.execute_model(out, on.cache) for _ in range(2)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert replayed.call_count == (len(steps) if graphs else 0)
+    assert replayed.call_count == (len(steps) if graphs else 0) and copies.count == len(steps)
     for step in steps:
         sampled = step.to_model_runner_output()
         assert sampled.seq_ids == [0, 1, 2] and all(
             0 <= token_id < VOCAB for [token_id] in sampled.sampled_token_ids
         )
+        assert len(sampled.logprobs) == (3 if "num_logprobs" in asked else 0)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ for real chips.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -24,6 +25,7 @@ from teachvllm.attention.cpu import TorchSDPABackend  # noqa: E402
 from teachvllm.gpu_kernels import sampler as fused_sampler  # noqa: E402
 from teachvllm.gpu_kernels import utils as triton_utils  # noqa: E402
 from teachvllm.kernels import KERNELS, KernelTable, platform_kernels  # noqa: E402
+from teachvllm.model_executor import sampler  # noqa: E402
 from teachvllm.model_executor.sampler import Sampler, SamplingMetadata, inverse_cdf  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -183,6 +185,14 @@ def test_the_sampler_draws_the_same_with_it():
         Sampler(with_kernel())(logits.to(DEVICE), greedy)[0],
         Sampler()(logits.to(DEVICE), greedy)[0],
     )
+    # a model's own dtype is as good: what is computed is computed in float32
+    half = logits.bfloat16().to(DEVICE)
+    for sampling in (meta, replace(meta, banned=None), greedy):
+        expected = Sampler()(half.float(), sampling)
+        for table in (None, with_kernel()):
+            ids, logprobs = Sampler(table)(half.clone(), sampling)
+            assert torch.equal(ids, expected[0])
+            assert torch.equal(logprobs.logprobs, expected[1].logprobs)
     # the kernel is asked whether it takes them: it has no loads of float64
     assert torch.equal(
         Sampler(with_kernel())(logits.double().to(DEVICE), greedy)[0],
@@ -191,7 +201,47 @@ def test_the_sampler_draws_the_same_with_it():
 
 
 def with_kernel() -> KernelTable:
-    return KernelTable({"sample": "teachvllm.gpu_kernels.sampler.sample_rows"})
+    names = {"sample": "sample_rows", "sample_sorted": "sample_sorted"}
+    return KernelTable({k: f"teachvllm.gpu_kernels.sampler.{v}" for k, v in names.items()})
+
+
+def test_rows_that_need_more_candidates_are_not_sorted():
+    """The tokens of a draw from the sorted row: ties, bans and every filter among them; another row
+    is left alone.
+    """
+    vocab = 100
+    settings = [  # top_k, top_p, min_p, uniform
+        (vocab, 0.9, 0.0, 0.8),
+        (9, 1.0, 0.0, NEARLY_ONE),
+        (30, 0.8, 0.01, 0.5),
+        (vocab, 1.0, 0.2, 0.9),
+        (9, 1e-30, 0.0, NEARLY_ONE),
+        (vocab, 0.95, 0.0, 0.7),
+        (2, 1.0, 0.0, 0.1),  # has enough candidates
+    ]
+    logits = torch.randn(len(settings), vocab, generator=torch.Generator().manual_seed(4))
+    logits[3:] = logits[3:].round()
+    logits[::2, 5::7] = -torch.inf
+    rows = torch.arange(len(settings), device=DEVICE)
+    columns = [torch.tensor(column, device=DEVICE) for column in zip(*settings, strict=True)]
+    meta = SamplingMetadata(
+        greedy=False,
+        temperature=torch.ones(len(settings), device=DEVICE),
+        **dict(zip(("top_k", "top_p", "min_p", "uniform"), columns, strict=True)),
+        plain_rows=rows[:0],
+        filtered_rows=rows,
+        scored_rows=rows[:0],
+    )
+    probs = logits.to(DEVICE).softmax(-1)
+    drawn = []
+    with patch.object(sampler, "MAX_CANDIDATES", 3), patch.object(fused_sampler, "BLOCK", 64):
+        for table in (KernelTable(), with_kernel()):
+            with np.errstate(all="ignore"):
+                drawn.append(sampler.sample_filtered(probs, meta, rows, table).tolist())
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) > 4
+    likeliest = probs.topk(3).indices.tolist()
+    others = [token in top for token, top in zip(drawn[0], likeliest, strict=True)]
+    assert others.count(False) >= 4 and others[4] and others[6]  # most had to look further
 
 
 @pytest.mark.parametrize(
@@ -251,7 +301,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from teachvllm.gpu_kernels.sampler import BLOCK, sample_kernel
+from teachvllm.gpu_kernels.sampler import BLOCK, sample_kernel, sample_sorted_kernel
 from teachvllm.gpu_kernels.sass import machine_code, resources
 
 for capability in (75, 80, 89, 90):
@@ -269,9 +319,15 @@ for capability in (75, 80, 89, 90):
         # rows of 50,257 begin anywhere
         assert dtype != "fp16" or machine_code(kernel).load_width == 16
         print(capability, dtype, vocab)
+types = ["*i64", "*i1", "*fp32", "*i64", "*i64", *["*fp32"] * 3, "i32", "i32", "constexpr"]
+names = sample_sorted_kernel.arg_names
+source = ASTSource(sample_sorted_kernel, dict(zip(names, types)), {"BLOCK": BLOCK})
+kernel = triton.compile(source, target=GPUTarget("cuda", 75, 32), options={"num_warps": 8})
+assert resources(kernel.asm["cubin"])[1] == 0
+print("sorted", kernel.metadata.shared)
 """
 
 
 def test_it_compiles_for_real_chips():
     child = run_compiling("-c", COMPILE)
-    assert len(child.stdout.splitlines()) == 13
+    assert len(child.stdout.splitlines()) == 14

@@ -185,6 +185,15 @@ def test_tokens_stay_on_the_device(tiny: tuple[str, Any]) -> None:
     assert not worker.in_flight
 
 
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_logits_have_the_models_dtype(name: str, tmp_path: Path) -> None:
+    "No float32 copy of them is made before the sampler has seen which rows need one."
+    make_tiny(name, tmp_path)
+    model = start(str(tmp_path), dtype="bfloat16").model_runner.model
+    hidden = torch.zeros(2, TINY[name]().hidden_size, dtype=torch.bfloat16)
+    assert model.compute_logits(hidden).dtype == torch.bfloat16
+
+
 # Slots
 
 

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['CHUNK', 'LARGEST', 'MAX_CANDIDATES', 'MAX_LOGITS', 'uniform_noise', 'inverse_cdf', 'keep_mask', 'SamplingMetadata',
            'sort_falling', 'sample_filtered', 'LogprobsTensors', 'gather_logprobs', 'apply_grammar_bitmask', 'Sampler',
-           'accepted_rows', 'SamplerOutput']
+           'accepted_rows', 'copy_to_host', 'SamplerOutput']
 
 # %% ../../nbs/32_sampler.ipynb #c93b4fb0
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
 
@@ -107,8 +107,6 @@ class SamplingMetadata:
     allowed: tuple[torch.Tensor, torch.Tensor] | None = None
     # changes the logits in place as requests ask (chapter 33)
     process: Callable[[torch.Tensor], None] | None = None
-    # False: each of `filtered_rows` has a top_k of MAX_CANDIDATES at most; the host never waits
-    may_sort: bool = True
 
 # %% ../../nbs/32_sampler.ipynb #2569ec54
 def _draw(
@@ -161,12 +159,12 @@ MAX_CANDIDATES = 256
 
 
 def sample_filtered(
-    probs: torch.Tensor, meta: SamplingMetadata, rows: torch.Tensor
+    probs: torch.Tensor, meta: SamplingMetadata, rows: torch.Tensor, kernels: KernelTable
 ) -> torch.Tensor:
     """Token ids for rows with top_p, top_k or min_p. `probs`: [len(rows), vocab_size].
 
     The few likeliest tokens are enough for most rows; the others, and only they, are sorted in
-    full.
+    full. A kernel "sample_sorted" finds out by itself which these are, and the host does not wait.
     """
     vocab_size = probs.shape[1]
     top_k = meta.top_k[rows]
@@ -175,7 +173,10 @@ def sample_filtered(
     above_min_p = top[:, -1] < meta.min_p[rows] * top[:, 0]
     enough = (top_k <= MAX_CANDIDATES) | ((top_k >= vocab_size) & (in_nucleus | above_min_p))
     chosen = _draw(top, ids, meta, rows)
-    if vocab_size > MAX_CANDIDATES and meta.may_sort and not enough.all():
+    args = chosen, enough, probs, rows, meta.top_k, meta.top_p, meta.min_p, meta.uniform
+    if sample_sorted := kernels.get("sample_sorted", *args):
+        sample_sorted(*args)
+    elif not enough.all():
         more = ~enough
         chosen[more] = _draw(*sort_falling(probs[more]), meta, rows[more])
     return chosen
@@ -192,10 +193,6 @@ class LogprobsTensors:
     top_ids: torch.Tensor  # [s, num_top] int64: the likeliest tokens, falling
     top_logprobs: torch.Tensor  # [s, num_top] float32
     ranks: torch.Tensor  # [s] int64: how many tokens are at least as likely as the chosen one
-
-    def to_cpu_nonblocking(self) -> "LogprobsTensors":
-        "The same tensors, while they are copied to the host. The caller does not wait."
-        return LogprobsTensors(*(x.to("cpu", non_blocking=True) for x in vars(self).values()))
 
     def tolists(self) -> list[TokenLogprobs]:
         "One `TokenLogprobs` (chapter 08) a row, on the host."
@@ -250,7 +247,7 @@ def apply_grammar_bitmask(
 # %% ../../nbs/32_sampler.ipynb #c6bb457d
 def _row_probs(logits: torch.Tensor, meta: SamplingMetadata, rows: torch.Tensor) -> torch.Tensor:
     "Some rows' probabilities at their temperatures: [len(rows), vocab_size]."
-    return logits[rows].div_(meta.temperature[rows, None]).softmax(-1)
+    return logits[rows].float().div_(meta.temperature[rows, None]).softmax(-1)
 
 
 class Sampler:
@@ -269,8 +266,8 @@ class Sampler:
     def __call__(
         self, logits: torch.Tensor, meta: SamplingMetadata
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Token ids [num_rows] int64 for `logits` [num_rows, vocab_size] float32, and
-        log-probabilities if asked for.
+        """Token ids [num_rows] int64 for `logits` [num_rows, vocab_size], in float32 or the model's
+        dtype, and log-probabilities if asked for.
 
         A row that holds a NaN gets the id -1. `logits` may be overwritten.
         """
@@ -278,6 +275,9 @@ class Sampler:
         changed = meta.process or meta.banned is not None or meta.allowed is not None
         if len(meta.scored_rows) and changed:
             raw = logits[meta.scored_rows]  # as the model gave them
+        fused = self.kernels.get("sample", logits, meta.temperature, meta.uniform)
+        if changed or fused is None:
+            logits = logits.float()
         if meta.process:
             meta.process(logits)
         if meta.banned is not None:
@@ -285,7 +285,6 @@ class Sampler:
             logits.index_put_(meta.banned, logits.new_full((), -torch.inf))
         if meta.allowed is not None:
             apply_grammar_bitmask(logits, *meta.allowed)
-        fused = self.kernels.get("sample", logits, meta.temperature, meta.uniform)
         if fused is not None:
             ids = fused(logits, meta.temperature, meta.uniform)
         else:
@@ -309,12 +308,13 @@ class Sampler:
             chosen = inverse_cdf(_row_probs(logits, meta, rows), meta.uniform[rows])
             ids[rows] = torch.where(ids[rows] < 0, -1, chosen)
 
-    @staticmethod
-    def _draw_filtered(logits: torch.Tensor, meta: SamplingMetadata, ids: torch.Tensor) -> None:
+    def _draw_filtered(
+        self, logits: torch.Tensor, meta: SamplingMetadata, ids: torch.Tensor
+    ) -> None:
         "The same for rows with top_p, top_k or min_p."
         rows = meta.filtered_rows
         if len(rows):
-            chosen = sample_filtered(_row_probs(logits, meta, rows), meta, rows)
+            chosen = sample_filtered(_row_probs(logits, meta, rows), meta, rows, self.kernels)
             ids[rows] = torch.where(ids[rows] < 0, -1, chosen)
 
     @staticmethod
@@ -348,6 +348,28 @@ def accepted_rows(
         start += len(guesses) + 1
     return rows
 
+# %% ../../nbs/32_sampler.ipynb #d837fab0
+def copy_to_host(parts: list[Any]) -> list[Any]:
+    """The same dataclasses with their tensors in pinned memory, on their way there in one copy. The
+    caller does not wait.
+    """
+    tensors = [x for part in parts for x in vars(part).values() if isinstance(x, torch.Tensor)]
+    tensors.sort(key=lambda x: -x.itemsize)
+    packed = tensors[0]
+    if len(tensors) > 1:
+        packed = torch.cat([x.flatten().view(torch.uint8) for x in tensors])
+    packed = packed.to("cpu", non_blocking=True).view(torch.uint8)
+    pieces = packed.flatten().split([x.nbytes for x in tensors])
+    arriving = {
+        id(x): piece.view(x.dtype).view(x.shape) for x, piece in zip(tensors, pieces, strict=True)
+    }
+    return [
+        replace(
+            part, **{name: arriving[id(x)] for name, x in vars(part).items() if id(x) in arriving}
+        )
+        for part in parts
+    ]
+
 # %% ../../nbs/32_sampler.ipynb #18614b73
 @dataclass
 class SamplerOutput:
@@ -369,14 +391,13 @@ class SamplerOutput:
         "The same, while it is copied to pinned memory of the host. The caller does not wait."
         if self.token_ids.device.type == "cpu":
             return self
-        token_ids = self.token_ids.to("cpu", non_blocking=True)
-        copy = SamplerOutput(self.seq_ids, token_ids, errors=self.errors, drafts=self.drafts)
-        if self.logprobs is not None:
-            copy.logprobs = self.logprobs.to_cpu_nonblocking()
-        if self.prompt_logprobs is not None:
-            copy.prompt_logprobs = self.prompt_logprobs.to_cpu_nonblocking()
-        if self.pooled is not None:
-            copy.pooled = self.pooled.to("cpu", non_blocking=True)
+        scores = [x for x in (self.logprobs, self.prompt_logprobs) if x is not None]
+        copy: SamplerOutput
+        copy, *scores = copy_to_host([self, *scores])
+        if copy.prompt_logprobs is not None:
+            copy.prompt_logprobs = scores.pop()
+        if copy.logprobs is not None:
+            copy.logprobs = scores.pop()
         copy.arrived = torch.cuda.current_stream().record_event()
         return copy
 

@@ -192,6 +192,8 @@ class CudaGraphRunner:
         num_tokens = len(inputs["token_ids"])
         size = next(size for size in self.sizes if size >= num_tokens)
         on_device = self.inputs.load(size, inputs, sampling)
+        for _ in self.kv_caches:  # a graph cannot wait layer by layer: all swaps come before it
+            pass
         return self.graphs[size].replay()[:num_tokens], on_device
 
 # %% ../../nbs/43_cuda_graph.ipynb #7bc72f83

@@ -29,7 +29,6 @@ from ..model_executor.loader import get_model, make_context
 from ..model_executor.logits_processors import NONE_LEFT, LogitsProcessors
 from ..model_executor.pooler import Pooler
 from teachvllm.model_executor.sampler import (
-    MAX_CANDIDATES,
     MAX_LOGITS,
     LogprobsTensors,
     Sampler,
@@ -518,7 +517,6 @@ def sampling_inputs(
 def sampling_metadata(
     inputs: dict[str, torch.Tensor],
     num_top: int,
-    may_sort: bool,
     process: Callable[[torch.Tensor], None] | None = None,
 ) -> SamplingMetadata:
     """The same on the device, as the sampler takes it; `num_top` likeliest tokens for each of the
@@ -543,7 +541,6 @@ def sampling_metadata(
         banned=banned,
         allowed=allowed,
         process=process,
-        may_sort=may_sort,
     )
 
 # %% ../../nbs/41_model_runner.ipynb #52b86edb
@@ -828,14 +825,13 @@ class ModelRunner:
             return torch.empty(0, dtype=torch.int64, device=self.device), None
         logits = self.model.compute_logits(hidden[inputs["logits_indices"]])
         num_top = max(0, int(self.input_batch.num_logprobs[batch.sample_indices].max()))
-        may_sort = bool((sampling["top_k"][sampling["filtered_rows"]] > MAX_CANDIDATES).any())
         processors = self.input_batch.logits_processors
         process = None
         if "limited_rows" in sampling:  # some request asks
             process = partial(processors.apply, inputs, sampling, batch.sample_indices, errors)
         if "allowed_rows" in sampling:
             errors.update(dict.fromkeys(sampling["allowed_rows"].tolist(), NONE_LEFT))
-        meta = sampling_metadata(inputs, num_top, may_sort, process)
+        meta = sampling_metadata(inputs, num_top, process)
         token_ids, logprobs = self.sampler(logits, meta)
         # a user's function may answer differently on another rank
         if "function_ends" in sampling and self.parallel.tp:

@@ -138,9 +138,11 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         self.soft_cap = config.final_logit_softcapping
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        "As Llama's, and capped."
+        "As Llama's, and capped, in float32."
         logits = super().compute_logits(hidden)
-        return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
+        if self.soft_cap:
+            logits = self.soft_cap * torch.tanh(logits.float() / self.soft_cap)
+        return logits
 
 # %% ../../../nbs/models/03_gemma.ipynb #5eb15303
 class Gemma3Attention(Qwen3Attention):

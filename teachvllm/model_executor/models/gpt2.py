@@ -188,6 +188,6 @@ class GPT2LMHeadModel(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        "The last stage's [n, hidden_size] -> float32 [n, vocab_size], on all of its ranks."
+        "The last stage's [n, hidden_size] -> [n, vocab_size], on all of its ranks."
         logits: torch.Tensor = self.lm_head(hidden)
-        return logits.float()
+        return logits

@@ -128,9 +128,9 @@ class GPTNeoXForCausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        "The last stage's [n, hidden_size] -> float32 [n, vocab_size], on all of its ranks."
+        "The last stage's [n, hidden_size] -> [n, vocab_size], on all of its ranks."
         logits: torch.Tensor = self.embed_out(hidden)
-        return logits.float()
+        return logits
 
 # %% ../../../nbs/models/06_gpt_neox.ipynb #aa2fa05d
 class GPTNeoXAttention(nn.Module):

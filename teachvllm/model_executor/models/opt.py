@@ -191,6 +191,6 @@ class OPTForCausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        "The last stage's [n, word_embed_proj_dim] -> float32 [n, vocab_size], on all of its ranks."
+        "The last stage's [n, word_embed_proj_dim] -> [n, vocab_size], on all of its ranks."
         logits: torch.Tensor = self.lm_head(hidden)
-        return logits.float()
+        return logits
