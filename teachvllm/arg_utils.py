@@ -623,7 +623,7 @@ def resolve_dtype(asked: str, device: str, checkpoint: str = "float32") -> str:
     """The dtype to compute in.
 
     `auto` on a CPU is bfloat16 where the hardware multiplies it, else float32; on a GPU it is the
-    checkpoint's (float32 becomes float16), with float16 where there is no bfloat16.
+    checkpoint's (float32 becomes float16), with float16, and a warning, where there is no bfloat16.
     """
     import torch
 
@@ -638,8 +638,16 @@ def resolve_dtype(asked: str, device: str, checkpoint: str = "float32") -> str:
         return "bfloat16" if fast else "float32"
     if checkpoint != "bfloat16":
         return "float16"
-    capability = gpu_capability() or (8, 0)
-    return "bfloat16" if capability >= (8, 0) else "float16"
+    major, minor = gpu_capability() or (8, 0)
+    if major >= 8:
+        return "bfloat16"
+    logger.warning(
+        "This GPU (with compute capability %d.%d) doesn't support bfloat16. Falling back to float16 "
+        "for compatibility.",
+        major,
+        minor,
+    )
+    return "float16"
 
 # %% ../nbs/19_arg_utils.ipynb #10fa98ae
 def control_groups(controller: str, root: Path, groups: Path) -> Iterator[tuple[int, Path]]:

@@ -15,6 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 VOCAB = 128
+# where two workers have a device each: a machine's one GPU is not enough
+FOR_TWO = "cpu" if torch.cuda.device_count() == 1 else "auto"
 
 TINY = {
     "llama": lambda: LlamaConfig(

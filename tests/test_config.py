@@ -150,7 +150,9 @@ except KeyboardInterrupt:
 # CUDA
 
 
-def test_the_dtype_is_found_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dtype_is_found_without_cuda(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*args):
         raise AssertionError("this starts CUDA in the front's process")
 
@@ -164,8 +166,14 @@ def test_the_dtype_is_found_without_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.cuda, name, fail)
     for capability, expected in (((9, 0), "bfloat16"), ((7, 5), "float16"), (None, "bfloat16")):
         monkeypatch.setattr(arg_utils, "gpu_capability", lambda capability=capability: capability)
+        caplog.clear()
         assert resolve_dtype("auto", "cuda", "bfloat16") == expected
+        said = [record.message.partition(")")[0] for record in caplog.records]
+        assert said == ["This GPU (with compute capability 7.5"] * (expected == "float16")
+        # asked for by name, or for float32's sake: nothing gives way
+        assert resolve_dtype("bfloat16", "cuda", "bfloat16") == "bfloat16"
         assert resolve_dtype("auto", "cuda", "float32") == "float16"
+        assert len(caplog.records) == len(said)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert arg_utils.DeviceConfig().device == "cuda"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

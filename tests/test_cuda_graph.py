@@ -1,5 +1,5 @@
-"""Decode steps through graphs give what eager steps give; on a CPU through stand-ins, which run the
-same code path.
+"""Decode steps through graphs give what eager steps give: on a CPU, whatever the machine has, through
+stand-ins that run the same code path; under "On a GPU", in tests marked so, through CUDA's.
 """
 
 import os
@@ -43,7 +43,7 @@ NAN = float("nan")
 
 class PoisonedOracle(ReferenceBackend):
     """The plain attention, in which slots of -1 are written nowhere, and a row that only pads gets
-    NaN.
+    NaN. Stand-ins alone can record it: it looks at values on the host, which no CUDA graph can.
     """
 
     supports_graphs = True
@@ -243,6 +243,7 @@ class Runner:
             "dtype": "float32",
             "block_size": 4,
             "attention_backend": PoisonedOracle,
+            "device": "cpu",
         }
         options = {**defaults, **options, "skip_tokenizer_init": True, "max_model_len": 64}
         config = EngineArgs(model=folder, **options).create_engine_config()
@@ -354,6 +355,7 @@ def test_recorded_from_the_largest_down_in_one_pool(folder: str) -> None:
 
 
 LIMITS = {
+    "device": "cpu",
     "dtype": "float32",
     "skip_tokenizer_init": True,
     "block_size": 8,
@@ -733,6 +735,7 @@ def test_engine_on_a_gpu(folder: str, name: str, asynchronous: bool) -> None:
     "With graphs and without: the same tokens, where no two are so likely that rounding decides."
     options = {
         **LIMITS,
+        "device": "cuda",
         "num_gpu_blocks_override": 100,
         "block_size": 16,
         "async_scheduling": asynchronous,
@@ -748,6 +751,30 @@ def test_engine_on_a_gpu(folder: str, name: str, asynchronous: bool) -> None:
         (a, b) for one, other in zip(*got, strict=True) for a, b in zip(one, other, strict=True)
     ]
     assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failed_replay_leaves_the_graphs_usable(folder: str, asynchronous: bool) -> None:
+    """An error after a real replay, whose keys, values and hidden states are written: the requests
+    end with it, and the same graphs give the right tokens afterwards.
+    """
+    options = {**LIMITS, "device": "cuda", "num_gpu_blocks_override": 100, "block_size": 16}
+    with LLM(folder, async_scheduling=asynchronous, **options) as llm:
+        expected = answers(llm, PARAMS["greedy"])
+        replay, replayed = CudaGraph.replay, []
+
+        def failing(graph: CudaGraph) -> torch.Tensor:
+            hidden = replay(graph)
+            replayed.append(graph)
+            if len(replayed) == 3:
+                raise RuntimeError("the device is lost")
+            return hidden
+
+        with patch.object(CudaGraph, "replay", failing):
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                llm.generate(PROMPTS, PARAMS["greedy"], use_tqdm=False)
+        assert len(replayed) >= 3 and answers(llm, PARAMS["greedy"]) == expected
 
 
 @pytest.mark.gpu

@@ -11,11 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import greedy, random_prompts
+from helpers import FOR_TWO, greedy, random_prompts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from teachvllm import LLM, EngineArgs, SamplingParams
+from teachvllm.arg_utils import resolve_dtype
 from teachvllm.attention.backend import (
     AttentionBackend,
     AttentionMetadata,
@@ -300,9 +301,8 @@ def test_it_is_another_model_than_without(expected: Any) -> None:
 
 
 def test_two_workers(folder: str, expected: Any) -> None:
-    with engine(
-        folder, kv_cache_dtype="fp8", tensor_parallel_size=2, distributed_executor_backend="mp"
-    ) as llm:
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(folder, kv_cache_dtype="fp8", device=FOR_TWO, **options) as llm:
         assert tokens(llm) == expected["fp8"]
 
 
@@ -322,13 +322,15 @@ def test_forks_copy_bytes(folder: str) -> None:
 
 
 def test_it_buys_blocks(folder: str) -> None:
-    "Of the same bytes: four times as many as in float32, twice as many as in bfloat16."
+    "Of the same bytes: four times as many as in float32, twice as many as in 16 bits."
     blocks = {}
+    on_gpu = torch.cuda.is_available()
+    narrow = resolve_dtype("auto", "cuda", "bfloat16") if on_gpu else "bfloat16"
     for dtype, name in (
         ("float32", "auto"),
         ("float32", "fp8_e4m3"),
-        ("bfloat16", "auto"),
-        ("bfloat16", "fp8_e5m2"),
+        (narrow, "auto"),
+        (narrow, "fp8_e5m2"),
     ):
         with engine(
             folder,
@@ -342,11 +344,9 @@ def test_it_buys_blocks(folder: str) -> None:
             )
             assert all(len(answer) == NUM_TOKENS for answer in tokens(llm))
     assert (
-        blocks["float32", "fp8_e4m3"]
-        == 4 * blocks["float32", "auto"]
-        == blocks["bfloat16", "fp8_e5m2"]
+        blocks["float32", "fp8_e4m3"] == 4 * blocks["float32", "auto"] == blocks[narrow, "fp8_e5m2"]
     )
-    assert blocks["bfloat16", "fp8_e5m2"] == 2 * blocks["bfloat16", "auto"]
+    assert blocks[narrow, "fp8_e5m2"] == 2 * blocks[narrow, "auto"]
 
 
 # Scales in the checkpoint
@@ -390,7 +390,11 @@ def test_scales_of_a_checkpoint(
     answers = oracle_tokens(
         model, E4M3, {key: float(torch.tensor(x)) for key, x in by_layer.items()}
     )
-    for options in ({}, {"attention_backend": "torch_sdpa"}, {"tensor_parallel_size": 2}):
+    for options in (
+        {},
+        {"attention_backend": "torch_sdpa"},
+        {"tensor_parallel_size": 2, "device": FOR_TWO},
+    ):
         with engine(path, kv_cache_dtype="fp8", **options) as llm:
             for found in scales_of(llm):
                 assert found == pytest.approx([pytest.approx(pair) for pair in wanted])

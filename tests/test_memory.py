@@ -412,8 +412,12 @@ def test_two_hundred_random_requests_and_aborts(folder: str) -> None:
 
 @pytest.mark.parametrize("state", ["waiting", "running", "swapped", "computed again"])
 def test_abort_of_a_forked_request_in_every_state(folder: str, state: str) -> None:
-    mode = "swap" if state == "swapped" else "recompute"
-    with tiny(folder, 24, preemption_mode=mode, max_num_batched_tokens=16) as llm:
+    options = {
+        "preemption_mode": "swap" if state == "swapped" else "recompute",
+        "max_num_batched_tokens": 16,
+        "async_scheduling": False,  # else some states are over before `step` returns
+    }
+    with tiny(folder, 24, **options) as llm:
         engine = llm.llm_engine
         scheduler = core_of(llm).scheduler
         alone = samples(llm, [[5] * 20], replace(GREEDY, max_tokens=30))[0]
@@ -436,6 +440,7 @@ def test_abort_of_a_forked_request_in_every_state(folder: str, state: str) -> No
 
         while now() != state:
             done |= {output.request_id: output for output in engine.step() if output.finished}
+            assert "forked" not in done, f"it was never {state}"
         engine.abort_request("forked")
         scheduler.block_manager.check_integrity()
         done = run(llm, done)
