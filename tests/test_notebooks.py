@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = notebooks()
 # a part of their story is C++, where there is a compiler; all others do without
 COMPILE = {"cpu/05", "cpu/06"}
+# its Triton must not have been imported with TRITON_INTERPRET: no fork of a process that has
+NOT_INTERPRETED = {"gpu/05"}
 LIMIT = float(os.environ.get("NOTEBOOK_SECONDS", "300"))
 
 NO_NBDEV = """
@@ -130,6 +132,9 @@ def execute(
         env["CXX"] = "no-compiler"
         if not torch.cuda.is_available():  # on a GPU, Triton compiles its launcher
             env["CC"] = "no-compiler"
+    if number_of(notebook) in NOT_INTERPRETED:
+        env.pop("TRITON_INTERPRET", None)
+        kernels = None
     manager = AsyncKernelManager(kernel_name="python3")
     if kernels:
         manager.kernel_name = kernels.name
