@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['aten', 'GIB', 'CARDS', 'NO_RESERVE', 'UNWRITTEN', 'LAZY', 'Clock', 'INDEXING', 'NO_LAUNCH', 'LIBRARIES', 'SPECIAL',
-           'FACTORIES', 'GUARD', 'Card', 'Memory', 'fresh', 'extent', 'spoil', 'learn', 'Allocation', 'DeviceTensor',
-           'Traits', 'traits_of', 'Happening', 'find_line', 'Late', 'Capture', 'GPU', 'to_host', 'made_by', 'copy_all',
-           'is_mask', 'same_bytes', 'NoOpGuard', 'serve_guard', 'serve_factories']
+           'FACTORIES', 'GUARD', 'Card', 'Memory', 'fresh', 'spoil', 'learn', 'Allocation', 'DeviceTensor', 'Traits',
+           'traits_of', 'Happening', 'find_line', 'Capture', 'GPU', 'to_host', 'serve_guard', 'serve_factories']
 
 # %% ../nbs/gpu/04_pretend_device.ipynb #0bb29924
 import ctypes
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -97,7 +95,7 @@ class Memory:
         self.peak = self.allocated
         self.most_reserved = self.reserved
 
-# %% ../nbs/gpu/04_pretend_device.ipynb #68ebed03
+# %% ../nbs/gpu/04_pretend_device.ipynb #5024c3a9
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # take it though it is more than there is
 UNWRITTEN = 0xFF  # in each byte: NaN in floating point, -1 in integers
 LAZY = 64 << 20  # bytes. More than that is zeros, which the system gives out as they are used
@@ -105,7 +103,7 @@ LAZY = 64 << 20  # bytes. More than that is zeros, which the system gives out as
 
 def fresh(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     "Memory of the host as a card hands it out: with numbers that no program should read."
-    num_bytes = max(1, extent(shape, stride)) * dtype.itemsize
+    num_bytes = max(1, _extent(shape, stride)) * dtype.itemsize
     if num_bytes > LAZY:
         promised = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
         raw = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=promised), dtype=torch.uint8)
@@ -114,7 +112,7 @@ def fresh(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> to
     return raw.view(dtype).as_strided(tuple(shape), tuple(stride))
 
 
-def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     "Numbers from the first to the last."
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride)) if all(shape) else 0
 
@@ -126,7 +124,7 @@ def spoil(host: torch.Tensor) -> None:
     elif host.numel():
         host.fill_(float("nan") if host.is_floating_point() else -1)
 
-# %% ../nbs/gpu/04_pretend_device.ipynb #9e0f814c
+# %% ../nbs/gpu/04_pretend_device.ipynb #7c554632
 Clock = dict[int, int]  # stream -> the number of its last operation that is known to be done
 
 
@@ -151,7 +149,7 @@ class Allocation:
         self.num_bytes = self.memory.take(num_bytes)
 
     def use(self, stream: int, number: int, known: Clock, write: bool) -> None:
-        "An operation of `stream` that knows of `known` touches it; `RuntimeError` if that is a race."
+        "An operation of `stream`, which knows of `known`, touches it: `RuntimeError` for a race."
         for other, before in (self.uses if write else self.writes).items():
             if other != stream and before > known.get(other, 0):
                 raise RuntimeError(
@@ -175,7 +173,7 @@ class Allocation:
                     f"using it (operation {before}): wait for its event, or call record_stream"
                 )
 
-# %% ../nbs/gpu/04_pretend_device.ipynb #4c9784a8
+# %% ../nbs/gpu/04_pretend_device.ipynb #143e3ff7
 class DeviceTensor(torch.Tensor):
     """A tensor that torch takes for one of a GPU. Its numbers are in `host`, and `allocation` is
     what it takes of the card. All operators on it come to `__torch_dispatch__`.
@@ -238,7 +236,7 @@ class DeviceTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch.Tensor.to, (self.cpu(), str(self.device))
 
-# %% ../nbs/gpu/04_pretend_device.ipynb #caf68ee1
+# %% ../nbs/gpu/04_pretend_device.ipynb #1b39a116
 @dataclass(frozen=True)
 class Traits:
     "What torch's schema says of an operator."
@@ -274,7 +272,7 @@ INDEXING = {
 }
 NO_LAUNCH = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 
-# %% ../nbs/gpu/04_pretend_device.ipynb #464f3e0d
+# %% ../nbs/gpu/04_pretend_device.ipynb #654e24c6
 @dataclass
 class Happening:
     "Something that the host did to a GPU."
@@ -304,9 +302,9 @@ def find_line() -> str:
     file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
     return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
 
-# %% ../nbs/gpu/04_pretend_device.ipynb #9f167533
+# %% ../nbs/gpu/04_pretend_device.ipynb #fe6926ce
 @dataclass
-class Late:
+class _Late:
     "A copy that was asked for and has not arrived."
 
     stream: int
@@ -341,8 +339,8 @@ class GPU:
         self.waits_are_errors = False  # those that were not asked for by name
         self.number = 0  # of the operation that was queued last
         self.known: dict[int, Clock] = defaultdict(dict)  # stream -> what it waited for
-        self.late: list[Late] = []  # to the host
-        self.sent: list[Late] = []  # to a card: here `target` is what is read
+        self.late: list[_Late] = []  # to the host
+        self.sent: list[_Late] = []  # to a card: here `target` is what is read
         self.pinned: dict[int, int] = {}  # address -> bytes
         self.capture: Capture | None = None
         self.lock = threading.RLock()
@@ -398,7 +396,7 @@ class GPU:
         return call()
 
     def order(self, reads: Iterable[Allocation], writes: Iterable[Allocation]) -> None:
-        "The next operation of this stream touches these: it must have waited for all others that do."
+        "This stream's next operation touches these: it must have waited for others that do."
         self.number += 1
         known = self.clock(self.stream)
         for allocation in reads:
@@ -440,7 +438,7 @@ class GPU:
             copy.target.copy_(copy.content)
         for copy in [x for x in self.sent if x.number <= clock.get(x.stream, 0)]:
             self.sent.remove(copy)
-            if not same_bytes(copy.target, copy.content):
+            if not _same_bytes(copy.target, copy.content):
                 raise RuntimeError("a race: pinned memory was written to before it was copied")
 
     # operators
@@ -464,7 +462,7 @@ class GPU:
                 kwargs["device"] = torch.device("cpu")
                 index = self.index_of(device) if device.index is not None else index
             counted = traits.waits and kwargs.get("output_size") is None
-            if counted or (func in INDEXING and any(is_mask(x) for x in args[1])):
+            if counted or (func in INDEXING and any(_is_mask(x) for x in args[1])):
                 self.wait(func.name())
             if traits.view:  # in inference mode, too, a normal tensor's view is a normal tensor
                 mode = torch.is_inference_mode_enabled() and ours[0].is_inference()
@@ -480,7 +478,7 @@ class GPU:
         name = func.name().removeprefix("aten::")
         num_bytes = sum(x.numel() * x.element_size() for x in ours)
         if func in NO_LAUNCH:
-            return self.adopt(made_by(func, args, kwargs), ours, index)
+            return self.adopt(_made_by(func, args, kwargs), ours, index)
         if func is aten.zero_.default and written[0].allocation.all_zero:
             self.queue("launch", name, lambda: None, ours, written, num_bytes)
             return written[0]
@@ -492,9 +490,9 @@ class GPU:
         if written:
             self.queue("launch", name, lambda: func(*args, **kwargs), ours, written, num_bytes)
             return written[0] if len(written) == 1 else tuple(written)
-        out = made_by(func, args, kwargs)
+        out = _made_by(func, args, kwargs)
         results = tree_leaves(out)
-        self.queue("launch", name, lambda: copy_all(results, func(*args, **kwargs)), ours)
+        self.queue("launch", name, lambda: _copy_all(results, func(*args, **kwargs)), ours)
         return self.adopt(out, ours, index)
 
     def check_devices(self, func: Any, leaves: list[Any], ours: list[DeviceTensor]) -> int:
@@ -544,7 +542,7 @@ class GPU:
     def empty(self, size: Any, stride: Any, dtype: torch.dtype, device: Any) -> DeviceTensor:
         "A new tensor, to which nothing was written yet."
         index = self.index_of(device)
-        made = Allocation(self, index, extent(size, stride) * dtype.itemsize)
+        made = Allocation(self, index, _extent(size, stride) * dtype.itemsize)
         made.all_zero = made.num_bytes > LAZY
         return DeviceTensor(fresh(size, stride, dtype), index, made)
 
@@ -586,7 +584,7 @@ class GPU:
             self.wait("copy to the GPU")
         self.queue("copy", "to the GPU", lambda: host.copy_(source), [], [target], num_bytes)
         if pinned and late and self.capture is None:
-            self.sent.append(Late(self.stream, self.number, source, source.clone()))
+            self.sent.append(_Late(self.stream, self.number, source, source.clone()))
 
     def copy_out(self, target: torch.Tensor, source: Any, late: bool, num_bytes: int) -> None:
         host = source.host
@@ -595,7 +593,7 @@ class GPU:
         if not late:
             self.wait("copy to the host")
         elif self.capture is None:
-            self.late.append(Late(self.stream, self.number, target, target.clone()))
+            self.late.append(_Late(self.stream, self.number, target, target.clone()))
             spoil(target)
 
     def to_copy(self, source: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -624,13 +622,13 @@ SPECIAL = {
     aten._has_compatible_shallow_copy_type.default: lambda gpu, a, b: False,
 }
 
-# %% ../nbs/gpu/04_pretend_device.ipynb #bbf489e6
+# %% ../nbs/gpu/04_pretend_device.ipynb #2fcf6651
 def to_host(tree: Any) -> Any:
     "The same arguments, as an operator of the host takes them."
     return tree_map(lambda x: x.host if isinstance(x, DeviceTensor) else x, tree)
 
 
-def made_by(func: Any, args: Any, kwargs: Any) -> Any:
+def _made_by(func: Any, args: Any, kwargs: Any) -> Any:
     "Tensors such as `func` would return, unwritten. Their shapes come from torch's meta device."
 
     def meta(x: Any) -> Any:
@@ -644,20 +642,20 @@ def made_by(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(real, func(*tree_map(meta, args), **tree_map(meta, kwargs)))
 
 
-def copy_all(targets: list[Any], out: Any) -> None:
+def _copy_all(targets: list[Any], out: Any) -> None:
     for target, source in zip(targets, tree_leaves(out)):
         if isinstance(target, torch.Tensor):
             target.copy_(source)
 
 
-def is_mask(x: Any) -> bool:
+def _is_mask(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8)
 
 
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
-# %% ../nbs/gpu/04_pretend_device.ipynb #38d4229e
+# %% ../nbs/gpu/04_pretend_device.ipynb #3b70e110
 # operators that make a tensor out of none, and that torch does not compose of `empty` and others
 FACTORIES = (
     "arange arange.start arange.start_step linspace eye eye.m randperm randperm.generator "
@@ -665,14 +663,14 @@ FACTORIES = (
 )
 
 
-class NoOpGuard(torch._C._acc.DeviceGuard):
+class _NoOpGuard(torch._C._acc.DeviceGuard):
     "What torch's C++ asks before it works on a device: it says CUDA, and does nothing."
 
     def type_(self) -> Any:
         return torch._C._autograd.DeviceType.CUDA
 
 
-GUARD = NoOpGuard()  # C++ keeps a pointer to it
+GUARD = _NoOpGuard()  # C++ keeps a pointer to it
 
 
 def serve_guard(stack: ExitStack) -> None:
@@ -689,7 +687,7 @@ def serve_guard(stack: ExitStack) -> None:
 
 
 def serve_factories(stack: ExitStack, gpu: GPU) -> None:
-    "Operators that no `DeviceTensor` is an argument of, found by the device that they are asked for."
+    "Operators without a `DeviceTensor` among their arguments, found by the device asked for."
     library = torch.library.Library("aten", "IMPL", "CUDA")
     stack.callback(library._destroy)
 

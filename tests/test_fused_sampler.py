@@ -322,7 +322,7 @@ for capability in (75, 80, 89, 90):
 types = ["*i64", "*i1", "*fp32", "*i64", "*i64", *["*fp32"] * 3, "i32", "i32", "constexpr"]
 names = sample_sorted_kernel.arg_names
 source = ASTSource(sample_sorted_kernel, dict(zip(names, types)), {"BLOCK": BLOCK})
-kernel = triton.compile(source, target=GPUTarget("cuda", 75, 32), options={"num_warps": 8})
+kernel = triton.compile(source, target=GPUTarget("cuda", 75, 32), options={"num_warps": 16})
 assert resources(kernel.asm["cubin"])[1] == 0
 print("sorted", kernel.metadata.shared)
 """

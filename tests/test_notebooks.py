@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = notebooks()
 # a part of their story is C++, where there is a compiler; all others do without
 COMPILE = {"cpu/05", "cpu/06"}
-# its Triton must not have been imported with TRITON_INTERPRET: no fork of a process that has
-NOT_INTERPRETED = {"gpu/05"}
+# their Triton must not have been imported with TRITON_INTERPRET: no fork of a process that has
+NOT_INTERPRETED = {"gpu/05", "gpu/06"}
 LIMIT = float(os.environ.get("NOTEBOOK_SECONDS", "300"))
 
 NO_NBDEV = """

@@ -237,7 +237,7 @@ def sample_sorted(
         probs.shape[1],
         probs.stride(0),
         block,
-        num_warps=max(1, block // 512),
+        num_warps=max(1, block // 256),  # with half as many it spills
     )
 
 # %% ../../nbs/gpu/01_fused_sampler.ipynb #0dc4c2a7
