@@ -263,6 +263,9 @@ class CudaApi:
     def ipc_collect(self) -> None:
         "No memory is shared."
 
+    def _sleep(self, cycles: int) -> None:
+        self.gpu.queue("launch", "sleep", lambda: None)
+
     def set_sync_debug_mode(self, mode: int | str) -> None:
         self.gpu.waits_are_errors = mode in (2, "error")
 
@@ -355,8 +358,12 @@ def _serve_pinned(stack: ExitStack, gpu: GPU) -> None:
     def pinnable(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(make)
         def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-            host = make(*args, **kwargs)
-            return gpu.pin(host) if pin_memory else host
+            if not pin_memory:
+                return make(*args, **kwargs)
+            if make.__name__ != "empty":
+                return gpu.pin(make(*args, **kwargs))
+            like = make(*args, **kwargs | {"device": "meta"})
+            return gpu.empty_pinned(like.shape, like.dtype)
 
         return made
 

@@ -7,8 +7,9 @@ __all__ = ['aten', 'GIB', 'CARDS', 'NO_RESERVE', 'UNWRITTEN', 'LAZY', 'Clock', '
            'FACTORIES', 'GUARD', 'Card', 'Memory', 'fresh', 'spoil', 'learn', 'Allocation', 'DeviceTensor', 'Traits',
            'traits_of', 'Happening', 'find_line', 'Capture', 'GPU', 'to_host', 'serve_guard', 'serve_factories']
 
-# %% ../nbs/gpu/04_pretend_device.ipynb #0bb29924
+# %% ../nbs/gpu/04_pretend_device.ipynb #9c3b1c67
 import ctypes
+import math
 import mmap
 import sys
 import threading
@@ -101,14 +102,17 @@ UNWRITTEN = 0xFF  # in each byte: NaN in floating point, -1 in integers
 LAZY = 64 << 20  # bytes. More than that is zeros, which the system gives out as they are used
 
 
+def _memory_of_host(num_bytes: int) -> np.ndarray:
+    if num_bytes <= LAZY:
+        return np.full(max(1, num_bytes), UNWRITTEN, np.uint8)
+    promised = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=promised), np.uint8)
+
+
 def fresh(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     "Memory of the host as a card hands it out: with numbers that no program should read."
     num_bytes = max(1, _extent(shape, stride)) * dtype.itemsize
-    if num_bytes > LAZY:
-        promised = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
-        raw = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=promised), dtype=torch.uint8)
-    else:
-        raw = torch.full((num_bytes,), UNWRITTEN, dtype=torch.uint8)
+    raw = torch.from_numpy(_memory_of_host(num_bytes))
     return raw.view(dtype).as_strided(tuple(shape), tuple(stride))
 
 
@@ -553,11 +557,13 @@ class GPU:
 
     def pin(self, host: torch.Tensor) -> torch.Tensor:
         "A copy in pinned memory, which a card can reach by itself."
-        raw = np.empty(max(1, host.numel()) * host.element_size(), np.uint8)
+        return self.empty_pinned(host.shape, host.dtype).copy_(host)
+
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        raw = _memory_of_host(max(1, math.prod(shape)) * dtype.itemsize)
         self.pinned[raw.ctypes.data] = raw.nbytes
         weakref.finalize(raw, self.pinned.pop, raw.ctypes.data, None)
-        pinned = torch.from_numpy(raw).view(host.dtype)[: host.numel()].view(host.shape)
-        return pinned.copy_(host)
+        return torch.from_numpy(raw).view(dtype)[: math.prod(shape)].view(shape)
 
     def copy_(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
         "`target.copy_(source)`, where one of them at least is a card's."
@@ -604,7 +610,7 @@ class GPU:
         options = {name: value for name, value in options.items() if value is not None}
         like = torch.empty_like(to_host(source), **options)
         if device.type == "cpu":
-            target = self.pin(like) if late else like
+            target = self.empty_pinned(like.shape, like.dtype) if late else like
         else:
             target = self.empty(like.shape, like.stride(), like.dtype, device)
         return self.copy_(target, source, late)

@@ -67,7 +67,7 @@ def lengths(answers: list[list[list[int]]]) -> list[list[int]]:
 # what an engine is asked for
 TASKS: dict[str, Callable[[LLM], Any]] = {
     "greedy": generate,
-    "long": lambda llm: generate(llm, max_tokens=24),
+    "long": lambda llm: generate(llm, max_tokens=14),
     "log-probabilities": lambda llm: generate(llm, logprobs=2),
     "penalties": lambda llm: generate(llm, repetition_penalty=1.3, presence_penalty=0.5),
     "biases": lambda llm: generate(llm, logit_bias={5: 2.0}, min_tokens=3, stop_token_ids=[7]),
@@ -89,7 +89,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "asleep": (EAGER | {"enable_sleep_mode": True}, ["greedy", "asleep", "greedy"]),
     "reference": (EAGER | {"attention_backend": "reference"}, ["greedy"]),
 }
-ON_EACH_CARD = ("eager", "a step ahead")
+ON_EACH_CARD = ("eager", "graphs")
 
 
 @cache

@@ -728,7 +728,7 @@ def test_replays_follow_inputs_and_overwrite_outputs(folder: str) -> None:
         assert torch.equal(on.graphs.run(batches[0].arrays(), {})[0], kept)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real=True)  # `on_a_card.py` is its like where the card is pretended
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", PARAMS)
 def test_engine_on_a_gpu(folder: str, name: str, asynchronous: bool) -> None:

@@ -138,7 +138,7 @@ def test_swaps_beside_late_steps(backend_cls: type[AttentionBackend]) -> None:
         assert torch.equal(new[:, 0], new[:, 3]) and new[:, 1].isnan().all()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(real=True)  # `on_a_card.py` is its like where the card is pretended
 @pytest.mark.parametrize("eager", [True, False])
 def test_preempted_requests_on_a_gpu(eager: bool, tmp_path: Path) -> None:
     "Swapped out and in, while steps run ahead: transformers' tokens, and no step waits."
