@@ -37,9 +37,10 @@ from teachvllm.pretend_device import (
     CARDS,
     GPU,
     Capture,
-    Card,
     Clock,
+    DataSheet,
     DeviceTensor,
+    _hide,
     learn,
     serve_factories,
     serve_guard,
@@ -83,7 +84,7 @@ class Stream:
         gpu().wait("Stream.synchronize", gpu().clock(self.stream_id))
 
     def query(self) -> bool:
-        return not any(copy.stream == self.stream_id for copy in gpu().late)
+        return gpu().poll(gpu().clock(self.stream_id))
 
     def __enter__(self) -> "Stream":
         self.entered = torch.cuda.stream(self)
@@ -99,15 +100,19 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any):
         self.clock: Clock = {}
+        self.capture: Capture | None = None  # in which it was recorded
         self.timed = enable_timing
         self.time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         number = gpu().stream if stream is None else stream.stream_id
         self.clock = dict(gpu().clock(number))
+        self.capture = gpu().capture
         self.time = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
+        if self.clock and self.capture is not gpu().capture:
+            gpu().refuse_capture("to wait for an event from before the capture")
         number = gpu().stream if stream is None else stream.stream_id
         learn(gpu().clock(number), self.clock)
 
@@ -115,8 +120,7 @@ class Event:
         gpu().wait("Event.synchronize", self.clock)
 
     def query(self) -> bool:
-        gpu().arrive(self.clock)
-        return True
+        return gpu().poll(self.clock)
 
     def elapsed_time(self, end: "Event") -> float:
         "Milliseconds of this machine, which say nothing about a card."
@@ -318,6 +322,9 @@ class CudaApi:
             memory.empty_cache()
 
 
+_hide(Stream, Event, CUDAGraph, CudaApi)
+
+
 def _serve_cuda(stack: ExitStack, api: CudaApi) -> None:
     "Put them in the place of torch's."
     names = [name for name in dir(CudaApi) if not name.startswith("__")]
@@ -501,7 +508,9 @@ class _Launcher:
         self.function = source.fn.fn
 
     def __call__(self, x: int, y: int, z: int, *more: Any) -> None:
-        if not 0 < x < 1 << 31 or not 0 < y < 1 << 16 or not 0 < z < 1 << 16:
+        if not x * y * z:
+            return  # as NVIDIA's launcher does
+        if x >= 1 << 31 or y >= 1 << 16 or z >= 1 << 16:
             raise RuntimeError(f"Triton Error [CUDA]: invalid argument (grid {x, y, z})")
         args = more[6:]  # after stream, function, packed metadata, launch metadata, two hooks
         for i, arg in enumerate(args):
@@ -574,7 +583,7 @@ def gpu() -> GPU:
 
 
 def install(
-    card: str | Card = "T4",
+    card: str | DataSheet = "T4",
     count: int = 1,
     num_sms: int | None = None,
     memory: int | None = None,
@@ -610,8 +619,9 @@ def install(
 def uninstall() -> None:
     "The card is gone. Its tensors must not be used any more."
     global _gpu
-    gpu().served.close()
-    _gpu = None
+    gone, _gpu = gpu(), None
+    gone.served.close()
+    gone.check_faults()
 
 # %% ../nbs/gpu/05_pretend.ipynb #c646bd03
 VARIABLE = "TEACHVLLM_PRETEND"  # in the environment of processes that pretend a card

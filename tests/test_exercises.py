@@ -60,6 +60,8 @@ NOTHING_TO_WRITE = {
     "94_confusions",
     "95_to_vllm",
     "package/08_processes",
+    "gpu/04_pretend_device",
+    "gpu/05_pretend",
 }
 
 

@@ -119,6 +119,7 @@ def test_what_waits(gpu: GPU) -> None:
     assert kinds(gpu, lambda: x.view(2, 2)[:1].T) == []
     assert kinds(gpu, lambda: torch.empty_like(x)) == []
     assert kinds(gpu, lambda: x.masked_fill_(mask, 0)) == ["launch masked_fill_.Scalar"]
+    assert kinds(gpu, lambda: x.__setitem__(mask, 1.0)) == ["launch index_put_"]
     for waiting in (
         lambda: x[mask],
         lambda: x[[0, 1]],
@@ -127,7 +128,7 @@ def test_what_waits(gpu: GPU) -> None:
         lambda: bool(x.any()),
         lambda: torch.tensor([1]).to("cuda"),
         lambda: x.unique(),
-        lambda: x.__setitem__(mask, 1.0),
+        lambda: x.__setitem__(rows, 1.0),
     ):
         assert any(line.startswith("wait") for line in kinds(gpu, waiting)), waiting
     pinned = torch.zeros(4, pin_memory=True)
@@ -169,6 +170,15 @@ def test_late_copies(gpu: GPU) -> None:
     assert late.tolist() == [0, 1, 2] and later.isnan().all()
     torch.cuda.synchronize()
     assert later.tolist() == [1, 2, 3]
+    out = x.to("cpu", non_blocking=True)  # and in again, in the order of the stream
+    assert out.isnan().all() and out.to("cuda", non_blocking=True).tolist() == [1, 2, 3]
+    slow = x.to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    assert not event.query() and slow.isnan().all() and event.query() and slow[0] == 1
+    side = torch.cuda.Stream()
+    slow = x.to("cpu", non_blocking=True)
+    with torch.cuda.stream(side), pytest.raises(RuntimeError, match="pinned memory still"):
+        slow.to("cuda", non_blocking=True)
 
 
 def test_races(gpu: GPU) -> None:
@@ -196,6 +206,15 @@ def test_races(gpu: GPU) -> None:
     with pytest.raises(RuntimeError, match="was freed while stream"):
         torch.ones(1, device="cuda")
     assert y.is_cuda
+    z = torch.ones(4, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y += z
+    z.record_stream(side)
+    with pytest.raises(RuntimeError, match="stream 0 writes"):
+        z += 1
+    del z  # the allocator waits for the stream that was named
+    assert torch.zeros(1).to("cuda").item() == 0
 
 
 def test_graphs(gpu: GPU) -> None:
@@ -211,12 +230,25 @@ def test_graphs(gpu: GPU) -> None:
     assert x.tolist() == [2, 2, 2] and y.tolist() == [2, 2, 2]
     graph.replay()
     assert y.tolist() == [4, 4, 4]
+    graph.replay()
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="a race"):
+        y + 1
+    second = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(second):
+        numbers = torch.arange(2, device="cuda")
+        numbers += 1
+    second.replay()
+    second.replay()
+    assert numbers.tolist() == [1, 2]
+    old = torch.cuda.Event()
+    old.record()
     for refused in (
         lambda: x.sum().item(),
         lambda: x.nonzero(),
         lambda: torch.tensor([1.0]).to("cuda"),
         torch.cuda.synchronize,
         graph.replay,
+        old.wait,
     ):
         with pytest.raises(RuntimeError, match="stream is capturing"):
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
