@@ -685,6 +685,5 @@ def main() -> int:
         return subprocess.run(command, env=environment(Path(folder), **options)).returncode
 
 # %% ../nbs/gpu/05_pretend.ipynb #1bcc8716
-#| eval: false
-if __name__ == "__main__":
+if __name__ == "__main__" and __spec__ is not None:  # `python -m`: a notebook has no spec
     sys.exit(main())

@@ -57,7 +57,8 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        torch._C._host_emptyCache()  # pinned memory
+        if hasattr(torch._C, "_host_emptyCache"):  # a build without CUDA has no pinned memory
+            torch._C._host_emptyCache()
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
