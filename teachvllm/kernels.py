@@ -36,6 +36,7 @@ KERNELS = {
         "rotary_embedding": "teachvllm.gpu_kernels.fused_ops.rotary_embedding",
         "rotary_and_cache": "teachvllm.gpu_kernels.fused_ops.rotary_and_cache",
         "act_and_mul": "teachvllm.gpu_kernels.fused_ops.sigmoid_and_mul",
+        "graphs": "teachvllm.gpu_kernels.graph.MixedGraphRunner",
     },
 }
 

@@ -62,6 +62,7 @@ NOTHING_TO_WRITE = {
     "package/08_processes",
     "gpu/04_pretend_device",
     "gpu/05_pretend",
+    "gpu/09_mixed_graphs",
 }
 
 

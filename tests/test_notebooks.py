@@ -33,7 +33,7 @@ NOTEBOOKS = notebooks()
 # a part of their story is C++, where there is a compiler; all others do without
 COMPILE = {"cpu/05", "cpu/06"}
 # their Triton must not have been imported with TRITON_INTERPRET: no fork of a process that has
-NOT_INTERPRETED = {"gpu/05", "gpu/06"}
+NOT_INTERPRETED = {"gpu/05", "gpu/06", "gpu/09"}
 LIMIT = float(os.environ.get("NOTEBOOK_SECONDS", "300"))
 
 NO_NBDEV = """

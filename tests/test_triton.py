@@ -499,11 +499,24 @@ MATRIX += [
         ((9, 0), "float8_e4m3fn"),
     )
 ]
+# mixed steps that are recorded: chapter gpu/09
+RECORDED = [
+    ((7, 5), *ROWS[0]),
+    ((7, 5), *ROWS[2]),
+    ((8, 0), *ROWS[0]),
+    ((9, 0), *ROWS[2]),
+]
 MATRIX = [(c, "float16" if c < (8, 0) and d == "bfloat16" else d, *more) for c, d, *more in MATRIX]
 
 
 def compile_row(
-    capability: tuple[int, int], dtype: str, head_size: int, group: int, block_size: int, *cut: Any
+    capability: tuple[int, int],
+    dtype: str,
+    head_size: int,
+    group: int,
+    block_size: int,
+    *cut: Any,
+    recorded: bool = False,
 ) -> list[Any]:
     "The kernels that a step with a decode and a prompt would launch."
     window, soft_cap, max_splits, cache_dtype = cut
@@ -515,6 +528,10 @@ def compile_row(
     ):
         backend = TritonBackend(heads[0], head_size, heads[1], head_size**-0.5, window, soft_cap)
         backend.max_splits = max_splits
+        if recorded:
+            step = getattr(torch, dtype), block_size, 1, 40
+            run_step(backend, heads, *step, recorded=True)
+            return made
         for num_decodes, num_tokens in ((1, 1), (0, 40)):
             if num_decodes or backend.tensor_cores or soft_cap is not None:
                 run_step(
@@ -537,9 +554,10 @@ def run_step(
     num_decodes: int,
     others: int,
     cache_dtype: str | None = None,
+    recorded: bool = False,
 ) -> None:
     """Decodes, and a prompt of `others` tokens if there are any; the arrays are slices that begin
-    anywhere.
+    anywhere. In a recorded step the host knows nothing of the sequences.
     """
     size = backend.head_size
     n = num_decodes + (others > 0)
@@ -553,7 +571,9 @@ def run_step(
     start = torch.tensor([*range(num_decodes + 1), *[num_decodes + others] * (others > 0)])
     table = torch.zeros(n, 8, dtype=torch.int32)
     slots = torch.zeros(len(q), dtype=torch.int64)
-    meta = AttentionMetadata(start, torch.full((n,), 40), table, slots, num_decodes)
+    lens = torch.full((n,), 40)
+    known = (num_decodes, start.numpy(), lens.numpy())
+    meta = AttentionMetadata(start, lens, table, slots, *(known if not recorded else (-1,)))
     backend.do_kv_cache_update(key.to(cache.dtype), value.to(cache.dtype), cache, meta)
     backend.forward(q, cache, meta)
 
@@ -584,6 +604,9 @@ def compile_all(part: int) -> Iterator[dict[str, Any]]:
     """
     for row in range(part, len(MATRIX), 2):
         yield {"row": row, "kernels": [describe(kernel) for kernel in compile_row(*MATRIX[row])]}
+    for row in range(part, len(RECORDED), 2):
+        made = compile_row(*RECORDED[row], recorded=True)
+        yield {"row": f"recorded {row}", "kernels": [describe(kernel) for kernel in made]}
     if part == 0:
         chip = DeviceProperties((8, 0), 108, SHARED_MEMORY[8, 0])
         with (
@@ -598,7 +621,7 @@ def compile_all(part: int) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def compiled() -> dict[int, list[dict[str, Any]]]:
+def compiled() -> dict[Any, list[dict[str, Any]]]:
     "Row of the matrix -> its kernels, from two child processes that don't interpret."
     env = compiling_env()
     root = str(Path(teachvllm.__file__).resolve().parents[1])  # the same package as here
@@ -682,6 +705,22 @@ def test_compiles_and_fits(row: int, compiled: dict[int, list[dict[str, Any]]]) 
             assert kernel["core"] == "" and kernel["ffma"] > 100
         else:
             assert kernel["core"] == ("HGMMA" if chip == (9, 0) and tiles.block_m > 32 else "HMMA")
+
+
+@pytest.mark.parametrize("row", range(len(RECORDED)))
+def test_recorded_steps_compile_and_fit(
+    row: int, compiled: dict[Any, list[dict[str, Any]]]
+) -> None:
+    "Both launches of attention, each with its own tiles; no keys are split."
+    kernels = compiled[f"recorded {row}"]
+    assert sorted(kernel["name"] for kernel in kernels) == ["unified_attention"] * 2 + [
+        "write_kernel"
+    ]
+    chip = RECORDED[row][0]
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED_MEMORY[chip] and kernel["spilled"] == 0
+        if kernel["name"] == "unified_attention":
+            assert kernel["width"] == 16 and bool(kernel["core"]) == (chip >= (8, 0))
 
 
 def test_batches_of_other_sizes_compile_nothing_new(

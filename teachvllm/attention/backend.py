@@ -49,7 +49,7 @@ class AttentionMetadata:
     block_table: torch.Tensor
     # [num_tokens] int64: each new token's slot (block id * block_size + offset); -1: none
     slot_mapping: torch.Tensor
-    num_decodes: int = 0
+    num_decodes: int = 0  # -1: the host does not know, in a recorded step (chapter gpu/09)
     # the same as above, for decisions that must not wait for a GPU
     query_start_loc_cpu: np.ndarray | None = None
     seq_lens_cpu: np.ndarray | None = None

@@ -202,6 +202,7 @@ def unified_attention(
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     DECODE: tl.constexpr,
+    SELECT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -209,7 +210,8 @@ def unified_attention(
     HEAD_PADDED: tl.constexpr,
 ):
     """Grid (blocks of BLOCK_Q new tokens, groups of GROUP heads, splits of the keys). DECODE: a
-    token a sequence.
+    token a sequence. SELECT: sequences of one new token and of more are mixed, and it serves one
+    kind.
     """
     pair = tl.program_id(1)
     split = tl.program_id(2)
@@ -225,8 +227,11 @@ def unified_attention(
     begin = tl.load(query_start_loc + seq).to(tl.int32)
     seq_len = tl.load(seq_lens + seq).to(tl.int32)
     query_len = tl.load(query_start_loc + seq + 1).to(tl.int32) - begin
-    # a block too many, or a sequence that only fills up the batch
-    if first >= query_len or seq_len == 0:
+    # not a block too many, nor a sequence that only fills up the batch
+    served = (first < query_len) & (seq_len > 0)
+    if SELECT:
+        served = served & ((query_len == 1) if DECODE else (query_len > 1))
+    if not served:
         return
     row = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_PADDED)
@@ -352,6 +357,7 @@ def launch_attention(
     soft_cap: float | None = None,
     group: int,  # query heads a program
     decode: bool,  # each of these sequences brings one token, and they are the first of the batch
+    select: bool = False,  # or some do, and only they are served; without `decode` only the others
     splits: int = 1,  # only for decodes; a power of two
 ) -> None:
     """Attend for some sequences of a batch. The grid depends on their number and that of their
@@ -392,6 +398,7 @@ def launch_attention(
         TILE=tiles.tile,
         NUM_SPLITS=splits,
         DECODE=decode,
+        SELECT=select,
         BLOCK_SIZE=k.shape[1],
         WINDOW=window or 0,
         SOFT_CAP=soft_cap is not None,
@@ -582,13 +589,17 @@ class TritonBackend(AttentionBackend):
         reshape_and_cache(key, value, kv_cache, meta.slot_mapping)
 
     def forward(self, q, kv_cache, meta):
-        """Decodes and the rest are launched apart: the same kernel, cut differently. Rows of
-        padding hold anything.
+        """Decodes and the rest are launched apart: the same kernel, cut differently. Where the host
+        does not know which is which, each launch sees all, and serves its own. Rows of padding hold
+        anything.
         """
         n = meta.num_decodes
-        rest = len(q) - meta.num_decodes
+        rest = 0 if n < 0 else len(q) - n
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if n:
+        if n < 0:
+            for decode in (True, False):
+                self._launch(q, kv_cache, meta, out, slice(None), len(q), decode, select=True)
+        elif n:
             self._launch(q, kv_cache, meta, out, slice(0, n), n, decode=True)
         if rest and (self.tensor_cores or self.soft_cap is not None):
             self._launch(q, kv_cache, meta, out, slice(n, None), rest, decode=False)
@@ -607,7 +618,15 @@ class TritonBackend(AttentionBackend):
         return out if self.v_scale == 1 else out.mul_(self.v_scale)
 
     def _launch(
-        self, q, kv_cache, meta: AttentionMetadata, out, seqs: slice, num_tokens: int, decode: bool
+        self,
+        q,
+        kv_cache,
+        meta: AttentionMetadata,
+        out,
+        seqs: slice,
+        num_tokens: int,
+        decode: bool,
+        select: bool = False,
     ) -> None:
         device = self.device
         group = self.group
@@ -621,7 +640,7 @@ class TritonBackend(AttentionBackend):
             kv_cache.element_size(),
         )
         splits = 1
-        if decode:
+        if decode and not select:
             splits = num_splits(num_tokens * self.num_heads // group, device, self.max_splits)
         launch_attention(
             q,
@@ -637,5 +656,6 @@ class TritonBackend(AttentionBackend):
             soft_cap=self.soft_cap,
             group=group,
             decode=decode,
+            select=select,
             splits=splits,
         )

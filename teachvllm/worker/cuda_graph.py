@@ -34,7 +34,10 @@ class CudaGraph:
     one after the other. No other thread may use the device while one is recorded.
     """
 
-    new_pool = staticmethod(torch.cuda.graph_pool_handle)
+    @staticmethod
+    def new_pool() -> Any:
+        "Memory that graphs share."
+        return torch.cuda.graph_pool_handle()
 
     def __init__(self, run: Callable[[], torch.Tensor], pool: Any):
         run()  # compiles and loads kernels: neither can be recorded
@@ -105,17 +108,27 @@ class StaticInputs:
     def __init__(self, max_num_seqs: int, width: int, device: str):
         self.width = width
         self.device = device
-        num_bytes = PackedArrays(pad_inputs({}, max_num_seqs, width)).num_bytes + 256 * max_num_seqs
+        num_bytes = PackedArrays(self.pad({}, max_num_seqs)).num_bytes + 256 * max_num_seqs
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.query_start_loc = torch.arange(max_num_seqs + 1, device=device)
+
+    def pad(self, inputs: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
+        "What the graph of `size` sequences reads for `inputs`."
+        return pad_inputs(inputs, size, self.width)
 
     def views(self, size: int) -> dict[str, torch.Tensor]:
         """What a graph of `size` sequences reads: the tensors of `Batch.NAMES`. All of the
         sequences are padding now.
         """
-        packed = PackedArrays(pad_inputs({}, size, self.width))
-        self._copy(packed)
-        return packed.views(self.buffer) | {"query_start_loc": self.query_start_loc[: size + 1]}
+        views = self.place(self.pad({}, size))
+        return views | {"query_start_loc": self.query_start_loc[: size + 1]}
+
+    def place(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        "Copy arrays to the start of the buffer: views of where they are now."
+        packed = PackedArrays(arrays)
+        buffer = packed.buffer(pin_memory=self.buffer.is_cuda)
+        self.buffer[: len(buffer)].copy_(buffer, non_blocking=True)
+        return packed.views(self.buffer)
 
     def load(
         self, size: int, inputs: dict[str, np.ndarray], sampling: dict[str, np.ndarray]
@@ -126,18 +139,12 @@ class StaticInputs:
         Both go in one copy, unless `sampling` is too large (thousands of banned tokens): then it
         has its own.
         """
-        inputs = pad_inputs(inputs, size, self.width)
-        both = PackedArrays(inputs | sampling)
-        if both.num_bytes > len(self.buffer):
-            self._copy(PackedArrays(inputs))
+        inputs = self.pad(inputs, size)
+        if PackedArrays(inputs | sampling).num_bytes > len(self.buffer):
+            self.place(inputs)
             return to_device(sampling, self.device)
-        self._copy(both)
-        views = both.views(self.buffer)
+        views = self.place(inputs | sampling)
         return {name: views[name] for name in sampling}
-
-    def _copy(self, packed: PackedArrays) -> None:
-        buffer = packed.buffer(pin_memory=self.buffer.is_cuda)
-        self.buffer[: len(buffer)].copy_(buffer, non_blocking=True)
 
 # %% ../../nbs/43_cuda_graph.ipynb #34d7ba45
 class CudaGraphRunner:
@@ -156,6 +163,7 @@ class CudaGraphRunner:
         sizes: list[int],
         kv_caches: list[torch.Tensor],
         graph_class: Any = CudaGraph,
+        pool: Any = None,  # graphs that were recorded before share their memory
     ):
         model = runner.config.model_config
         self.sizes = sorted(sizes)
@@ -165,10 +173,16 @@ class CudaGraphRunner:
             self.sizes[-1], num_blocks_for(self.longest, runner.block_size), runner.device
         )
         self.graphs: dict[int, Any] = {}
-        pool = graph_class.new_pool()
+        pool = pool or graph_class.new_pool()
         for size in reversed(self.sizes):
             run = partial(runner.forward, self.inputs.views(size), size, kv_caches)
             self.graphs[size] = graph_class(run, pool)
+
+    @staticmethod
+    def sizes_for(runner: ModelRunner) -> list[int]:
+        "What to record for this runner, the largest first."
+        scheduler = runner.config.scheduler_config
+        return graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 
     def can_run(self, batch: Batch) -> bool:
         """Whether a graph can run `batch`: plain decodes (no embeddings, no adapters), not too
@@ -197,7 +211,12 @@ class CudaGraphRunner:
         return self.graphs[size].replay()[:num_tokens], on_device
 
 # %% ../../nbs/43_cuda_graph.ipynb #7bc72f83
-def graph_memory(runner: ModelRunner, sizes: list[int], graph_class: Any = CudaGraph) -> int:
+def graph_memory(
+    runner: ModelRunner,
+    sizes: list[Any],
+    graph_class: Any = CudaGraph,
+    runner_class: Any = CudaGraphRunner,
+) -> int:
     """Bytes that graphs of these falling `sizes` will take, before there is a cache: from recording
     the two largest.
 
@@ -210,7 +229,7 @@ def graph_memory(runner: ModelRunner, sizes: list[int], graph_class: Any = CudaG
     # padded batches touch no block
     kv_caches = runner.make_cache(1).gpu_cache
     for some in ([], sizes[:1], sizes[:2]):
-        graphs = CudaGraphRunner(runner, some, kv_caches, graph_class) if some else None
+        graphs = runner_class(runner, some, kv_caches, graph_class) if some else None
         torch.cuda.empty_cache()  # what the runs before recording took, not what graphs hold
         free.append(torch.cuda.mem_get_info(runner.device)[0])
         del graphs

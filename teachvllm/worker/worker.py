@@ -33,7 +33,7 @@ from ..messages import ModelRunnerOutput
 from ..model_executor.sampler import SamplerOutput
 from ..plugins import load_general_plugins
 from .cache_engine import CacheEngine
-from .cuda_graph import CudaGraphRunner, graph_memory, graph_sizes
+from .cuda_graph import CudaGraphRunner, graph_memory
 from teachvllm.worker.memory_profiling import (
     GiB,
     MemoryProfile,
@@ -200,18 +200,23 @@ class Worker:
         """
         return self.model_runner.get_kv_cache_spec()
 
-    def graph_sizes(self) -> list[int]:
-        """The batch sizes to record graphs for; none on a CPU, with `enforce_eager`, or if the
-        backend supports none.
+    @property
+    def graph_runner(self) -> Any:
+        "The class that records steps on a GPU: chapter gpu/09's, where the kernels' table has it."
+        return self.model_runner.context.kernels.find("graphs") or CudaGraphRunner
+
+    def graph_sizes(self) -> list[Any]:
+        """What to record graphs for, the largest first; nothing on a CPU, with `enforce_eager`, or
+        if the backend supports none.
         """
-        scheduler = self.config.scheduler_config
         if self.device == "cpu" or self.config.model_config.enforce_eager:
             return []
         if self.parallel.pp_size > 1:
             return []  # a stage waits for another one: that cannot be in a graph
         if not self.model_runner.context.attn_backend.supports_graphs:
             return []
-        return graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+        sizes: list[Any] = self.graph_runner.sizes_for(self.model_runner)
+        return sizes
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """`(GPU blocks, CPU blocks)` that fit: what the budget leaves after the weights and a run
@@ -225,7 +230,9 @@ class Worker:
         if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None:
             with self.on_device(), profiler.explain_out_of_memory("running the largest step"):
                 profiler.run_at_limits(self.model_runner.profile_run)
-                profiler.graphs = graph_memory(self.model_runner, self.graph_sizes())
+                profiler.graphs = graph_memory(
+                    self.model_runner, self.graph_sizes(), runner_class=self.graph_runner
+                )
         block_bytes = CacheEngine.get_cache_block_size(
             self.get_kv_cache_spec().values(), cache.block_size
         )
@@ -257,7 +264,7 @@ class Worker:
             runner.warm_up(kv_caches)
             if sizes := self.graph_sizes():
                 free = torch.cuda.mem_get_info(self.device)[0]
-                runner.graphs = CudaGraphRunner(runner, sizes, kv_caches)
+                runner.graphs = self.graph_runner(runner, sizes, kv_caches)
                 taken = free - torch.cuda.mem_get_info(self.device)[0]
                 kept = self.memory_profiler.graphs
                 logger.info(
