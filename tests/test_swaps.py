@@ -102,11 +102,15 @@ class NeverWaits(Worker):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("staged", [2, 256])
 @pytest.mark.parametrize("backend_cls", [ReferenceBackend, TorchSDPABackend])
-def test_swaps_beside_late_steps(backend_cls: type[AttentionBackend]) -> None:
+def test_swaps_beside_late_steps(
+    backend_cls: type[AttentionBackend], staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a late step wrote goes out; a step that comes later overwrites it no earlier than it is
-    read, and finds what comes in.
+    read, and finds what comes in. In one piece or in several.
     """
+    monkeypatch.setattr(CacheEngine, "STAGED", staged)
     engine = CacheEngine([SPEC] * 3, 4, backend_cls, "cuda:0", 24, 12)
     pairs = list(zip(GPU_IDS, CPU_IDS[::-1], strict=True))
     back = [3, 23, 9, 2, 14, 6]

@@ -450,7 +450,7 @@ def choose_tiles(
     else:
         num_stages = 5 if tensor_cores and ahead >= 3 else 3
     # the sums of a row of 256 are too many for 4 warps' registers, except for 16 rows
-    wide = block_m >= many_rows or (head_padded == 256 and not (decode and tensor_cores))
+    wide = block_m >= many_rows or (head_padded == 256 and (block_m > 16 or not tensor_cores))
     return Tiles(block_m, tile, num_warps=8 if wide else 4, num_stages=num_stages)
 
 # %% ../../nbs/25_triton_attention.ipynb #8bcaf295

@@ -15,6 +15,7 @@ import torch
 from ..core.block_manager import num_blocks_for
 from .attention import get_device_properties
 from ..model_executor.models.moe import FusedMoE
+from ..worker.cache_engine import LayerCaches
 from ..worker.cuda_graph import CudaGraph, CudaGraphRunner, StaticInputs
 from ..worker.model_runner import Batch, ModelRunner
 
@@ -87,7 +88,7 @@ class MixedGraphRunner:
         self,
         runner: ModelRunner,
         sizes: list[GraphSize],
-        kv_caches: list[torch.Tensor],
+        kv_caches: LayerCaches,
         graph_class: Any = CudaGraph,
     ):
         self.kv_caches = kv_caches
@@ -140,6 +141,5 @@ class MixedGraphRunner:
         num_tokens = len(inputs["token_ids"])
         size = min(size for size in self.graphs if size >= num_tokens)
         on_device = self.inputs.load(size, inputs, sampling)
-        for _ in self.kv_caches:  # as a `CudaGraphRunner`: swaps come before it
-            pass
+        self.kv_caches.wait()  # a graph cannot wait layer by layer: all swaps come before it
         return self.graphs[size].replay()[:num_tokens], on_device

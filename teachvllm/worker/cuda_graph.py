@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..core.block_manager import num_blocks_for
+from .cache_engine import LayerCaches
 from .model_runner import Batch, ModelRunner, PackedArrays, to_device
 
 # %% ../../nbs/43_cuda_graph.ipynb #b524f53d
@@ -161,7 +162,7 @@ class CudaGraphRunner:
         self,
         runner: ModelRunner,
         sizes: list[int],
-        kv_caches: list[torch.Tensor],
+        kv_caches: LayerCaches,
         graph_class: Any = CudaGraph,
         pool: Any = None,  # graphs that were recorded before share their memory
     ):
@@ -206,8 +207,7 @@ class CudaGraphRunner:
         num_tokens = len(inputs["token_ids"])
         size = next(size for size in self.sizes if size >= num_tokens)
         on_device = self.inputs.load(size, inputs, sampling)
-        for _ in self.kv_caches:  # a graph cannot wait layer by layer: all swaps come before it
-            pass
+        self.kv_caches.wait()  # a graph cannot wait layer by layer: all swaps come before it
         return self.graphs[size].replay()[:num_tokens], on_device
 
 # %% ../../nbs/43_cuda_graph.ipynb #7bc72f83
