@@ -727,12 +727,15 @@ _check.register(
         oracle=_passes,
         engine=None,
         cases=[
+            _check.call(
+                [0, 128, 256, 384, 512, 4, 132, 8, 28, 12, 20, 24, 160, 0, 0, 0, 0],
+            ),
             _check.call([4 * i for i in range(32)]),
             _check.call([8 * i for i in range(32)]),
             _check.call([128 * i for i in range(32)]),
             _check.call([132 * i for i in range(32)]),
             _check.call([64] * 32),
-            _check.call([0, 128, 256, 0, 128, 4]),
+            _check.call([0, 128, 256, 0, 128, 4, 16, 16]),
             _check.call([128 + 4 * (i ^ 5) for i in range(32)]),
             _check.call([0, 64, 4, 68]),
         ],
