@@ -534,7 +534,8 @@ class GPU:
         results = tree_leaves(out)
         made = self.adopt(out, ours, index)
         new = [x for x in tree_leaves(made) if isinstance(x, DeviceTensor)]
-        self.queue("launch", name, lambda: _copy_all(results, func(*args, **kwargs)), ours, new)
+        call = lambda: _copy_all(results, func(*args, **kwargs))
+        self.queue("launch", name, call, ours, new, num_bytes)
         return made
 
     def wait_for_index(
