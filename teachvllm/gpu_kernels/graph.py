@@ -14,7 +14,6 @@ import torch
 
 from ..core.block_manager import num_blocks_for
 from .attention import get_device_properties
-from ..model_executor.models.moe import FusedMoE
 from ..worker.cache_engine import LayerCaches
 from ..worker.cuda_graph import CudaGraph, CudaGraphRunner, StaticInputs
 from ..worker.model_runner import Batch, ModelRunner
@@ -69,7 +68,7 @@ class MixedInputs(StaticInputs):
         return padded
 
     def views(self, size: int) -> dict[str, torch.Tensor]:
-        "What a graph of `size` tokens reads: the tensors of `Batch.NAMES`, all of them padding now."
+        "What a graph of `size` tokens reads: the tensors of `Batch.NAMES`. All is padding now."
         return self.place(self.pad({}, size))
 
 # %% ../../nbs/gpu/09_mixed_graphs.ipynb #82f9c2fd
@@ -112,7 +111,7 @@ class MixedGraphRunner:
     def sizes_for(runner: ModelRunner) -> list[GraphSize]:
         "What to record for this runner, the largest first."
         decodes = [GraphSize(size, False) for size in CudaGraphRunner.sizes_for(runner)]
-        if any(isinstance(module, FusedMoE) for module in runner.model.modules()):
+        if any(hasattr(module, "records_all_experts") for module in runner.model.modules()):
             return decodes
         most = 512 if get_device_properties().capability >= (8, 0) else 128
         most = min(most, runner.config.scheduler_config.max_num_batched_tokens)

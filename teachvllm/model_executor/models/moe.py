@@ -166,6 +166,9 @@ class FusedMoE(nn.Module):
     `apply_grouped`. `ValueError` if the ranks do not divide `intermediate_size`.
     """
 
+    # recorded in a CUDA graph it may multiply all rows with each expert: see `grouped_linear`
+    records_all_experts = True
+
     def __init__(
         self,
         num_experts: int,
