@@ -348,6 +348,8 @@ class _Generator(torch.Generator):
     def __new__(cls, device: Any = "cpu") -> "_Generator":
         made = super().__new__(cls, "cpu")
         made.place = torch.device(device)
+        if made.place.type == "cuda":
+            gpu().generators[made._cdata] = made
         return made
 
     @property

@@ -364,6 +364,8 @@ class GPU:
         self.late: list[_Late] = []  # to the host
         self.sent: list[_Late] = []  # to a card: here `target` is what is read
         self.pinned: dict[int, int] = {}  # address -> bytes
+        # the cards', by address: torch passes an operator another object for the same generator
+        self.generators: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.capture: Capture | None = None
         self.lock = threading.RLock()
         self.current = threading.local()  # each thread's device and streams
@@ -557,7 +559,7 @@ class GPU:
         "The number of the one card that all tensors are on, or torch's own words."
         index = ours[0].device.index
         for x in leaves:
-            if isinstance(x, torch._C.Generator) and x.device.type != "cuda":
+            if isinstance(x, torch._C.Generator) and x._cdata not in self.generators:
                 raise RuntimeError(
                     f"Expected a 'cuda' device type for generator but found '{x.device.type}'"
                 )

@@ -75,6 +75,8 @@ def test_results_are_those_of_the_host(gpu: GPU) -> None:
     ]
     for expected, found in pairs:
         assert found.is_cuda and torch.allclose(found.cpu(), expected)
+    drawn = torch.empty(3, device="cuda").uniform_(generator=torch.Generator("cuda").manual_seed(1))
+    assert drawn.tolist() == torch.rand(3, generator=torch.manual_seed(1)).tolist()
     a[1:3, 0] = 7
     assert a.tolist()[2][0] == 7 and a[1:3].view(-1).shape == (12,)
 
