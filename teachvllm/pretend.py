@@ -608,7 +608,7 @@ def install(
         each.others = others
     atexit.register(_gpu.end)
     stack = _gpu.served = ExitStack()
-    serve_guard(stack)
+    serve_guard(stack, _gpu)
     serve_factories(stack, _gpu)
     _serve_cuda(stack, CudaApi(_gpu))
     _serve_pinned(stack, _gpu)

@@ -759,9 +759,10 @@ class _NoOpGuard(torch._C._acc.DeviceGuard):
 GUARD = _NoOpGuard()  # C++ keeps a pointer to it
 
 
-def serve_guard(stack: ExitStack) -> None:
+def serve_guard(stack: ExitStack, gpu: GPU) -> None:
     """Give torch a device guard for CUDA. It lets Python register one for `PrivateUse1` only, so
-    that one's place in C++'s table is copied to CUDA's.
+    that one's place in C++'s table is copied to CUDA's. It would say that device 0 is the current
+    one, so it gets a copy of its class's functions with another `getDevice`, the third of them.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     table = "_ZN3c104impl26device_guard_impl_registryE"
@@ -770,6 +771,15 @@ def serve_guard(stack: ExitStack) -> None:
     torch._C._acc.register_python_privateuseone_device_guard(GUARD)
     stack.callback(guards.__setitem__, cuda, guards[cuda])
     guards[cuda] = guards[private]
+    # a c10::Device is two bytes, kind and index
+    current = ctypes.CFUNCTYPE(ctypes.c_uint16, ctypes.c_void_p)(lambda _: gpu.device << 8 | cuda)
+    functions = ctypes.c_void_p.from_address(guards[private])
+    # before them are two words that say whose they are
+    words = (ctypes.c_void_p * 48)(*(ctypes.c_void_p * 48).from_address(functions.value - 16))
+    words[2 + 2] = ctypes.cast(current, ctypes.c_void_p).value
+    stack.callback(setattr, functions, "value", functions.value)
+    stack.callback(lambda *kept: None, current, words)
+    functions.value = ctypes.addressof(words) + 16
 
 
 def serve_factories(stack: ExitStack, gpu: GPU) -> None:
