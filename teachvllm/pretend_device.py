@@ -218,6 +218,9 @@ class DeviceTensor(torch.Tensor):
         self.allocation.gpu.wait("print")
         return f"{repr(self.host)[:-1]}, device='{self.device}')"
 
+    def __format__(self, form: str) -> str:
+        return format(self.item(), form) if self.dim() == 0 else object.__format__(self, form)
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -488,6 +491,8 @@ class GPU:
         with self.lock:
             if func in SPECIAL:
                 return SPECIAL[func](self, *args, **kwargs)
+            if torch.Tag.inplace_view in func.tags and func.name() != "aten::resize_":
+                return _view_in_place(func, *args, **kwargs)
             kwargs = dict(kwargs)
             traits = traits_of(func)
             if traits.composite:
@@ -691,6 +696,14 @@ class GPU:
     def item(self, source: DeviceTensor) -> Any:
         self.wait("item")
         return source.host.item()
+
+
+def _view_in_place(func: Any, x: DeviceTensor, *args: Any, **kwargs: Any) -> DeviceTensor:
+    "`squeeze_` and the like: the shape changes of what torch sees, and of the host's tensor."
+    func(x.host, *args, **kwargs)
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Python)):
+        func(x, *args, **kwargs)
+    return x
 
 
 _hide(GPU, DeviceTensor)
