@@ -44,7 +44,7 @@ docs: export ## build the site into _docs/
 	$(PY) tools/docs.py
 
 gpu-report: $(READY) ## measure on an NVIDIA GPU, and write docs/gpu-report.md
-	$(PY) tools/gpu_report.py
+	$(PY) tools/gpu_report.py $(FLAGS)
 
 lab: $(READY) ## open the notebooks in JupyterLab
 	$(PY) -m jupyter lab --notebook-dir=nbs

@@ -348,6 +348,8 @@ class _Generator(torch.Generator):
     def __new__(cls, device: Any = "cpu") -> "_Generator":
         made = super().__new__(cls, "cpu")
         made.place = torch.device(device)
+        if made.place.type == "cuda":
+            gpu().generators[made._cdata] = made
         return made
 
     @property
@@ -560,7 +562,32 @@ def _in_python() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(interpreter._patch_lang(languages).restore)
         stack.enter_context(patch.object(triton.JITFunction, "__call__", call))
+        for name, method in _bfloat16().items():
+            stack.enter_context(patch.object(interpreter.InterpreterBuilder, name, method))
         yield
+
+
+@cache
+def _bfloat16() -> dict[str, Callable[..., Any]]:
+    """Triton's interpreter keeps bfloat16 as whole numbers: it would multiply them as such, and
+    cuts digits off where a card rounds to the nearest.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, multiply = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def cast_impl(self: Any, x: Any, dtype: Any) -> Any:
+        if (x.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, x, dtype)
+        rounded = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16()
+        return TensorHandle(rounded.view(torch.uint16).numpy().reshape(x.data.shape), tl.bfloat16)
+
+    def create_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        wide = [cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return multiply(self, *wide, *more)
+
+    return {"cast_impl": cast_impl, "create_dot": create_dot}
 
 
 def _serve_triton(gpu: GPU) -> None:
@@ -606,7 +633,7 @@ def install(
         each.others = others
     atexit.register(_gpu.end)
     stack = _gpu.served = ExitStack()
-    serve_guard(stack)
+    serve_guard(stack, _gpu)
     serve_factories(stack, _gpu)
     _serve_cuda(stack, CudaApi(_gpu))
     _serve_pinned(stack, _gpu)

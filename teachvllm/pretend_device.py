@@ -218,6 +218,9 @@ class DeviceTensor(torch.Tensor):
         self.allocation.gpu.wait("print")
         return f"{repr(self.host)[:-1]}, device='{self.device}')"
 
+    def __format__(self, form: str) -> str:
+        return format(self.item(), form) if self.dim() == 0 else object.__format__(self, form)
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -364,6 +367,8 @@ class GPU:
         self.late: list[_Late] = []  # to the host
         self.sent: list[_Late] = []  # to a card: here `target` is what is read
         self.pinned: dict[int, int] = {}  # address -> bytes
+        # the cards', by address: torch passes an operator another object for the same generator
+        self.generators: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.capture: Capture | None = None
         self.lock = threading.RLock()
         self.current = threading.local()  # each thread's device and streams
@@ -486,6 +491,8 @@ class GPU:
         with self.lock:
             if func in SPECIAL:
                 return SPECIAL[func](self, *args, **kwargs)
+            if torch.Tag.inplace_view in func.tags and func.name() != "aten::resize_":
+                return _view_in_place(func, *args, **kwargs)
             kwargs = dict(kwargs)
             traits = traits_of(func)
             if traits.composite:
@@ -558,7 +565,7 @@ class GPU:
         "The number of the one card that all tensors are on, or torch's own words."
         index = ours[0].device.index
         for x in leaves:
-            if isinstance(x, torch._C.Generator) and x.device.type != "cuda":
+            if isinstance(x, torch._C.Generator) and x._cdata not in self.generators:
                 raise RuntimeError(
                     f"Expected a 'cuda' device type for generator but found '{x.device.type}'"
                 )
@@ -692,6 +699,14 @@ class GPU:
         return source.host.item()
 
 
+def _view_in_place(func: Any, x: DeviceTensor, *args: Any, **kwargs: Any) -> DeviceTensor:
+    "`squeeze_` and the like: the shape changes of what torch sees, and of the host's tensor."
+    func(x.host, *args, **kwargs)
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Python)):
+        func(x, *args, **kwargs)
+    return x
+
+
 _hide(GPU, DeviceTensor)
 SPECIAL = {
     aten.copy_.default: GPU.copy_,
@@ -758,9 +773,10 @@ class _NoOpGuard(torch._C._acc.DeviceGuard):
 GUARD = _NoOpGuard()  # C++ keeps a pointer to it
 
 
-def serve_guard(stack: ExitStack) -> None:
+def serve_guard(stack: ExitStack, gpu: GPU) -> None:
     """Give torch a device guard for CUDA. It lets Python register one for `PrivateUse1` only, so
-    that one's place in C++'s table is copied to CUDA's.
+    that one's place in C++'s table is copied to CUDA's. It would say that device 0 is the current
+    one, so it gets a copy of its class's functions with another `getDevice`, the third of them.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     table = "_ZN3c104impl26device_guard_impl_registryE"
@@ -769,6 +785,15 @@ def serve_guard(stack: ExitStack) -> None:
     torch._C._acc.register_python_privateuseone_device_guard(GUARD)
     stack.callback(guards.__setitem__, cuda, guards[cuda])
     guards[cuda] = guards[private]
+    # a c10::Device is two bytes, kind and index
+    current = ctypes.CFUNCTYPE(ctypes.c_uint16, ctypes.c_void_p)(lambda _: gpu.device << 8 | cuda)
+    functions = ctypes.c_void_p.from_address(guards[private])
+    # before them are two words that say whose they are
+    words = (ctypes.c_void_p * 48)(*(ctypes.c_void_p * 48).from_address(functions.value - 16))
+    words[2 + 2] = ctypes.cast(current, ctypes.c_void_p).value
+    stack.callback(setattr, functions, "value", functions.value)
+    stack.callback(lambda *kept: None, current, words)
+    functions.value = ctypes.addressof(words) + 16
 
 
 def serve_factories(stack: ExitStack, gpu: GPU) -> None:

@@ -1,7 +1,7 @@
 """An engine in each of its settings, on a card and on this machine's CPU: the same tokens, and how often each kind
 of step waited. Prints a JSON object, setting -> what went wrong, or "".
 
-    python -m teachvllm.pretend --num-sms 4 T4 python tests/on_a_card.py
+    python -m teachvllm.pretend --num-sms 4 --count 2 T4 python tests/on_a_card.py
 """
 
 import json
@@ -59,6 +59,12 @@ def beams(llm: LLM) -> list[list[list[int]]]:
     return [[list(c.token_ids) for c in output.outputs] for output in outputs]
 
 
+def embed(llm: LLM) -> list[list[int]]:
+    "The five largest of each embedding's numbers."
+    outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in PROMPTS], use_tqdm=False)
+    return [torch.tensor(o.outputs.embedding).topk(5).indices.tolist() for o in outputs]
+
+
 def lengths(answers: list[list[list[int]]]) -> list[list[int]]:
     "Of what was sampled: the device's random numbers are not the CPU's."
     return [[len(ids) for ids in answer] for answer in answers]
@@ -74,33 +80,44 @@ TASKS: dict[str, Callable[[LLM], Any]] = {
     "sampled": lambda llm: lengths(generate(llm, temperature=0.8, seed=1, top_p=0.9)),
     "n": lambda llm: lengths(generate(llm, temperature=0.8, seed=1, top_k=9, n=2)),
     "beams": beams,
+    "embed": embed,
 }
 EAGER = {"enforce_eager": True}
+E4M3 = EAGER | {"kv_cache_dtype": "fp8", "attention_backend": "triton"}
 FEW_BLOCKS = {"num_gpu_blocks_override": 5, "max_num_seqs": 3}
 # setting -> options of the engine, and its tasks
 SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "eager": (EAGER, ["greedy"]),
     "graphs": ({"async_scheduling": False}, ["greedy"]),
-    "a step ahead": ({"async_scheduling": True}, [name for name in TASKS if name != "long"]),
+    "a step ahead": (
+        {"async_scheduling": True},
+        [name for name in TASKS if name not in ("long", "embed")],
+    ),
     "swapped": (EAGER | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.01}, ["long"]),
     "preempted": (FEW_BLOCKS, ["long"]),
     "chunks": (EAGER | {"max_num_batched_tokens": 8}, ["greedy"]),
     "cached prefixes": (EAGER | {"enable_prefix_caching": True}, ["greedy", "greedy"]),
-    "asleep": (EAGER | {"enable_sleep_mode": True}, ["greedy", "asleep", "greedy"]),
+    "asleep": ({"enable_sleep_mode": True}, ["greedy", "asleep", "greedy"]),
+    "8-bit cache": (E4M3, ["greedy"]),
+    "8-bit cache, e5m2": (EAGER | {"kv_cache_dtype": "fp8_e5m2"}, ["greedy"]),
+    "embeddings": (EAGER | {"task": "embed"}, ["embed"]),
+    "two cards": (EAGER | {"tensor_parallel_size": 2}, ["greedy"]),
     "reference": (EAGER | {"attention_backend": "reference"}, ["greedy"]),
 }
-ON_EACH_CARD = ("eager", "graphs")
+WITHOUT_DECODES = ("embeddings", "two cards")  # the latter's are in other processes
+ANSWER_DEPENDS_ON = ("kv_cache_dtype", "task")
+ON_EACH_CARD = ("eager", "graphs", "8-bit cache", "8-bit cache, e5m2")
 
 
 @cache
-def oracle() -> LLM:
+def oracle(**options: Any) -> LLM:
     "An engine on the CPU, with room for everything."
-    return LLM(FOLDER, device="cpu", **LIMITS)
+    return LLM(FOLDER, device="cpu", **LIMITS | options)
 
 
 @cache
-def expected(task: str) -> Any:
-    return TASKS[task](oracle())
+def expected(task: str, /, **options: Any) -> Any:
+    return TASKS[task](oracle(**options))
 
 
 def waits_of(step: list[Any]) -> list[str]:
@@ -110,6 +127,7 @@ def waits_of(step: list[Any]) -> list[str]:
 def run(name: str) -> str:
     "What went wrong in a setting."
     options, tasks = SETTINGS[name]
+    same = {key: value for key, value in options.items() if key in ANSWER_DEPENDS_ON}
     decodes: list[list[str]] = []  # the waits of each decode step, before its tokens are collected
     submit = Worker.submit
 
@@ -126,11 +144,11 @@ def run(name: str) -> str:
             if task == "asleep":
                 llm.sleep()
                 llm.wake_up()
-            elif (got := TASKS[task](llm)) != expected(task):
-                return f"{task}: {got} where the CPU writes {expected(task)}"
+            elif (got := TASKS[task](llm)) != (wanted := expected(task, **same)):
+                return f"{task}: {got} where the CPU writes {wanted}"
     if name != "reference" and any(decodes):
         return f"decode steps wait: {sorted({line for step in decodes for line in step})}"
-    return "" if decodes else "it made no decode step"
+    return "" if decodes or name in WITHOUT_DECODES else "it made no decode step"
 
 
 def attempt(name: str) -> str:

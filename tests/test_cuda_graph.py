@@ -381,11 +381,11 @@ PARAMS: dict[str, Any] = {
 }
 
 
-def answers(llm: LLM, params: Any) -> list[list[list[int]]]:
+def answers(llm: LLM, params: Any, prompts: Any = PROMPTS) -> list[list[list[int]]]:
     if isinstance(params, BeamSearchParams):
-        outputs = llm.beam_search(PROMPTS, params)
+        outputs = llm.beam_search(prompts, params)
     else:
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     manager = llm.llm_engine.engine_core.engine_core.scheduler.block_manager
     manager.check_integrity()
     assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
@@ -759,9 +759,11 @@ def test_a_failed_replay_leaves_the_graphs_usable(folder: str, asynchronous: boo
     """An error after a real replay, whose keys, values and hidden states are written: the requests
     end with it, and the same graphs give the right tokens afterwards.
     """
-    options = {**LIMITS, "device": "cuda", "num_gpu_blocks_override": 100, "block_size": 16}
+    options = LIMITS | {"device": "cuda", "num_gpu_blocks_override": 16, "block_size": 16}
+    options |= {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
+    few = PARAMS["greedy"][:2], [prompt[:9] for prompt in PROMPTS[:2]]
     with LLM(folder, async_scheduling=asynchronous, **options) as llm:
-        expected = answers(llm, PARAMS["greedy"])
+        expected = answers(llm, *few)
         replay, replayed = CudaGraph.replay, []
 
         def failing(graph: CudaGraph) -> torch.Tensor:
@@ -773,8 +775,8 @@ def test_a_failed_replay_leaves_the_graphs_usable(folder: str, asynchronous: boo
 
         with patch.object(CudaGraph, "replay", failing):
             with pytest.raises(RuntimeError, match="the device is lost"):
-                llm.generate(PROMPTS, PARAMS["greedy"], use_tqdm=False)
-        assert len(replayed) >= 3 and answers(llm, PARAMS["greedy"]) == expected
+                answers(llm, *few)
+        assert len(replayed) >= 3 and answers(llm, *few) == expected
 
 
 @pytest.mark.gpu

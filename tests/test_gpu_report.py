@@ -5,6 +5,7 @@ written down.
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from helpers import compiling_env
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "gpu_report.py"
@@ -115,6 +118,48 @@ def test_a_toy_is_never_taken_for_a_measurement(tool: ModuleType, toy: Path) -> 
         ) and f"gpu-report/{name}.png" in page
     done = subprocess.run([sys.executable, TOOL, "--toy"], capture_output=True, text=True)
     assert done.returncode == 2 and "needs --out" in done.stderr
+
+
+def test_what_a_pretended_card_has_no_figure_for_is_a_dash(tool: ModuleType, toy: Path) -> None:
+    report = json.loads((toy / "gpu-report.json").read_text())
+    rows = [tool.without_times(row) for row in report["results"]]
+    kept = {name for row in rows for name, x in row.items() if isinstance(x, float)}
+    assert not kept and all(row["seconds"] is None for row in rows if "output_tokens" in row)
+    page = tool.page(report | {"toy": False, "machine": {"pretended": True}, "results": rows})
+    for line in page.partition("## Decode")[2].partition("## Machine")[0].splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        assert not any(re.fullmatch(r"[\d,]*\d\.\d+|\d+%", cell) for cell in cells), line
+    for name in ("everything on", "fused kernels off"):
+        assert f"| {name} | — | — | — | — | — | 0 | — |" in page
+    assert "has no speed" in page and ".png" not in page and page.count("not measured") == 5
+
+
+PRETENDED = """
+import sys
+sys.path.insert(0, "tools")
+import gpu_report
+first, _, _, prompt, *_ = gpu_report.toy_tasks()
+gpu_report.toy_tasks = lambda: [first, prompt]
+sys.exit(gpu_report.main())
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is in the way")
+def test_a_run_on_a_pretended_card_ends_with_a_page(tmp_path: Path) -> None:
+    card = [sys.executable, "-m", "teachvllm.pretend", "--num-sms", "4", "T4"]
+    command = [*card, sys.executable, "-c", PRETENDED, "--no-tests"]
+    options = {"env": compiling_env(PYTHONPATH=str(ROOT)), "cwd": ROOT, "text": True}
+    done = subprocess.run(command, **options, capture_output=True)
+    assert done.returncode == 2 and "a pretended card needs --out" in done.stderr
+    done = subprocess.run([*command, "--out", str(tmp_path)], **options, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "gpu-report.json").read_text())
+    assert report["machine"]["device"] == "Tesla T4 (pretended)"
+    copied, prompt = report["results"]
+    assert copied["bytes"] and copied["seconds"] is copied["bytes_per_second"] is None
+    ours = prompt["results"]["triton"]
+    assert ours["deviation"] < 1e-2 and ours["seconds"] is None and ours["repeats"] == 1
+    assert "Run on Tesla T4 (pretended)" in (tmp_path / "gpu-report.md").read_text()
 
 
 def attention(
@@ -336,8 +381,6 @@ def test_the_single_stream_figure_is_without_the_prompt(monkeypatch: pytest.Monk
 
 def test_on_a_gpu_the_l2_is_flushed_before_each_run_and_only_the_run_is_timed(monkeypatch) -> None:
     "On stand-ins for CUDA's events: a run that takes long to queue gets more flushes before it."
-    import torch
-
     from teachvllm.benchmarks import gpu as bench_gpu
 
     log: list[str] = []

@@ -10,6 +10,8 @@ docs/gpu-report.md about it.
     python tools/gpu_report.py --machine-code   compile the kernels for four cards, without one, and keep what is
                                                 read from their machine code in docs/machine-code.json
     python tools/gpu_report.py --toy            tiny sizes on the CPU, to try out this program: the figures mean nothing
+    python -m teachvllm.pretend T4 python tools/gpu_report.py --out DIR
+                                                tiny sizes on a pretended card: all runs, and no speed is written down
 
 Beside the page are gpu-report.json (all raw results) and the figures in gpu-report/. Without a GPU,
 and without results of an earlier run, the page says what is still to be measured. Benchmarks run in
@@ -122,6 +124,7 @@ def toy_tasks() -> list[Row]:
     engine = {
         **requests,
         "alone": [8, 2],
+        "max_num_seqs": 2,
         "num_gpu_blocks_override": 16,
         "max_num_batched_tokens": 64,
     }
@@ -238,12 +241,23 @@ def machine_code_section() -> list[str]:
 # Running it
 
 
+def without_times(row: Any) -> Any:
+    "What a pretended card can say: counts and deviations. Seconds, rates and shares become None."
+    if isinstance(row, dict):
+        kept = ("args", "options", "deviation")
+        return {name: x if name in kept else without_times(x) for name, x in row.items()}
+    return None if isinstance(row, float) else row
+
+
 def child(tasks_file: str, results_file: str, deadline: float) -> None:
     """Run tasks, and append a line of JSON for each. Nothing could be trusted after a GPU was lost,
     so that is the end.
     """
     from teachvllm.benchmarks import gpu as bench_gpu
 
+    timeless = describe_machine().get("pretended")
+    if timeless:
+        bench_gpu.YARDSTICKS["cuda"] = bench_gpu.YARDSTICKS["cpu"]
     for item in json.loads(Path(tasks_file).read_text()):
         began = time.perf_counter()
         row = {}
@@ -266,9 +280,9 @@ def child(tasks_file: str, results_file: str, deadline: float) -> None:
             "args": item["args"],
             "took": round(time.perf_counter() - began, 2),
         }
-        with open(results_file, "a") as file:
-            file.write(json.dumps(row) + "\n")
         print(row.get("error") or f"{row['took']:.1f} s", flush=True)
+        with open(results_file, "a") as file:
+            file.write(json.dumps(without_times(row) if timeless else row) + "\n")
         if "error" in row and bench_gpu.default_device() == "cuda":
             import torch
 
@@ -315,15 +329,18 @@ def run_tasks(
             env = {**environment(toy), "TEACHVLLM_LOGGING_LEVEL": "WARNING"}
             process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
             done: list[Row] = []
-            while True:
-                status = process.poll()
-                done = [json.loads(line) for line in results.read_text().splitlines()]
-                save(rows + done)
-                if status is not None:
-                    break
-                if time.time() > deadline:
-                    process.kill()
-                time.sleep(0.2)
+            try:
+                while True:
+                    status = process.poll()
+                    done = [json.loads(line) for line in results.read_text().splitlines()]
+                    save(rows + done)
+                    if status is not None:
+                        break
+                    if time.time() > deadline:
+                        process.kill()
+                    time.sleep(0.2)
+            finally:  # interrupted
+                process.kill()
         rows += done
         # it died in the middle of one, or was killed
         if len(rows) < len(tasks) and status != GPU_LOST:
@@ -401,7 +418,9 @@ def describe_machine() -> Row:
     import transformers
     import triton
 
-    machine = {
+    from teachvllm.pretend import VARIABLE
+
+    machine: Row = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -425,6 +444,8 @@ def describe_machine() -> Row:
             "driver": driver,
             "CUDA": torch.version.cuda,
         }
+        if VARIABLE in os.environ:
+            machine |= {"device": f"{properties.name} (pretended)", "pretended": True}
     return machine
 
 
@@ -537,13 +558,32 @@ BARS: list[tuple[str, float, str, Callable[[Row], tuple[float, str] | None]]] = 
 ]
 
 
+def pretended(report: Row) -> bool:
+    return report["machine"].get("pretended", False)
+
+
+def without_speed(report: Row) -> str:
+    "Why this report says nothing of a card's speed, or an empty string."
+    if report["toy"]:
+        return (
+            "**A toy run on a CPU, with kernels in Triton's interpreter: its figures "
+            "mean nothing.**"
+        )
+    if pretended(report):
+        return (
+            "**The card is pretended, and has no speed.** The same benchmarks run on it, with tiny "
+            "sizes. A dash stands for each time, rate and share that a card would give."
+        )
+    return ""
+
+
 def judge(report: Row | None) -> list[dict[str, str]]:
     """Each bar with what was measured: met, not met, or not measured. Absolute speed is judged on
     an H100 only.
     """
     bars = []
     for text, least, form, value_of in BARS:
-        found = value_of(report) if report and not report["toy"] else None
+        found = value_of(report) if report and not without_speed(report) else None
         verdict = "not measured"
         measured = "–"
         if found:
@@ -569,6 +609,15 @@ def table(columns: list[str], rows: list[list[Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def shown(value: float | None, form: str, scale: float = 1.0) -> str:
+    "A measured number; a dash where there is none."
+    return "—" if value is None else f"{scale * value:{form}}"
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    return None if value is None or base is None else value / base
+
+
 def attention_table(rows: list[Row], figure: str, form: str, scale: float) -> str:
     "A line a shape, a column a kernel."
     names = [name for name in KERNELS if any(name in row["results"] for row in rows)]
@@ -576,18 +625,18 @@ def attention_table(rows: list[Row], figure: str, form: str, scale: float) -> st
     for row in rows:
         size = f"{row['batch']} × {row['context']:,}" if "context" in row else f"{row['length']:,}"
         cells = [row["results"].get(name, {}) for name in names]
-        shown = [
-            f"{scale * c[figure]:{form}}" if figure in c else "✗" if "error" in c else ""
+        figures = [
+            shown(c[figure], form, scale) if figure in c else "✗" if "error" in c else ""
             for c in cells
         ]
         ours = row["results"]["triton"]
         extra = (
-            [f"{1e6 * ours['seconds']:,.0f}", f"{ours['share_of_roofline']:.0%}"]
+            [shown(ours["seconds"], ",.0f", 1e6), shown(ours["share_of_roofline"], ".0%")]
             if "seconds" in ours
             else ["", ""]
         )
-        ratio = f"{row['ratio_to_sdpa']:.2f}" if "ratio_to_sdpa" in row else ""
-        lines.append([f"{row['num_heads']}/{row['num_kv_heads']}", size, *shown, *extra, ratio])
+        best = shown(row["ratio_to_sdpa"], ".2f") if "ratio_to_sdpa" in row else ""
+        lines.append([f"{row['num_heads']}/{row['num_kv_heads']}", size, *figures, *extra, best])
     columns = [
         "heads/KV heads",
         "sequences × context" if "context" in rows[0] else "tokens",
@@ -620,6 +669,10 @@ def attention_section(report: Row) -> list[str]:
     return parts
 
 
+def relative(row: Row, base: Row, name: str) -> str:
+    return shown(ratio(row[name], base.get(name)), ".2f")
+
+
 def engine_section(report: Row) -> list[str]:
     done = [row for row in report["results"] if "tokens_per_second" in row]
     engines, others = (
@@ -629,19 +682,22 @@ def engine_section(report: Row) -> list[str]:
     parts = []
     if engines:
         first = engines[0]
+        model = (
+            "a tiny Llama with"
+            if without_speed(report)
+            else "a Llama with the shapes of Qwen3-0.6B and"
+        )
         base = engine_row(report)
         rows = [
             [
                 row["turned_off"],
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['share_of_roofline']:.0%}",
-                f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}" if base else "",
-                f"{row['alone_tokens_per_second']:,.0f}",
-                f"{row['alone_tokens_per_second'] / base['alone_tokens_per_second']:.2f}"
-                if base
-                else "",
+                shown(row["tokens_per_second"], ",.0f"),
+                shown(row["share_of_roofline"], ".0%"),
+                relative(row, base, "tokens_per_second"),
+                shown(row["alone_tokens_per_second"], ",.0f"),
+                relative(row, base, "alone_tokens_per_second"),
                 row["preemptions"],
-                f"{row['start_seconds']:.1f}",
+                shown(row["start_seconds"], ".1f"),
             ]
             for row in engines
         ]
@@ -649,11 +705,11 @@ def engine_section(report: Row) -> list[str]:
             "## Engine",
             f"{first['requests']} requests, {first['prompt_tokens']:,} tokens in, "
             f"{first['output_tokens']:,} tokens out, "
-            "temperature 0.6, a Llama with the shapes of Qwen3-0.6B and random weights. "
+            f"temperature 0.6, {model} random weights. "
             f"Roofline: {first['bytes'] / 1e12:.2f} TB to read and "
             f"{first['flops'] / 1e12:,.0f} TFLOPs, at this machine's copy bandwidth and "
             "matrix product at most "
-            f"{first['roofline_tokens_per_second']:,.0f} tokens a second. *Alone*: one "
+            f"{shown(first['roofline_tokens_per_second'], ',.0f')} tokens a second. *Alone*: one "
             "request that has the engine to itself; "
             f"{WORDS}.",
             table(
@@ -679,8 +735,8 @@ def engine_section(report: Row) -> list[str]:
                 row["batch_size"] or "",
                 row["requests"],
                 f"{row['output_tokens']:,}",
-                f"{row['tokens_per_second']:,.0f}",
-                f"{ours / row['tokens_per_second']:.1f}" if ours else "",
+                shown(row["tokens_per_second"], ",.0f"),
+                shown(ratio(ours, row["tokens_per_second"]), ".1f"),
             ]
             for row in others
         ]
@@ -715,30 +771,29 @@ def failures_section(report: Row) -> list[str]:
 
 
 def machine_section(report: Row) -> list[str]:
-    shown = dict(report["machine"])
-    if "memory" in shown:
-        shown["memory"] = f"{shown['memory'] / 2**30:.1f} GiB"
+    facts = {name: value for name, value in report["machine"].items() if name != "pretended"}
+    if "memory" in facts:
+        facts["memory"] = f"{facts['memory'] / 2**30:.1f} GiB"
     for row in report["results"]:
         if row["bench"] == "copy_bandwidth" and "bytes_per_second" in row:
-            shown["copy, read and written"] = f"{row['bytes_per_second'] / 1e9:,.0f} GB/s"
+            facts["copy, read and written"] = f"{shown(row['bytes_per_second'], ',.0f', 1e-9)} GB/s"
         if row["bench"] == "matmul_rate" and "flops_per_second" in row:
-            shown[f"product of {row['size']:,}² matrices"] = (
-                f"{row['flops_per_second'] / 1e12:,.1f} TFLOP/s"
+            facts[f"product of {row['size']:,}² matrices"] = (
+                f"{shown(row['flops_per_second'], ',.1f', 1e-12)} TFLOP/s"
             )
-    shown |= {
-        "measured": report["date"],
-        "took": f"{report['took']:.0f} s of a budget of {report['budget']:.0f} s",
-    }
+    facts["date"] = report["date"]
+    if not pretended(report):
+        facts["took"] = f"{report['took']:.0f} s of a budget of {report['budget']:.0f} s"
     if tests := report.get("tests"):
         counts = ", ".join(
             f"{tests[name]} {name}" for name in ("passed", "failed", "errors", "skipped")
         )
-        shown["tests marked gpu"] = counts + (
+        facts["tests marked gpu"] = counts + (
             "" if tests["finished"] else "; stopped before the end"
         )
         if tests["not passed"]:
-            shown["of these not passed"] = ", ".join(tests["not passed"])
-    return ["## Machine", table(["", ""], [[name, value] for name, value in shown.items()])]
+            facts["of these not passed"] = ", ".join(tests["not passed"])
+    return ["## Machine", table(["", ""], [[name, value] for name, value in facts.items()])]
 
 
 WORDS = (
@@ -816,14 +871,12 @@ def page(report: Row | None) -> str:
     else:
         where = report["machine"].get("device", "a CPU")
         parts.append(
-            f"Measured on {where}, {report['date']}, by [notebook gpu/02]({NOTEBOOK})'s benchmarks. "
+            f"{'Run' if pretended(report) else 'Measured'} on {where}, {report['date']}, by "
+            f"[notebook gpu/02]({NOTEBOOK})'s benchmarks. "
             "All raw results are in [gpu-report.json](gpu-report.json)."
         )
-        if report["toy"]:
-            parts.append(
-                "**A toy run on a CPU, with kernels in Triton's interpreter: its figures "
-                "mean nothing.**"
-            )
+        if why := without_speed(report):
+            parts.append(why)
     bars = [[bar[name] for name in ("text", "bar", "measured", "verdict")] for bar in judge(report)]
     parts += ["## Bars", table(["", "bar", "measured", ""], bars), *machine_code_section()]
     if report is not None:
@@ -834,6 +887,8 @@ def page(report: Row | None) -> str:
             *failures_section(report),
             *how_to_run(),
         ]
+        if pretended(report):  # there is nothing to draw
+            parts = [part for part in parts if not part.startswith("![")]
     return "\n\n".join(parts) + "\n"
 
 
@@ -962,14 +1017,16 @@ def write(report: Row | None, out: Path) -> None:
         save(report, out)
     (out / "gpu-report.md").write_text(page(report), encoding="utf-8")
     print(f"wrote {out / 'gpu-report.md'}")
-    if report is not None:
+    if report is not None and not pretended(report):
         draw(report, out / "gpu-report")
 
 
 def save(report: Row, out: Path) -> None:
     "Raw results, so that they outlive whatever comes next."
     out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu-report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    partial = out / "gpu-report.json.partial"
+    partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    partial.replace(out / "gpu-report.json")
 
 
 def measure(out: Path, budget: float, toy: bool, tests: bool, resume: bool = False) -> Row:
@@ -995,7 +1052,7 @@ def measure(out: Path, budget: float, toy: bool, tests: bool, resume: bool = Fal
     report |= {"took": 0.0, "bars": [], "tests": None, "results": []}
     tasks = (
         toy_tasks()
-        if toy
+        if toy or machine.get("pretended")
         else full_tasks(requests_that_fit(QWEN3_0_6B, machine["memory"]), machine["memory"])
     )
     names = [describe_fully(item) for item in tasks]
@@ -1080,10 +1137,17 @@ def main() -> int:
     if not args.render:
         import torch
 
+        from teachvllm.pretend import VARIABLE
+
         if args.toy or torch.cuda.is_available():
-            write(
-                measure(args.out, args.budget, args.toy, not args.no_tests, args.resume), args.out
-            )
+            if VARIABLE in os.environ and args.out == ROOT / "docs":
+                parser.error("a pretended card needs --out: it has no figures for docs/")
+            options = (args.out, args.budget, args.toy, not args.no_tests, args.resume)
+            try:
+                write(measure(*options), args.out)
+            except KeyboardInterrupt:
+                print("\ninterrupted: --resume goes on from here")
+                return 130
             return 0
         print(
             "torch sees no CUDA device: nothing is measured"

@@ -7,9 +7,16 @@ __all__ = ['LOG2_E', 'INTERPRETED', 'write_kernel', 'reshape_and_cache', 'dot', 
            'allocate_partials', 'merge_splits']
 
 # %% ../../nbs/23_triton_utils.ipynb #6f4e4c49
+import os
+
 import torch
 import triton
 import triton.language as tl
+
+# %% ../../nbs/23_triton_utils.ipynb #08901fc9
+# A product and the sum behind it are one instruction, rounded once. It is Triton's default until
+# 3.10; where nothing is said, 3.9 warns of that.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # %% ../../nbs/23_triton_utils.ipynb #075b336b
 LOG2_E = 1.4426950408889634  # kernels take powers of two: e ** x is 2 ** (x * LOG2_E)
