@@ -189,7 +189,19 @@ def test_notebook_runs(notebook: Path, runs: dict[Path, Future[tuple[str, float]
 def test_which_need_triton() -> None:
     "Those that are skipped without it; all others run without it, too."
     needing = {number_of(notebook) for notebook in NOTEBOOKS if imports_triton(notebook)}
-    assert needing == {"23", "24", "25", "43", "gpu/01", "gpu/02", "gpu/03", "gpu/05", "gpu/06"}
+    assert needing == {
+        "23",
+        "24",
+        "25",
+        "43",
+        "gpu/01",
+        "gpu/02",
+        "gpu/03",
+        "gpu/05",
+        "gpu/06",
+        "gpu/08",
+        "exercises/21",
+    }
 
 
 @pytest.mark.parametrize(

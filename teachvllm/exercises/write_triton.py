@@ -88,8 +88,9 @@ def watch_addresses(**tensors: torch.Tensor) -> Iterator[list[Access]]:
     ):
         yield found
 
-# %% ../../nbs/exercises/21_write_triton.ipynb #d4af2043
-_AROUND = 7777.0  # what lies before and behind each tensor
+# %% ../../nbs/exercises/21_write_triton.ipynb #4e523523
+_AROUND_INPUT = 7777.0  # what lies before and behind a tensor
+_AROUND_OUTPUT = 5555.0  # another number, so that a copy of the first shows
 _GUARD = 512  # elements of it on each side
 _Answer = Callable[..., Any]
 
@@ -100,9 +101,9 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() and not interpreted else "cpu"
 
 
-def _surrounded(values: torch.Tensor) -> torch.Tensor:
+def _surrounded(values: torch.Tensor, around: float) -> torch.Tensor:
     "A copy in the middle of foreign numbers; of whole numbers these are 0."
-    around = _AROUND if values.is_floating_point() else 0
+    around = around if values.is_floating_point() else 0
     flat = torch.full((values.numel() + 2 * _GUARD,), around, dtype=values.dtype)
     flat[_GUARD:-_GUARD] = values.flatten()
     return flat.to(_device())[_GUARD:-_GUARD].view(values.shape)
@@ -121,8 +122,11 @@ def _launch(
     answer: _Answer, outputs: dict[str, torch.Tensor], inputs: dict[str, Any], *numbers: float
 ) -> dict[str, Any]:
     "The rows that an answer writes into `outputs`, by name, and how much it wrote elsewhere."
-    outs = {name: _surrounded(torch.full_like(x, torch.nan)) for name, x in outputs.items()}
-    ins = {name: _surrounded(x) for name, x in inputs.items()}
+    outs = {
+        name: _surrounded(torch.full_like(x, torch.nan), _AROUND_OUTPUT)
+        for name, x in outputs.items()
+    }
+    ins = {name: _surrounded(x, _AROUND_INPUT) for name, x in inputs.items()}
     try:
         # numpy warns of what the rows will show: inf, NaN
         with watch_addresses(**outs, **ins), np.errstate(all="ignore"):
@@ -138,7 +142,7 @@ def _launch(
             found[label] = [round(x, 5) for x in row]
         around = out.as_strided((out.numel() + 2 * _GUARD,), (1,), 0).clone()
         around[_GUARD:-_GUARD] = around[0]
-        written = int((around != torch.full_like(around, _AROUND)).sum())
+        written = int((around != torch.full_like(around, _AROUND_OUTPUT)).sum())
         found[f"written outside of {name}"] = written
     return found
 
@@ -476,7 +480,7 @@ _check.register(
                 ),
             },
         ),
-        hint="Print largest, total and acc after each tile, beside those of `online_softmax` in 24.",
+        hint="Print largest, total and acc after each tile, beside what `online_softmax` has.",
     )
 )
 
