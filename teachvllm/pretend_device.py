@@ -292,6 +292,7 @@ class Happening:
     name: str
     where: str  # the line that asked for it
     num_bytes: int = 0
+    stream: int = 0  # the current one; 0 is the default stream
 
 
 LIBRARIES = (
@@ -432,7 +433,7 @@ class GPU:
     def note(self, kind: str, name: str, num_bytes: int = 0) -> None:
         "Into the log."
         self.check_faults()
-        self.log.append(Happening(kind, name, find_line(), num_bytes))
+        self.log.append(Happening(kind, name, find_line(), num_bytes, self.stream))
 
     def check_faults(self) -> None:
         "Raise what could not be raised where it happened."
