@@ -386,7 +386,7 @@ class PinnedMemory:
                 raise RuntimeError("a race: pinned memory was written to before it was copied")
 
     def poll(self, clock: Clock) -> bool:
-        "Whether all copies to the host have arrived by `clock`: each is late once, then it is there."
+        "Whether all copies to the host are there by `clock`: each is late when first asked for."
         late = [x for x in self.coming if x.number <= clock.get(x.stream, 0) and not x.polled]
         for copy in late:
             copy.polled = True
