@@ -372,7 +372,7 @@ def _serve_pinned(stack: ExitStack, gpu: GPU) -> None:
             if make.__name__ != "empty":
                 return gpu.pin(make(*args, **kwargs))
             like = make(*args, **kwargs | {"device": "meta"})
-            return gpu.empty_pinned(like.shape, like.dtype)
+            return gpu.pinned.empty(like.shape, like.dtype)
 
         return made
 

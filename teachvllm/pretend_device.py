@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['aten', 'GIB', 'CARDS', 'NO_RESERVE', 'UNWRITTEN', 'LAZY', 'Clock', 'INDEXING', 'NO_LAUNCH', 'LIBRARIES', 'SPECIAL',
            'FACTORIES', 'GUARD', 'DataSheet', 'Memory', 'fresh', 'spoil', 'learn', 'Allocation', 'DeviceTensor',
-           'Traits', 'traits_of', 'Happening', 'find_line', 'Capture', 'GPU', 'to_host', 'serve_guard',
+           'Traits', 'traits_of', 'Happening', 'find_line', 'PinnedMemory', 'Capture', 'GPU', 'to_host', 'serve_guard',
            'serve_factories']
 
 # %% ../nbs/gpu/04_pretend_device.ipynb #9c3b1c67
@@ -295,6 +295,7 @@ class Happening:
     name: str
     where: str  # the line that asked for it
     num_bytes: int = 0
+    stream: int = 0  # the current one; 0 is the default stream
 
 
 LIBRARIES = (
@@ -326,7 +327,7 @@ def find_line() -> str:
     file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
     return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
 
-# %% ../nbs/gpu/04_pretend_device.ipynb #fe6926ce
+# %% ../nbs/gpu/04_pretend_device.ipynb #bfc63c7f
 @dataclass
 class _Late:
     "A copy that was asked for and has not arrived."
@@ -338,6 +339,80 @@ class _Late:
     polled: bool = False
 
 
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    "Whether two tensors of the host may share memory."
+    ends = [x.data_ptr() + _extent(x.shape, x.stride()) * x.element_size() for x in (a, b)]
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
+
+
+class PinnedMemory:
+    """Memory of the host that cards reach by themselves, and the copies to it and from it that were
+    asked for and are not known to have arrived.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}  # address -> bytes
+        self.coming: list[_Late] = []  # to the host
+        self.sent: list[_Late] = []  # to a card: here `target` is what is read
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        raw = _memory_of_host(max(1, math.prod(shape)) * dtype.itemsize)
+        self.sizes[raw.ctypes.data] = raw.nbytes
+        weakref.finalize(raw, self.sizes.pop, raw.ctypes.data, None)
+        return torch.from_numpy(raw).view(dtype)[: math.prod(shape)].view(shape)
+
+    def holds(self, host: torch.Tensor) -> bool:
+        return host.untyped_storage().data_ptr() in self.sizes
+
+    def send(self, stream: int, number: int, source: torch.Tensor, content: torch.Tensor) -> None:
+        "Operation `number` of `stream` will read `source`, which is to be `content` still."
+        self.sent.append(_Late(stream, number, source, content.clone()))
+
+    def bring(self, stream: int, number: int, target: torch.Tensor) -> None:
+        "Operation `number` of `stream` writes what `target` has now; until then it is spoilt."
+        self.coming.append(_Late(stream, number, target, target.clone()))
+        spoil(target)
+
+    @torch.inference_mode()
+    def arrive(self, clock: Clock) -> None:
+        "Copies queued before `clock` have arrived."
+        for copy in [x for x in self.coming if x.number <= clock.get(x.stream, 0)]:
+            self.coming.remove(copy)
+            copy.target.copy_(copy.content)
+        for copy in [x for x in self.sent if x.number <= clock.get(x.stream, 0)]:
+            self.sent.remove(copy)
+            if not _same_bytes(copy.target, copy.content):
+                raise RuntimeError("a race: pinned memory was written to before it was copied")
+
+    def poll(self, clock: Clock) -> bool:
+        "Whether all copies to the host are there by `clock`: each is late when first asked for."
+        late = [x for x in self.coming if x.number <= clock.get(x.stream, 0) and not x.polled]
+        for copy in late:
+            copy.polled = True
+        return not late
+
+    def seen_from(self, pinned: torch.Tensor, known: Clock) -> torch.Tensor:
+        "Pinned memory with the late copies to it, as a stream sees it that has waited for `known`."
+        late = [copy for copy in self.coming if _overlap(copy.target, pinned)]
+        for copy in late:
+            if copy.number > known.get(copy.stream, 0):
+                raise RuntimeError(
+                    f"a race: stream {copy.stream} may be writing to this pinned memory still"
+                )
+        if not late:
+            return pinned
+        for copy in late:
+            copy.target.copy_(copy.content)
+        seen = pinned.clone()
+        for copy in late:
+            spoil(copy.target)
+        return seen
+
+# %% ../nbs/gpu/04_pretend_device.ipynb #fe6926ce
 class Capture:
     "What a CUDA graph records: calls that can be made again, on the same memory."
 
@@ -364,9 +439,7 @@ class GPU:
         self.waits_are_errors = False  # those that were not asked for by name
         self.number = 0  # of the operation that was queued last
         self.known: dict[int, Clock] = defaultdict(dict)  # stream -> what it waited for
-        self.late: list[_Late] = []  # to the host
-        self.sent: list[_Late] = []  # to a card: here `target` is what is read
-        self.pinned: dict[int, int] = {}  # address -> bytes
+        self.pinned = PinnedMemory()
         # the cards', by address: torch passes an operator another object for the same generator
         self.generators: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.capture: Capture | None = None
@@ -437,7 +510,7 @@ class GPU:
     def note(self, kind: str, name: str, num_bytes: int = 0) -> None:
         "Into the log."
         self.check_faults()
-        self.log.append(Happening(kind, name, find_line(), num_bytes))
+        self.log.append(Happening(kind, name, find_line(), num_bytes, self.stream))
 
     def check_faults(self) -> None:
         "Raise what could not be raised where it happened."
@@ -462,27 +535,18 @@ class GPU:
                 f"CUDA error: operation not permitted when stream is capturing ({why})"
             )
 
-    @torch.inference_mode()
     def arrive(self, clock: Clock) -> None:
         "The host knows that `clock` is reached: copies queued before it have arrived."
         learn(self.known[self.HOST], clock)
-        for copy in [x for x in self.late if x.number <= clock.get(x.stream, 0)]:
-            self.late.remove(copy)
-            copy.target.copy_(copy.content)
-        for copy in [x for x in self.sent if x.number <= clock.get(x.stream, 0)]:
-            self.sent.remove(copy)
-            if not _same_bytes(copy.target, copy.content):
-                raise RuntimeError("a race: pinned memory was written to before it was copied")
+        self.pinned.arrive(clock)
 
     def poll(self, clock: Clock) -> bool:
         "Whether `clock` is reached, without a wait: not yet, where a copy is late, and then it is."
         self.refuse_capture("query")
-        late = [x for x in self.late if x.number <= clock.get(x.stream, 0) and not x.polled]
-        for copy in late:
-            copy.polled = True
-        if not late:
+        reached = self.pinned.poll(clock)
+        if reached:
             self.arrive(clock)
-        return not late
+        return reached
 
     # operators
 
@@ -613,17 +677,11 @@ class GPU:
     # copies
 
     def is_pinned(self, host: torch.Tensor) -> bool:
-        return host.untyped_storage().data_ptr() in self.pinned
+        return self.pinned.holds(host)
 
     def pin(self, host: torch.Tensor) -> torch.Tensor:
         "A copy in pinned memory, which a card can reach by itself."
-        return self.empty_pinned(host.shape, host.dtype).copy_(host)
-
-    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        raw = _memory_of_host(max(1, math.prod(shape)) * dtype.itemsize)
-        self.pinned[raw.ctypes.data] = raw.nbytes
-        weakref.finalize(raw, self.pinned.pop, raw.ctypes.data, None)
-        return torch.from_numpy(raw).view(dtype)[: math.prod(shape)].view(shape)
+        return self.pinned.empty(host.shape, host.dtype).copy_(host)
 
     def copy_(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
         "`target.copy_(source)`, where one of them at least is a card's."
@@ -646,30 +704,14 @@ class GPU:
         late = late and pinned
         if not late:
             self.refuse_capture(why)
-        content = self.as_the_gpu_sees(source) if pinned else source
+        content = source
+        if pinned:
+            content = self.pinned.seen_from(source, self.clock(self.stream))
         self.queue("copy", "to the GPU", lambda: host.copy_(content), [], [target], num_bytes)
         if not late:
             self.wait(why)
         elif self.capture is None:
-            self.sent.append(_Late(self.stream, self.number, source, content.clone()))
-
-    def as_the_gpu_sees(self, pinned: torch.Tensor) -> torch.Tensor:
-        "Pinned memory with the late copies to it that this stream has waited for."
-        known = self.clock(self.stream)
-        late = [copy for copy in self.late if _overlap(copy.target, pinned)]
-        for copy in late:
-            if copy.number > known.get(copy.stream, 0):
-                raise RuntimeError(
-                    f"a race: stream {copy.stream} may be writing to this pinned memory still"
-                )
-        if not late:
-            return pinned
-        for copy in late:
-            copy.target.copy_(copy.content)
-        seen = pinned.clone()
-        for copy in late:
-            spoil(copy.target)
-        return seen
+            self.pinned.send(self.stream, self.number, source, content)
 
     def copy_out(self, target: torch.Tensor, source: Any, late: bool, num_bytes: int) -> None:
         host = source.host
@@ -678,8 +720,7 @@ class GPU:
         if not late:
             self.wait("copy to the host")
         elif self.capture is None:
-            self.late.append(_Late(self.stream, self.number, target, target.clone()))
-            spoil(target)
+            self.pinned.bring(self.stream, self.number, target)
 
     def to_copy(self, source: torch.Tensor, **options: Any) -> torch.Tensor:
         "`source` with another dtype, or elsewhere."
@@ -689,7 +730,7 @@ class GPU:
         options = {name: value for name, value in options.items() if value is not None}
         like = torch.empty_like(to_host(source), **options)
         if device.type == "cpu":
-            target = self.empty_pinned(like.shape, like.dtype) if late else like
+            target = self.pinned.empty(like.shape, like.dtype) if late else like
         else:
             target = self.empty(like.shape, like.stride(), like.dtype, device)
         return self.copy_(target, source, late)
@@ -744,16 +785,6 @@ def _copy_all(targets: list[Any], out: Any) -> None:
 
 def _is_mask(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8)
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    "Whether two tensors of the host may share memory."
-    ends = [x.data_ptr() + _extent(x.shape, x.stride()) * x.element_size() for x in (a, b)]
-    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 # %% ../nbs/gpu/04_pretend_device.ipynb #3b70e110
 # operators that make a tensor out of none, and that torch does not compose of `empty` and others

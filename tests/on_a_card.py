@@ -100,7 +100,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "asleep": ({"enable_sleep_mode": True}, ["greedy", "asleep", "greedy"]),
     "8-bit cache": (E4M3, ["greedy"]),
     "8-bit cache, e5m2": (EAGER | {"kv_cache_dtype": "fp8_e5m2"}, ["greedy"]),
-    "embeddings": (EAGER | {"task": "embed"}, ["embed"]),
+    "embeddings": ({"task": "embed"}, ["embed"]),
     "two cards": (EAGER | {"tensor_parallel_size": 2}, ["greedy"]),
     "reference": (EAGER | {"attention_backend": "reference"}, ["greedy"]),
 }

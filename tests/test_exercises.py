@@ -4,11 +4,15 @@ recognised.
 
 import ast
 import contextlib
+import importlib.util
 import io
 import json
 import linecache
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -314,3 +318,41 @@ def test_a_time_limit_keeps_the_one_around_it() -> None:
             time.sleep(5)
         time.sleep(5)
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+COMPILE = """
+import torch
+from answers import add_norm_rows, decode_group, masked_copy, softmax_rows
+from teachvllm.gpu_kernels.ladder import compiling_for
+
+for capability in (75, 80, 90):
+    for dtype in (torch.float32, torch.float16):
+        row = torch.empty(4, 100, dtype=dtype)
+        q = torch.empty(3, 8, 64, dtype=dtype)
+        cache = torch.empty(5, 16, 2, 64, dtype=dtype)
+        with compiling_for(capability) as made:
+            masked_copy(row[0], row[1])
+            softmax_rows(row, row)
+            decode_group(q, q, cache, cache, torch.zeros(3, 2).int(), torch.ones(3).long(), 0.1)
+            add_norm_rows(row, row, row, row, row[0], 1e-5)
+        print(*(kernel.metadata.name for kernel in made if kernel.asm["cubin"]))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_worked_kernels_compile_for_real_cards(tmp_path: Path) -> None:
+    "Those of gpu/08: the interpreter does not look at types, the compiler does."
+    (path,) = (path for path in SOLUTIONS if name_of(path) == "gpu/08_write_triton")
+    answers = [source for source in cells(path) if not source.startswith("#|")]
+    text = re.sub(r"^check\(.*\)$", "", "\n\n".join(answers), flags=re.MULTILINE)
+    (tmp_path / "answers.py").write_text(text)
+    (tmp_path / "compile.py").write_text(COMPILE)
+    made = subprocess.run(
+        [sys.executable, tmp_path / "compile.py"],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    kernels = "copy_kernel softmax_kernel decode_kernel add_norm_kernel"
+    assert made.stdout.split("\n")[:-1] == 6 * [kernels]

@@ -314,7 +314,7 @@ def test_tests_marked_gpu() -> None:
 
 # of those that launch kernels of their own or serve, what takes seconds
 OFTEN = [("T4", "23_triton_utils"), ("H100", "23_triton_utils"), ("T4", "41_model_runner")]
-OWN_CARD = ("gpu/04", "gpu/05", "gpu/06")  # they pretend one themselves
+OWN_CARD = ("gpu/04", "gpu/05", "gpu/06", "gpu/09")  # they pretend one themselves
 SERVES = re.compile(r"cuda\.is_available\(|\bLLM\(")
 
 

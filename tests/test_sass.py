@@ -101,7 +101,7 @@ def test_without_a_loop_all_loads_count() -> None:
 @pytest.mark.parametrize(
     "card, more, programs, limit",
     [
-        (A100, {"registers": 32}, 16, "registers"),  # and warps: both end at 16
+        (A100, {"registers": 32}, 16, "registers and warps"),  # both end at 16
         (A100, {"registers": 33}, 12, "registers"),  # 5 units of 256 a warp, 12 warps a quarter
         (A100, {"registers": 255, "num_warps": 8}, 1, "registers"),
         (A100, {"registers": 16, "num_warps": 1}, 32, "programs"),

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 from ..config import require
 from ..viz import PALETTE, new_axes
@@ -311,11 +312,22 @@ TINY = {
 }
 
 
+def _large_weights(model: Any, seed: int = 0) -> None:
+    "Fill `model` with random numbers from -1/2 to 1/2, so that each of its parts moves the tokens."
+    import torch
+
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for parameter in model.parameters():
+        values = torch.empty_like(parameter, dtype=torch.float32)
+        parameter.data.copy_(values.uniform_(-0.5, 0.5, generator=generator))
+
+
 def serve_prompts(**options: Any) -> tuple[list[list[int]], float]:
     """Serve six requests with a tiny model: the tokens of all answers, and `generate`'s seconds.
     `options` are `LLM`'s.
     """
     from teachvllm.llm import LLM
+    from teachvllm.model_executor import loader
     from teachvllm.sampling_params import SamplingParams
 
     usual = {
@@ -342,7 +354,10 @@ def serve_prompts(**options: Any) -> tuple[list[list[int]], float]:
     ]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY))
-        with LLM(folder, **{**usual, **options}) as llm:
+        with (
+            mock.patch.object(loader, "dummy_weights", _large_weights),
+            LLM(folder, **{**usual, **options}) as llm,
+        ):
             began = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - began
@@ -588,6 +603,7 @@ PARTS = (  # modules of this package that register exercises
     "serving",
     "package",
     "engine",
+    "write_triton",
 )
 
 

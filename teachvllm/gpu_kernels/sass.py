@@ -182,7 +182,7 @@ class Occupancy:
 
     programs: int  # at a time
     warps: float  # the share of those that it could hold
-    limit: str  # what ends first: registers, shared memory, warps or programs
+    limit: str  # what ends first: registers, shared memory, warps, programs; all where several do
 
 
 def occupancy(code: MachineCode, card: Card) -> Occupancy:
@@ -197,8 +197,9 @@ def occupancy(code: MachineCode, card: Card) -> Occupancy:
         "warps": card.max_warps // code.num_warps,
         "programs": card.max_programs,
     }
-    limit = min(limits, key=limits.__getitem__)
-    return Occupancy(limits[limit], limits[limit] * code.num_warps / card.max_warps, limit)
+    programs = min(limits.values())
+    limit = " and ".join(name for name, most in limits.items() if most == programs)
+    return Occupancy(programs, programs * code.num_warps / card.max_warps, limit)
 
 # %% ../../nbs/gpu/06_sass.ipynb #15333c5e
 def _metadata(query_lens: list[int], num_decodes: int) -> AttentionMetadata:
