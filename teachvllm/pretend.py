@@ -105,9 +105,10 @@ class Event:
         self.time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        number = gpu().stream if stream is None else stream.stream_id
-        self.clock = dict(gpu().clock(number))
+        self.stream = gpu().stream if stream is None else stream.stream_id
+        self.clock = dict(gpu().clock(self.stream))
         self.capture = gpu().capture
+        self.calls = len(self.capture.calls) if self.capture else 0  # captured before it
         self.time = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -115,6 +116,11 @@ class Event:
             gpu().refuse_capture("to wait for an event from before the capture")
         number = gpu().stream if stream is None else stream.stream_id
         learn(gpu().clock(number), self.clock)
+        if self.capture and self.stream in self.capture.ahead:
+            ahead = self.capture.ahead
+            if ahead[self.stream] <= self.calls and self.stream != self.capture.origin:
+                del ahead[self.stream]  # it is joined
+            ahead[number] = len(self.capture.calls)
 
     def synchronize(self) -> None:
         gpu().wait("Event.synchronize", self.clock)
@@ -144,11 +150,21 @@ class CUDAGraph:
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
         gpu().refuse_capture("a second capture")
         self.used_pool = pool or self.new_pool()
-        gpu().capture = Capture()
+        gpu().capture = Capture(gpu().stream)
 
     def capture_end(self) -> None:
-        self.captured = gpu().capture
+        capture = gpu().capture
         gpu().capture = None
+        if sys.exc_info()[0] is not None:
+            return  # what was refused is on its way to the caller
+        if capture.broken:
+            raise torch.AcceleratorError(
+                "CUDA error: operation failed due to a previous error during capture "
+                f"({capture.broken})"
+            )
+        if capture.ahead.keys() - {capture.origin}:
+            raise torch.AcceleratorError("CUDA error: capturing stream has unjoined work")
+        self.captured = capture
 
     @torch.inference_mode()
     def replay(self) -> None:

@@ -414,9 +414,14 @@ class PinnedMemory:
 
 # %% ../nbs/gpu/04_pretend_device.ipynb #fe6926ce
 class Capture:
-    "What a CUDA graph records: calls that can be made again, on the same memory."
+    """What a CUDA graph records: calls that can be made again, on the same memory. `origin` is the
+    stream in which it began. Others take part once they wait for it, and it must wait for them.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, origin: int = 0) -> None:
+        self.origin = origin
+        self.ahead: dict[int, int] = {origin: 0}  # stream -> calls, when it got its last one
+        self.broken = ""  # what was refused
         self.calls: list[Callable[[], Any]] = []
         self.reads: list[Allocation] = []
         self.writes: list[Allocation] = []
@@ -486,7 +491,10 @@ class GPU:
         "Run `call` now, or, if a graph is being captured, at each of its replays."
         read, written = ([x.allocation for x in tensors] for tensors in (reads, writes))
         if self.capture is not None:
+            if self.stream not in self.capture.ahead:
+                self.refuse_capture("a stream that takes no part in the capture")
             self.capture.calls.append(call)
+            self.capture.ahead[self.stream] = len(self.capture.calls)
             self.capture.reads += read
             self.capture.writes += written
             for allocation in written:
@@ -531,6 +539,7 @@ class GPU:
     def refuse_capture(self, why: str) -> None:
         "A graph holds work of the GPU only, so the host cannot wait while it is captured."
         if self.capture is not None:
+            self.capture.broken = why
             raise torch.AcceleratorError(
                 f"CUDA error: operation not permitted when stream is capturing ({why})"
             )

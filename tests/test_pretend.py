@@ -267,6 +267,38 @@ def test_graphs(gpu: GPU) -> None:
         assert gpu.capture is None
 
 
+def test_streams_of_a_capture(gpu: GPU) -> None:
+    "Others than its own take part once they wait for it, and must be waited for."
+    x = torch.ones(3, device="cuda")
+    side = torch.cuda.Stream()
+
+    def capture(fork: bool, join: bool) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            own = torch.cuda.current_stream()
+            x.add_(1)
+            if fork:
+                side.wait_stream(own)
+            with torch.cuda.stream(side):
+                x.mul_(2)
+            if join:
+                own.wait_stream(side)
+            x.add_(1)
+        return graph
+
+    with pytest.raises(RuntimeError, match="takes no part in the capture"):
+        capture(fork=False, join=False)
+    with pytest.raises(RuntimeError, match="unjoined work"):
+        capture(fork=True, join=False)
+    capture(fork=True, join=True).replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [5, 5, 5]
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with pytest.raises(RuntimeError, match="stream is capturing"):
+                x.sum().item()
+
+
 def on_card(
     card: str, *command: str, seconds: float = 800, **more: str
 ) -> subprocess.CompletedProcess[str]:
