@@ -150,12 +150,13 @@ class CUDAGraph:
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
         gpu().refuse_capture("a second capture")
         self.used_pool = pool or self.new_pool()
+        self.handled = sys.exc_info()[1]
         gpu().capture = Capture(gpu().stream)
 
     def capture_end(self) -> None:
         capture = gpu().capture
         gpu().capture = None
-        if sys.exc_info()[0] is not None:
+        if sys.exc_info()[1] is not self.handled:
             return  # what was refused is on its way to the caller
         if capture.broken:
             raise torch.AcceleratorError(

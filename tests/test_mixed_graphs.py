@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from teachvllm import LLM, EngineArgs, SamplingParams
+from teachvllm.config import VllmConfig
 from teachvllm.core.orders import NewSequenceData, SchedulerOutput
 from teachvllm.gpu_kernels.graph import (
     PER_TOKEN,
@@ -57,8 +59,9 @@ def test_sizes_fall_and_waste_little(most: int) -> None:
     counts = [size.num_tokens for size in sizes]
     assert all(size.mixed for size in sizes)
     assert counts == sorted(set(counts), reverse=True) and counts[0] == most
-    for n in range(1, min(most, 384) + 1):
-        assert min(count for count in counts if count >= n) <= max(32, 2 * n)
+    for n in range(1, most + 1):
+        smallest = min(count for count in counts if count >= n)
+        assert smallest - n < 64 and smallest <= max(32, 2 * n)
 
 
 @given(
@@ -79,6 +82,7 @@ def test_padding(new_tokens: list[int], more_tokens: int, more_seqs: int, rng: A
     inputs["query_start_loc"] = np.cumsum([0, *new_tokens])
     static = MixedInputs(num_tokens + more_tokens, num_seqs + more_seqs, 3, "cpu")
     size = num_tokens + more_tokens
+    more_seqs = min(more_seqs, size - num_seqs)  # there is no room for more than tokens
     seen = static.views(size)
     assert seen["slot_mapping"].tolist() == [-1] * size and not seen["seq_lens"].any()
     on_device = static.load(size, inputs, {"top_k": np.arange(3)})
@@ -213,6 +217,42 @@ def test_what_is_not_run(recorded: Recorded) -> None:
     for name, value in (("longest", 9), ("num_seqs", 1), ("graphs", {4: None})):
         with patch.object(graphs, name, value):
             assert not graphs.can_run(batch), name
+    # all decode: a graph of decodes, or none
+    alone = Batch(recorded.runner.input_batch, {0: 1})
+    with patch.object(graphs.decodes, "longest", 9):
+        assert not graphs.can_run(alone)
+    with patch.object(graphs, "decodes", None):
+        assert not graphs.can_run(alone)
+
+
+def limited(config: VllmConfig, **limits: int) -> VllmConfig:
+    "The same with other limits of the scheduler."
+    return replace(config, scheduler_config=replace(config.scheduler_config, **limits))
+
+
+def test_which_sizes(recorded: Recorded) -> None:
+    "The largest first, whichever kind it is; decodes only where the backend asks for `num_decodes`."
+    runner = recorded.runner
+    for max_num_seqs in (4, 100, 600):
+        limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048}
+        with patch.object(runner, "config", limited(runner.config, **limits)):
+            sizes = MixedGraphRunner.sizes_for(runner)
+        assert sizes == sorted(sizes, reverse=True)
+        mixed = [size.num_tokens for size in sizes if size.mixed]
+        assert mixed[0] == 512 and sizes[0] == (max(512, max_num_seqs), max_num_seqs <= 512)
+        assert {max_num_seqs, 1} <= {size.num_tokens for size in sizes if not size.mixed}
+    backend = runner.context.attn_backend
+    with patch.object(backend, "supports_mixed_graphs", False):
+        assert not any(size.mixed for size in MixedGraphRunner.sizes_for(runner))
+
+
+def test_decodes_may_be_the_largest(recorded: Recorded) -> None:
+    "Then they are recorded first, so that the pool has room for all."
+    sizes = [GraphSize(4, False), GraphSize(3, True), GraphSize(2, False)]
+    config = limited(recorded.runner.config, max_num_seqs=4)
+    with patch.object(recorded.runner, "config", config):
+        graphs = MixedGraphRunner(recorded.runner, sizes, recorded.cache, GRAPH)
+    assert list(graphs.graphs) == [3] and graphs.decodes.sizes == [2, 4]  # type: ignore[union-attr]
 
 
 def test_experts_are_recorded_for_decodes_only(tmp_path: Any) -> None:

@@ -293,6 +293,10 @@ def test_streams_of_a_capture(gpu: GPU) -> None:
     capture(fork=True, join=True).replay()
     torch.cuda.synchronize()
     assert x.tolist() == [5, 5, 5]
+    try:
+        raise ValueError("handled elsewhere")
+    except ValueError:
+        capture(fork=True, join=True).replay()
     with pytest.raises(RuntimeError, match="previous error during capture"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             with pytest.raises(RuntimeError, match="stream is capturing"):

@@ -107,6 +107,8 @@ class AttentionBackend(ABC):
 
     name: str
     supports_graphs = False  # True: no method reads on the host what changes from step to step
+    # True: nor does it need `num_decodes`, which is -1 then
+    supports_mixed_graphs = False
     # True: its cache may be written without `do_kv_cache_update`, by a kernel that turns keys, too
     fused_rope_kvcache_supported = False
     # what the numbers of an 8-bit cache are multiplied by when they are read

@@ -526,6 +526,7 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     supports_graphs = True
+    supports_mixed_graphs = True
     fused_rope_kvcache_supported = True
     max_splits = 64  # 1: no split-KV
     pack_heads = True  # False: a program for each query head, though neighbours read the same keys

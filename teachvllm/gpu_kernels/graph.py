@@ -27,8 +27,8 @@ class GraphSize(NamedTuple):
 
 
 def mixed_sizes(most: int) -> list[GraphSize]:
-    "Mixed steps of up to `most` tokens to record, falling."
-    sizes = {32, 64, 96, 128, 192, 256, 384, most}
+    "Mixed steps of up to `most` tokens to record, falling: every 32, above 256 every 64."
+    sizes = {*range(32, min(most, 256), 32), *range(256, most, 64), most}
     return [GraphSize(size, True) for size in sorted(sizes, reverse=True) if size <= most]
 
 # %% ../../nbs/gpu/09_mixed_graphs.ipynb #183df6df
@@ -36,8 +36,8 @@ PER_TOKEN = ("token_ids", "token_indices", "positions", "slot_mapping")
 
 
 class MixedInputs(StaticInputs):
-    """Where graphs of mixed steps read their inputs: with room for `num_tokens` tokens, and always
-    for `num_seqs` sequences of up to `width` blocks.
+    """Where graphs of mixed steps read their inputs: with room for `num_tokens` tokens of up to
+    `num_seqs` sequences, which have up to `width` blocks.
     """
 
     def __init__(self, num_tokens: int, num_seqs: int, width: int, device: str):
@@ -51,15 +51,16 @@ class MixedInputs(StaticInputs):
         sequence has no tokens.
         """
         padded = {}
+        num_seqs = min(self.num_seqs, size)  # each brings a token
         for name in Batch.NAMES:
-            shape: tuple[int, ...] = (size if name in PER_TOKEN else self.num_seqs,)
+            shape: tuple[int, ...] = (size if name in PER_TOKEN else num_seqs,)
             dtype: Any = np.int64
             fill = -1 if name in ("slot_mapping", "token_indices") else 0
             if name == "block_table":
-                shape = (self.num_seqs, self.width)
+                shape = (num_seqs, self.width)
                 dtype = np.int32
             elif name == "query_start_loc":
-                shape = (self.num_seqs + 1,)
+                shape = (num_seqs + 1,)
                 fill = int(inputs[name][-1]) if inputs else 0
             array = np.full(shape, fill, dtype)
             if inputs:
@@ -76,11 +77,11 @@ class MixedGraphRunner:
     """Decode steps by a `CudaGraphRunner`, and mixed steps of up to 512 tokens, all in the same
     memory. vLLM: `CudagraphDispatcher` with `cudagraph_mode=FULL`.
 
-    `sizes` are what `sizes_for` returns, or some of them: the largest first. The attention backend
-    must be chapter 25's; the rest is as for a `CudaGraphRunner`.
+    `sizes` are what `sizes_for` returns, or some of them: the largest first. The rest is as for a
+    `CudaGraphRunner`.
     """
 
-    LONGEST = 2048  # tokens of a text: a recorded decode among prompts does not split its keys
+    LONGEST = 1024  # tokens of a text: a recorded decode among prompts does not split its keys
 
     @torch.inference_mode()
     def __init__(
@@ -90,11 +91,15 @@ class MixedGraphRunner:
         kv_caches: LayerCaches,
         graph_class: Any = CudaGraph,
     ):
+        model = runner.config.model_config
         self.kv_caches = kv_caches
-        self.longest = min(self.LONGEST, runner.config.model_config.max_model_len)
+        self.longest = min(self.LONGEST, model.max_seq_len_to_capture, model.max_model_len)
         self.num_seqs = runner.config.scheduler_config.max_num_seqs
         self.graphs: dict[int, Any] = {}
         pool = graph_class.new_pool()
+        decodes = [size.num_tokens for size in sizes if not size.mixed]
+        record = partial(CudaGraphRunner, runner, decodes, kv_caches, graph_class, pool)
+        self.decodes = record() if decodes and not sizes[0].mixed else None
         mixed = [size.num_tokens for size in sizes if size.mixed]
         if mixed:
             width = num_blocks_for(self.longest, runner.block_size)
@@ -102,29 +107,25 @@ class MixedGraphRunner:
         for num_tokens in mixed:
             run = partial(runner.forward, self.inputs.views(num_tokens), -1, kv_caches)
             self.graphs[num_tokens] = graph_class(run, pool)
-        decodes = [size.num_tokens for size in sizes if not size.mixed]
-        self.decodes = None
-        if decodes:
-            self.decodes = CudaGraphRunner(runner, decodes, kv_caches, graph_class, pool)
+        if decodes and not self.decodes:
+            self.decodes = record()
 
     @staticmethod
     def sizes_for(runner: ModelRunner) -> list[GraphSize]:
         "What to record for this runner, the largest first."
-        decodes = [GraphSize(size, False) for size in CudaGraphRunner.sizes_for(runner)]
-        if any(hasattr(module, "records_all_experts") for module in runner.model.modules()):
-            return decodes
-        most = 512 if get_device_properties().capability >= (8, 0) else 128
-        most = min(most, runner.config.scheduler_config.max_num_batched_tokens)
-        # the largest is mixed: the pool is as large as it needs, and the others fit
-        mixed = mixed_sizes(max(most, decodes[0].num_tokens))
-        return sorted(mixed + decodes, key=lambda size: size.num_tokens, reverse=True)
+        sizes = [GraphSize(size, False) for size in CudaGraphRunner.sizes_for(runner)]
+        experts = any(hasattr(module, "records_all_experts") for module in runner.model.modules())
+        if runner.context.attn_backend.supports_mixed_graphs and not experts:
+            most = 512 if get_device_properties().capability >= (8, 0) else 128
+            sizes += mixed_sizes(min(most, runner.config.scheduler_config.max_num_batched_tokens))
+        return sorted(sizes, reverse=True)
 
     def can_run(self, batch: Batch) -> bool:
         """Whether a graph can run `batch`: no embeddings, no adapters, not too many tokens, no text
         too long.
         """
-        if self.decodes and self.decodes.can_run(batch):
-            return True
+        if batch.num_decodes == len(batch.req_indices):
+            return self.decodes is not None and self.decodes.can_run(batch)
         if batch.extras or len(batch.positions) > max(self.graphs, default=0):
             return False
         return len(batch.req_indices) <= self.num_seqs and batch.seq_lens.max() <= self.longest
@@ -135,7 +136,7 @@ class MixedGraphRunner:
         """Hidden states [num_tokens, hidden_size] of a batch that `can_run` accepts, and `sampling`
         on the device. Both are overwritten by the next run.
         """
-        if self.decodes and self.decodes.can_run(batch):
+        if self.decodes and batch.num_decodes == len(batch.req_indices):
             return self.decodes.run(inputs, sampling)
         num_tokens = len(inputs["token_ids"])
         size = min(size for size in self.graphs if size >= num_tokens)

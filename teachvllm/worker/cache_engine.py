@@ -6,7 +6,7 @@
 __all__ = ['allocate_zeroed', 'copy_blocks', 'consecutive_runs', 'swap_blocks', 'LayerCaches', 'CacheEngine']
 
 # %% ../../nbs/40_cache_engine.ipynb #d21f14ca
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -55,11 +55,8 @@ def swap_blocks(
     gpu_ids: torch.Tensor,  # int64 [n], on the GPU
     runs: list[tuple[slice, slice]],  # where these blocks are, or go, in the CPU's pool
     swap_in: bool,  # else out
-    usable: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy one layer's blocks between the pools. On a GPU the caller does not wait. `usable` is
-    called as soon as what was launched ends with the GPU's blocks being usable: filled, or read.
-    """
+    "Copy one layer's blocks between the pools. On a GPU the caller does not wait."
     gpu = gpu.transpose(0, 1)
     cpu = cpu.transpose(0, 1)
     if swap_in:
@@ -67,10 +64,8 @@ def swap_blocks(
         for here, there in runs:
             piece[here].copy_(cpu[there], non_blocking=True)
         gpu[gpu_ids] = piece
-        usable()
     else:
         piece = gpu[gpu_ids].contiguous()
-        usable()
         for here, there in runs:
             cpu[there].copy_(piece[here], non_blocking=True)
 
@@ -178,11 +173,9 @@ class CacheEngine:
 
     def _swap_beside(self, blocks: list[tuple[int, int]], swap_in: bool) -> None:
         """Swap pairs (GPU block, CPU block) on the cache stream, layer after layer, each with an event
-        from which on its blocks may be used. `STAGED` blocks at a time: so many have a copy on the
-        GPU meanwhile.
+        behind it. `STAGED` blocks at a time: so many have a copy on the GPU meanwhile.
         """
         blocks = sorted(blocks, key=lambda pair: pair[1])
-        events = self.gpu_cache.events
         # steps before this one may still use these blocks
         self.cache_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.cache_stream):
@@ -193,13 +186,10 @@ class CacheEngine:
                 for start in range(0, len(blocks), self.STAGED)
             ]
             for layer, cpu in enumerate(self.cpu_cache):
-
-                def usable(layer: int = layer) -> None:
-                    events[layer] = self.cache_stream.record_event()
-
                 gpu = self.gpu_cache[layer]
                 for some, where in zip(ids.split(self.STAGED), runs, strict=True):
-                    swap_blocks(gpu, cpu, some, where, swap_in, usable)
+                    swap_blocks(gpu, cpu, some, where, swap_in)
+                self.gpu_cache.events[layer] = self.cache_stream.record_event()
 
     def copy(self, blocks: list[tuple[int, int]]) -> None:
         "Copy blocks inside the GPU's pool: pairs (from, to). No block may be both."
