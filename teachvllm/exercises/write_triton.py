@@ -132,8 +132,12 @@ def _launch(
         with watch_addresses(**outs, **ins), np.errstate(all="ignore"):
             answer(*outs.values(), *ins.values(), *numbers)
     except Exception as error:
-        if type(error).__name__ == "InterpreterError" and error.__cause__:
-            raise error.__cause__ from None  # what the program itself has raised
+        inner = type(error).__name__ == "InterpreterError" and error.__cause__
+        cause = inner or error  # what the program itself has raised
+        if "llipsis" in str(cause):
+            raise ValueError("a hole, `...`, is still open") from None
+        if inner:
+            raise cause from None
         raise
     found: dict[str, Any] = {}
     for name, out in outs.items():

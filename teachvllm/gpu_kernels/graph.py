@@ -72,7 +72,7 @@ class MixedInputs(StaticInputs):
         "What a graph of `size` tokens reads: the tensors of `Batch.NAMES`. All is padding now."
         return self.place(self.pad({}, size))
 
-# %% ../../nbs/gpu/09_mixed_graphs.ipynb #82f9c2fd
+# %% ../../nbs/gpu/09_mixed_graphs.ipynb #a7a717cf
 class MixedGraphRunner:
     """Decode steps by a `CudaGraphRunner`, and mixed steps of up to 512 tokens, all in the same
     memory. vLLM: `CudagraphDispatcher` with `cudagraph_mode=FULL`.
