@@ -708,7 +708,8 @@ def environment(folder: Path, **options: Any) -> dict[str, str]:
     home = str(Path(__file__).resolve().parents[1])
     path = [str(folder), home, *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {VARIABLE: json.dumps(options), "PYTHONPATH": os.pathsep.join(path)}
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    hide = ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")  # a card was asked for
+    inherited = {name: value for name, value in os.environ.items() if name not in hide}
     return inherited | own
 
 

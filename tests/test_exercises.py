@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -68,6 +69,13 @@ NOTHING_TO_WRITE = {
     "gpu/05_pretend",
     "gpu/09_mixed_graphs",
 }
+
+
+@pytest.fixture(autouse=True)
+def environment_stays() -> Iterator[None]:
+    "Solutions set variables for their own notebook: other tests have theirs."
+    with patch.dict(os.environ):
+        yield
 
 
 def run_cells(sources: list[str]) -> Iterator[tuple[str, Any]]:

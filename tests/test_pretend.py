@@ -375,11 +375,13 @@ def test_chapter(card: str, name: str) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
-def test_command_line() -> None:
+def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # real ones are hidden: one was asked for
     code = "import torch; print(torch.cuda.device_count(), torch.cuda.get_device_name())"
     done = on_card("T4", sys.executable, "-c", code)
     assert done.stdout.strip() == "1 Tesla T4", done.stderr
-    hidden = on_card("T4", sys.executable, "-c", code.split(",")[0] + ")", CUDA_VISIBLE_DEVICES="")
+    hide = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
+    hidden = on_card("T4", sys.executable, "-c", hide + code.split(",")[0] + ")")
     assert hidden.stdout.strip() == "0", hidden.stderr
     code = f"import os; os._exit({os.EX_CONFIG})"
     assert on_card("T4", sys.executable, "-c", code).returncode == os.EX_CONFIG
