@@ -453,10 +453,11 @@ def test_what_is_refused(folder: str) -> None:
         engine(folder, kv_cache_dtype="fp8", attention_backend=Plain)
 
 
-def test_a_gpu_that_cannot_widen_e4m3() -> None:
+def test_a_gpu_that_cannot_widen_e4m3(caplog: pytest.LogCaptureFixture) -> None:
     """Triton is refused by name and with the way out; where nothing was asked for, torch's
-    operations serve.
+    operations serve, slower, and a warning says so.
     """
+    caplog.set_level("WARNING", "teachvllm")
     ours = pytest.importorskip("teachvllm.gpu_kernels.attention")
     what = ("cuda", torch.bfloat16, 64, 16)
     kernels = platform_kernels("cuda")
@@ -474,6 +475,10 @@ def test_a_gpu_that_cannot_widen_e4m3() -> None:
             assert get_attn_backend(None, *what, E4M3, kernels) is (
                 ours.TritonBackend if serves else TorchSDPABackend
             )
+            warned = [record.getMessage() for record in caplog.records]
+            assert all("torch_sdpa; not" in line and "try fp8_e5m2" in line for line in warned)
+            assert bool(warned) != serves
+            caplog.clear()
             if not serves:
                 with pytest.raises(
                     ValueError,

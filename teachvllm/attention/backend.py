@@ -296,7 +296,9 @@ def get_attn_backend(
             choice, device, dtype, head_size, block_size, kv_cache_dtype=kv_cache_dtype
         )
         if reason is None:
-            logger.info("attention backend: %s", "; not ".join([cls.name, *reasons]))
+            slower = bool(reasons) and device.startswith("cuda")  # torch's waits in each layer
+            level = logging.WARNING if slower else logging.INFO
+            logger.log(level, "attention backend: %s", "; not ".join([cls.name, *reasons]))
             return cls
         reasons.append(f"{choice if isinstance(choice, str) else choice.__name__}: {reason}")
     raise ValueError("no attention backend serves this: attention_backend=" + "; ".join(reasons))
