@@ -592,7 +592,8 @@ def _bfloat16() -> dict[str, Callable[..., Any]]:
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    cast, multiply = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    cast = InterpreterBuilder.cast_impl
+    multiply = InterpreterBuilder.create_dot
 
     def cast_impl(self: Any, x: Any, dtype: Any) -> Any:
         if (x.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):

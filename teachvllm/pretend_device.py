@@ -426,7 +426,7 @@ class Capture:
         self.reads: list[Allocation] = []
         self.writes: list[Allocation] = []
 
-
+# %% ../nbs/gpu/04_pretend_device.ipynb #c1172180
 class GPU:
     """The cards of one kind in a machine, and their driver. Operators run at once, on the host's
     memory; the log says what a real card would have been asked for.
@@ -748,7 +748,7 @@ class GPU:
         self.wait("item")
         return source.host.item()
 
-
+# %% ../nbs/gpu/04_pretend_device.ipynb #f0be2f5e
 def _view_in_place(func: Any, x: DeviceTensor, *args: Any, **kwargs: Any) -> DeviceTensor:
     "`squeeze_` and the like: the shape changes of what torch sees, and of the host's tensor."
     func(x.host, *args, **kwargs)
