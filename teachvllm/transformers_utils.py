@@ -322,6 +322,7 @@ def load_gguf_config(path: Path) -> Any:
     `ValueError` lists the architectures that are supported.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     values, tensors = read_gguf_header(path)
     architecture = values.get("general.architecture")
@@ -342,7 +343,8 @@ def load_gguf_config(path: Path) -> Any:
     if scaling is not None:
         fields["rope_scaling"] = scaling
     model_type = "mixtral" if "num_local_experts" in fields else GGUF_MODELS[str(architecture)]
-    return AutoConfig.for_model(model_type, **fields)
+    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    return AutoConfig.for_model(model_type, architectures=architectures, **fields)
 
 # %% ../nbs/18_transformers_utils.ipynb #0b394cdc
 def load_hf_config(path: Path, trust_remote_code: bool = False) -> Any:

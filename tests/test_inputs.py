@@ -287,6 +287,7 @@ def test_eos_of_a_gguf_file_is_its_headers(tmp_path: Path) -> None:
     writer.close()
     config = load_hf_config(tmp_path / "a.gguf")
     assert config.eos_token_id is None
+    assert config.architectures == ["LlamaForCausalLM"]  # as the converted folder's
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] is None
 

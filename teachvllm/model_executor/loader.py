@@ -43,7 +43,6 @@ from teachvllm.model_executor.layers import (
     use_kernels,
 )
 from teachvllm.model_executor.models.registry import (
-    architectures_of,
     get_model_class,
     get_quant_config,
 )
@@ -280,7 +279,6 @@ def convert_gguf(path: Path) -> Path:
     from safetensors.torch import save_file
 
     hf_config = load_hf_config(path)
-    hf_config.architectures = architectures_of(hf_config)
     tokenizer = get_tokenizer(path)
     weights = dict(gguf_weights(path, hf_config))
     try:

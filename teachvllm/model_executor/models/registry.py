@@ -75,9 +75,7 @@ def get_quant_config(hf_config: Any) -> Any:
 
 # %% ../../../nbs/37_registry.ipynb #4ca5b3a5
 def architectures_of(hf_config: Any) -> list[str]:
-    """The architectures that a configuration names; a GGUF header names none, then the model type
-    decides.
-    """
+    "The architectures that a configuration names; if it names none, the model type decides."
     if hf_config.architectures:
         return list(hf_config.architectures)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
