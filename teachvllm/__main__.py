@@ -368,7 +368,7 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
 
     They come from the model's shapes, without its weights.
     """
-    from teachvllm.model_executor.layers import attention_layers
+    from teachvllm.model_executor.layers import attention_layers, create_named_weights
     from teachvllm.model_executor.loader import default_tensors, make_context
     from teachvllm.model_executor.models.registry import get_model_class
     from teachvllm.worker.memory_profiling import GiB, MemoryProfiler
@@ -379,6 +379,7 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
     context = make_context(config)
     with default_tensors(context.dtype, "meta"):
         shapes = get_model_class(model.hf_config, model.pooler_config)(model.hf_config, context)
+        create_named_weights(shapes, context.quant_config)
     block_bytes = sum(
         layer.kv_cache_spec.page_bytes(size) for layer in attention_layers(shapes).values()
     )

@@ -110,7 +110,6 @@ _BY_REASON: dict[str, dict[str, list[Any]]] = {
         "offload_prefetch_step": [1],
         "cpu_offload_params": [],
         "offload_params": [],
-        "quantization": [],
         "quantization_config": [],
         "qlora_adapter_name_or_path": [],
     },
@@ -417,6 +416,9 @@ class EngineArgs(ShowAsTable):
     skip_tokenizer_init: bool = arg(False, "take and give token ids only")
     trust_remote_code: bool = arg(False, "run Python code that comes with the model")
     revision: str | None = arg(None, "branch, tag or commit on the hub")
+    quantization: str | None = arg(
+        None, "what the checkpoint's quantization_config must call its method: awq, gptq, …"
+    )
     hf_overrides: Any = arg(
         None,
         "changes of the model's configuration: a dict (here as JSON) or a function",

@@ -249,6 +249,8 @@ class ModelConfig(ShowAsTable):
     max_logprobs: int = 20
     attention_backend: str | type | None = None
     enforce_eager: bool = False  # True: no CUDA graphs, and no recorded steps on a CPU
+    # what the checkpoint must call its method of quantization; None: whatever it says
+    quantization: str | None = None
     max_seq_len_to_capture: int = 8192  # longest text, in tokens, that a CUDA graph decodes
     # how the engine makes vectors, nothing left open; None: it writes text
     pooler_config: PoolerConfig | None = None
@@ -283,6 +285,25 @@ class ModelConfig(ShowAsTable):
         require(
             self.tokenizer_mode in ("auto", "slow"),
             f"tokenizer_mode={self.tokenizer_mode!r}: choose auto or slow",
+        )
+        self._verify_quantization()
+
+    def _verify_quantization(self) -> None:
+        asked = self.quantization
+        if asked is None:
+            return
+        stored = getattr(self.hf_config, "quantization_config", None)
+        if not stored:
+            raise NotSupportedYet(
+                f"quantization={asked!r}: the model's configuration has no quantization_config, "
+                "and to quantize plain weights while they are loaded is not supported yet"
+            )
+        stored = stored if isinstance(stored, dict) else stored.to_dict()
+        method = stored.get("quant_method")
+        require(
+            asked == method,
+            f"Quantization method specified in the model config ({method}) does not match the "
+            f"quantization method specified in the `quantization` argument ({asked}).",
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -65,6 +65,13 @@ def embed(llm: LLM) -> list[list[int]]:
     return [torch.tensor(o.outputs.embedding).topk(5).indices.tolist() for o in outputs]
 
 
+def replace_weights(model: torch.nn.Module) -> None:
+    "Put other tensors in the place of some weights: a recorded step must not go on with the old."
+    for layer in model.model.layers:
+        weight = -layer.mlp.down_proj.weight.data
+        layer.mlp.down_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
 def lengths(answers: list[list[list[int]]]) -> list[list[int]]:
     "Of what was sampled: the device's random numbers are not the CPU's."
     return [[len(ids) for ids in answer] for answer in answers]
@@ -75,6 +82,7 @@ TASKS: dict[str, Callable[[LLM], Any]] = {
     "greedy": generate,
     "long": lambda llm: generate(llm, max_tokens=14),
     "log-probabilities": lambda llm: generate(llm, logprobs=2),
+    "scored prompts": lambda llm: generate(llm, prompt_logprobs=1),
     "penalties": lambda llm: generate(llm, repetition_penalty=1.3, presence_penalty=0.5),
     "biases": lambda llm: generate(llm, logit_bias={5: 2.0}, min_tokens=3, stop_token_ids=[7]),
     "sampled": lambda llm: lengths(generate(llm, temperature=0.8, seed=1, top_p=0.9)),
@@ -94,7 +102,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         [name for name in TASKS if name not in ("long", "embed")],
     ),
     "swapped": (EAGER | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.01}, ["long"]),
+    "swapped, graphs": (FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.01}, ["long"]),
     "preempted": (FEW_BLOCKS, ["long"]),
+    "other weights": ({}, ["greedy", "other weights", "greedy", "other weights"]),
     "chunks": (EAGER | {"max_num_batched_tokens": 8}, ["greedy"]),
     "cached prefixes": (EAGER | {"enable_prefix_caching": True}, ["greedy", "greedy"]),
     "asleep": ({"enable_sleep_mode": True}, ["greedy", "asleep", "greedy"]),
@@ -129,14 +139,16 @@ def run(name: str) -> str:
     options, tasks = SETTINGS[name]
     same = {key: value for key, value in options.items() if key in ANSWER_DEPENDS_ON}
     decodes: list[list[str]] = []  # the waits of each decode step, before its tokens are collected
+    others: list[list[str]] = []
     submit = Worker.submit
 
     def watched(self: Any, out: Any) -> Any:
         start = len(gpu().log)
         answer = submit(self, out)
         numbers = out.num_scheduled_tokens.values()
-        if self.device != "cpu" and numbers and set(numbers) == {1}:
-            decodes.append(waits_of(gpu().log[start:]))
+        if self.device != "cpu" and numbers:
+            steps = decodes if set(numbers) == {1} else others
+            steps.append(waits_of(gpu().log[start:]))
         return answer
 
     with patch.object(Worker, "submit", watched), LLM(FOLDER, **LIMITS | options) as llm:
@@ -144,10 +156,14 @@ def run(name: str) -> str:
             if task == "asleep":
                 llm.sleep()
                 llm.wake_up()
+            elif task == "other weights":
+                for engine in (llm, oracle(**same)):
+                    engine.apply_model(replace_weights)
+                expected.cache_clear()
             elif (got := TASKS[task](llm)) != (wanted := expected(task, **same)):
                 return f"{task}: {got} where the CPU writes {wanted}"
-    if name != "reference" and any(decodes):
-        return f"decode steps wait: {sorted({line for step in decodes for line in step})}"
+    if name != "reference" and any(decodes + others):
+        return f"steps wait: {sorted({line for step in decodes + others for line in step})}"
     return "" if decodes or name in WITHOUT_DECODES else "it made no decode step"
 
 

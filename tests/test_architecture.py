@@ -35,9 +35,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 # Classes
 
-EXTENDED_ONCE = {  # base -> why there is one subclass, and the base is not made; two at most
-    "LinearMethod": "the contract for quantized weights, of which a reader may bring a second kind",
-}
+EXTENDED_ONCE: dict[str, str] = {}  # base -> why there is one subclass, and the base is not made
 
 
 @cache

@@ -56,8 +56,8 @@ def test_help_of_the_benchmark_runs_no_benchmark() -> None:
     [
         (["run-batch"], "vLLM's command `run-batch` is not in teachvllm yet"),
         (
-            ["generate", "x", "--quantization", "awq"],
-            "vLLM's --quantization is not in teachvllm yet",
+            ["generate", "x", "--speculative-model", "tiny"],
+            "vLLM's --speculative-model is not in teachvllm yet",
         ),
         (["generate", "x", "--max-token", "3"], "did you mean --max-tokens?"),
     ],

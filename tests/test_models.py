@@ -777,7 +777,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     with pytest.raises(NotSupportedYet, match="attn_logit_softcapping=5.0"):
         get_model_class(Gemma3TextConfig(**GEMMA, attn_logit_softcapping=5.0))
     with pytest.raises(NotSupportedYet, match="quantization_config="):
-        get_model_class(llama(quantization_config={"quant_method": "gptq", "bits": 4}))
+        get_model_class(llama(quantization_config={"quant_method": "hqq", "bits": 4}))
 
 
 def test_a_field_of_the_configurations_class_is_not_passed_over(
@@ -1021,7 +1021,7 @@ class Int8Rows(LinearMethod):
 class Quantize:
     "A `quant_config` that quantizes the MLP's matrices."
 
-    def get_quant_method(self, layer: LinearBase) -> LinearMethod:
+    def get_quant_method(self, layer: LinearBase, prefix: str) -> LinearMethod:
         mlp = (
             isinstance(layer, MergedColumnParallelLinear)
             or layer.input_size == SIZES["intermediate_size"]

@@ -338,7 +338,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     with pytest.raises(NotSupportedYet, match="quantization_config="):
         get_model_class(
             mixtral(
-                quantization_config={"quant_method": "gptq", "bits": 4},
+                quantization_config={"quant_method": "hqq", "bits": 4},
                 architectures=["MixtralForCausalLM"],
             )
         )

@@ -535,8 +535,7 @@ class PackedLinearMethod(LinearMethod):
             {
                 "output_dim": 0,
                 "input_dim": 1,
-                "packed_dim": 1,
-                "pack_factor": 2,
+                "pack_factors": {1: 2},
                 "weight_loader": partial(default_weight_loader, output_sizes=output_sizes),
             },
         )
@@ -564,8 +563,7 @@ class PackedByRows(PackedLinearMethod):
             {
                 "output_dim": 0,
                 "input_dim": 1,
-                "packed_dim": 0,
-                "pack_factor": 2,
+                "pack_factors": {0: 2},
                 "weight_loader": partial(default_weight_loader, output_sizes=halves),
             },
         )
@@ -581,7 +579,7 @@ class PackedConfig:
     def __init__(self, method: type[LinearMethod]):
         self.method = method
 
-    def get_quant_method(self, layer: LinearBase) -> LinearMethod:
+    def get_quant_method(self, layer: LinearBase, prefix: str) -> LinearMethod:
         packed = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
         return self.method() if isinstance(layer, packed) else UnquantizedLinearMethod()
 
@@ -677,9 +675,9 @@ def test_a_part_of_an_element_is_refused() -> None:
     "Three columns for each of two ranks, two to an element."
     linear = Partition(6, [4], range(3), [range(4)])
     param = nn.Parameter(torch.zeros(4, 1, dtype=torch.int16), requires_grad=False)
-    set_weight_attrs(param, {"output_dim": 0, "input_dim": 1, "packed_dim": 1, "pack_factor": 2})
+    set_weight_attrs(param, {"output_dim": 0, "input_dim": 1, "pack_factors": {1: 2}})
     linear.attach([param])
-    with pytest.raises(WeightsError, match="packs 2 numbers .* tensor_parallel_size"):
+    with pytest.raises(WeightsError, match="each 2 rows .* tensor_parallel_size"):
         param.weight_loader(param, torch.zeros(4, 3, dtype=torch.int16))
     with pytest.raises(WeightsError, match=r"has shape \(4, 6\), the model needs \(4, 4\)"):
         whole = Partition(8, [4], range(4), [range(4)])

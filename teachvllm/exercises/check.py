@@ -604,6 +604,7 @@ PARTS = (  # modules of this package that register exercises
     "package",
     "engine",
     "write_triton",
+    "quantization",
 )
 
 

@@ -41,7 +41,7 @@ def write_kernel(
     PADDED: tl.constexpr,
 ):
     "Grid (tokens): one token's keys and values, all heads, go to its slot."
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)  # of a wide row's addresses
     element = tl.arange(0, PADDED)
     slot = tl.load(slot_mapping + token)
     if slot < 0:

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['UNUSED_TENSORS', 'ACTIVATIONS', 'GATES', 'WeightsError', 'default_weight_loader', 'set_weight_attrs', 'LinearMethod',
            'OneDNNLinear', 'pack_weight', 'version_of', 'UnquantizedLinearMethod', 'ModelContext', 'LinearBase',
-           'plain_weights', 'Partition', 'equal_part', 'ReplicatedLinear', 'ColumnParallelLinear',
-           'MergedColumnParallelLinear', 'RowParallelLinear', 'QKVParallelLinear', 'PPMissingLayer', 'get_pp_indices',
-           'make_layers', 'load_weights', 'vocab_part', 'VocabParallelEmbedding', 'ParallelLMHead', 'use_kernels',
-           'RMSNorm', 'get_act_fn', 'ActAndMul', 'Attention', 'attention_layers', 'ForwardContext',
-           'set_forward_context', 'get_forward_context', 'get_input_embeddings', 'config_field']
+           'create_named_weights', 'plain_weights', 'has_parts', 'Partition', 'equal_part', 'ReplicatedLinear',
+           'ColumnParallelLinear', 'MergedColumnParallelLinear', 'RowParallelLinear', 'QKVParallelLinear',
+           'PPMissingLayer', 'get_pp_indices', 'make_layers', 'load_weights', 'vocab_part', 'VocabParallelEmbedding',
+           'ParallelLMHead', 'use_kernels', 'RMSNorm', 'get_act_fn', 'ActAndMul', 'Attention', 'attention_layers',
+           'ForwardContext', 'set_forward_context', 'get_forward_context', 'get_input_embeddings', 'config_field']
 
 # %% ../../nbs/30_layers.ipynb #d9fcdcc8
 import logging
@@ -238,7 +238,7 @@ class ModelContext:
     attn_backend: type[AttentionBackend]
     block_size: int  # tokens in a KV block
     dtype: torch.dtype  # of weights and activations
-    # its `get_quant_method(layer)` gives a layer's `LinearMethod`; None: plain weights
+    # its `get_quant_method(layer, prefix)` gives a layer's `LinearMethod`; None: plain weights
     quant_config: Any = None
     # the other workers that have a part of this model; default: none
     parallel: ParallelState = ParallelState()
@@ -273,27 +273,50 @@ class LinearBase(nn.Module):
     ):
         super().__init__()
         self.input_size = input_size
+        self.context = context
+        self.with_bias = bias
         self.tp = context.parallel.tp
         self.kernels = context.kernels
         self.output_sizes = [output_sizes] if isinstance(output_sizes, int) else output_sizes
         self.columns = columns or range(input_size)
         self.rows = rows or [range(size) for size in self.output_sizes]
         self.output_partition_sizes = [len(part) for part in self.rows]
-        quant = context.quant_config
-        self.linear_method: LinearMethod = (
-            UnquantizedLinearMethod() if quant is None else quant.get_quant_method(self)
-        )
+        if not getattr(context.quant_config, "by_name", False):
+            self.create_weights()
+
+    def create_weights(self, prefix: str = "") -> None:
+        "Ask for the method, and let it make the parameters; `prefix` is the layer's name."
+        quant = self.context.quant_config
+        method = None if quant is None else quant.get_quant_method(self, prefix)
+        self.linear_method: LinearMethod = method or UnquantizedLinearMethod()
         self.linear_method.create_weights(
-            self, len(self.columns), self.output_partition_sizes, bias, context.dtype
+            self,
+            len(self.columns),
+            self.output_partition_sizes,
+            self.with_bias,
+            self.context.dtype,
         )
-        if context.parallel.size > 1:
-            Partition(input_size, self.output_sizes, self.columns, self.rows).attach(
+        if self.context.parallel.size > 1:
+            Partition(self.input_size, self.output_sizes, self.columns, self.rows).attach(
                 self.parameters()
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[num_tokens, input_size] -> [num_tokens, sum(output_sizes)]."
         return self.linear_method.apply(self, x)
+
+
+def create_named_weights(model: nn.Module, quant_config: Any) -> None:
+    """Let the layers of a new model make their parameters if its `quant_config` goes by names
+    (`by_name`): a layer has one only when the whole model stands. The config gets the model's
+    `packed_modules_mapping`, to know what a checkpoint calls the layers that are stacked.
+    """
+    if not getattr(quant_config, "by_name", False):
+        return
+    quant_config.packed_modules_mapping = getattr(model, "packed_modules_mapping", {})
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, LinearBase) and not hasattr(layer, "linear_method"):
+            layer.create_weights(prefix)
 
 
 @contextmanager
@@ -317,14 +340,19 @@ def _pad_rows(piece: torch.Tensor, missing: int, dim: int) -> torch.Tensor:
     return torch.cat([piece, piece.new_zeros(shape)], dim)
 
 
+def has_parts(param: torch.Tensor) -> bool:
+    "Whether ranks may have different parts of a parameter: it says which of its dimensions is cut."
+    return hasattr(param, "output_dim") or hasattr(param, "input_dim")
+
+
 @dataclass(frozen=True)
 class Partition:
     """The part of a layer's stacked matrices that a rank holds: a range of their columns, and of
     each a range of rows.
 
     Rows past a matrix's end are padding, and zero. All sizes are those of the matrix. A parameter
-    that packs neighbours into one element says so with vLLM's attributes, `packed_dim` and
-    `pack_factor`: along that dimension it, and what is loaded into it, is so many times shorter.
+    of which one element stands for several rows or columns says so in `pack_factors`, dimension ->
+    how many: there it, and what is loaded into it, is so many times shorter.
     """
 
     input_size: int  # columns of the whole
@@ -333,11 +361,11 @@ class Partition:
     rows: list[range]
 
     def attach(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let the `weight_loader`s of those that have an `output_dim` get this rank's part of what
-        is loaded.
+        """Let the `weight_loader`s of those that have an `output_dim` or an `input_dim` get this
+        rank's part of what is loaded.
         """
         for param in parameters:
-            if hasattr(param, "output_dim"):
+            if has_parts(param):
                 loader = getattr(param, "weight_loader", default_weight_loader)
                 set_weight_attrs(param, {"weight_loader": partial(self.load, loader)})
 
@@ -352,8 +380,9 @@ class Partition:
         its file no more is read.
         """
         matrices = range(len(self.rows)) if shard_id is None else [shard_id]
-        output_sizes = [self.elements(param, param.output_dim, size) for size in self.output_sizes]
-        sizes = {param.output_dim: sum(output_sizes[i] for i in matrices)}
+        output_dim = getattr(param, "output_dim", None)
+        output_sizes = [self.elements(param, output_dim, size) for size in self.output_sizes]
+        sizes = {output_dim: sum(output_sizes[i] for i in matrices)}
         index = [slice(None)] * len(loaded_weight.shape)
         if (input_dim := getattr(param, "input_dim", None)) is not None:
             sizes[input_dim] = self.elements(param, input_dim, self.input_size)
@@ -362,31 +391,32 @@ class Partition:
         needed = tuple(sizes.get(dim, size) for dim, size in enumerate(loaded_weight.shape))
         if needed != tuple(loaded_weight.shape):
             raise WeightsError(f"has shape {tuple(loaded_weight.shape)}, the model needs {needed}")
+        if output_dim is None:  # it says something of columns only
+            weight_loader(param, loaded_weight[tuple(index)], shard_id)
+            return
         first = 0  # row of matrix i in what is loaded
         for i in matrices:
-            begin = self.elements(param, param.output_dim, self.rows[i].start)
-            end = self.elements(param, param.output_dim, self.rows[i].stop)
+            begin = self.elements(param, output_dim, self.rows[i].start)
+            end = self.elements(param, output_dim, self.rows[i].stop)
             start = min(begin, output_sizes[i])
             stop = min(end, output_sizes[i])
-            index[param.output_dim] = slice(first + start, first + stop)
+            index[output_dim] = slice(first + start, first + stop)
             piece = loaded_weight[tuple(index)]
             if missing := (end - begin) - (stop - start):
-                piece = _pad_rows(piece, missing, param.output_dim)
+                piece = _pad_rows(piece, missing, output_dim)
             weight_loader(param, piece, i if len(self.rows) > 1 else shard_id)
             first += output_sizes[i]
 
     @staticmethod
-    def elements(param: Any, dim: int, size: int) -> int:
+    def elements(param: Any, dim: int | None, size: int) -> int:
         "How many of `param`'s elements hold `size` rows (or columns) of the matrix, along `dim`."
-        factor = 1
-        if getattr(param, "packed_dim", None) == dim:
-            factor = getattr(param, "pack_factor", 1)
+        factor = getattr(param, "pack_factors", {}).get(dim, 1)
         if size % factor:
             raise WeightsError(
-                f"packs {factor} numbers into an element, and {size} rows or columns are no whole "
-                "number of elements: choose another tensor_parallel_size"
+                f"has an element for each {factor} rows or columns, and {size} are no whole number "
+                "of elements: choose another tensor_parallel_size"
             )
-        return size // factor
+        return int(size // factor)
 
 # %% ../../nbs/30_layers.ipynb #65e65c86
 def equal_part(size: int, parallel: ParallelState) -> range:
@@ -442,8 +472,11 @@ class RowParallelLinear(LinearBase):
     ):
         columns = equal_part(input_size, context.parallel)
         super().__init__(input_size, output_sizes, context, bias, columns)
+
+    def create_weights(self, prefix: str = "") -> None:
+        super().create_weights(prefix)
         linear_bias = getattr(self, "bias", None)
-        if context.parallel.tp_rank and linear_bias is not None:  # the first rank adds it
+        if self.context.parallel.tp_rank and linear_bias is not None:  # the first rank adds it
             set_weight_attrs(
                 linear_bias,
                 {"weight_loader": lambda param, loaded_weight, shard_id=None: param.data.zero_()},
@@ -565,7 +598,7 @@ def _load_one(param: Any, name: str, tensor: Any, shard_id: int | None) -> None:
     "Hand a tensor to the `weight_loader`; `WeightsError` names it if it does not fit."
     loader = getattr(param, "weight_loader", default_weight_loader)
     try:
-        loader(param, tensor if hasattr(param, "output_dim") else tensor[...], shard_id)
+        loader(param, tensor if has_parts(param) else tensor[...], shard_id)
     except WeightsError as error:
         raise WeightsError(f"{name} {error}") from None
 
@@ -680,6 +713,12 @@ class ParallelLMHead(LinearBase):
         "Use the embedding's rows: one tensor, two uses."
         self.weight = embedding.weight
         self.shares_weight = True
+
+    def create_weights(self, prefix: str = "") -> None:
+        shared = self.weight if self.shares_weight else None
+        super().create_weights(prefix)
+        if shared is not None:
+            self.weight = shared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "[n, input_size] -> [n, num_embeddings]."

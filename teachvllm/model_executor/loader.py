@@ -38,6 +38,7 @@ from teachvllm.model_executor.layers import (
     ModelContext,
     WeightsError,
     attention_layers,
+    create_named_weights,
     default_weight_loader,
     load_weights,
     use_kernels,
@@ -477,6 +478,7 @@ def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.
     model_class = get_model_class(model_config.hf_config, model_config.pooler_config)
     with default_tensors(context.dtype, device):
         model: nn.Module = model_class(model_config.hf_config, context)
+        create_named_weights(model, context.quant_config)
     use_kernels(model, context.kernels)
     if load_format == "dummy":
         dummy_weights(model, model_config.seed)

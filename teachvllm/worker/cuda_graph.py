@@ -174,7 +174,7 @@ class CudaGraphRunner:
             self.sizes[-1], num_blocks_for(self.longest, runner.block_size), runner.device
         )
         self.graphs: dict[int, Any] = {}
-        pool = pool or graph_class.new_pool()
+        pool = graph_class.new_pool() if pool is None else pool
         for size in reversed(self.sizes):
             run = partial(runner.forward, self.inputs.views(size), size, kv_caches)
             self.graphs[size] = graph_class(run, pool)

@@ -855,7 +855,8 @@ class ModelRunner:
             return None
         size = max(1, MAX_LOGITS // self.config.model_config.vocab_size)
         parts = []
-        scored = (torch.from_numpy(array).to(self.device) for array in (rows, token_ids, seq_ids))
+        arrays = {"rows": rows, "token_ids": token_ids, "seq_ids": seq_ids}
+        scored = to_device(arrays, self.device).values()
         for some, ids, owners in zip(*(x.split(size) for x in scored), strict=True):
             logits = self.model.compute_logits(hidden[some])
             parts.append(gather_logprobs(logits, ids, num_top, owners))
@@ -869,12 +870,20 @@ class ModelRunner:
         """
         self._dummy_run(dummy_batch(self.config), self.make_cache(1).gpu_cache[:2])
 
-    def warm_up(self, kv_caches: list[torch.Tensor]) -> None:
-        """Run a small mixed step and a small decode: kernels are compiled and loaded before a user
-        waits for them.
+    def warm_up(self, kv_caches: list[torch.Tensor], most: int = 1) -> None:
+        """Run a small mixed step and small decodes, of up to `most` sequences: kernels are compiled
+        and loaded before a user waits for them. On a GPU attention's depend on the number of
+        sequences, and the sampler's on the logits' dtype, which is float32 where penalties are
+        asked for.
         """
-        for num_tokens, num_seqs in ((32, 2), (1, 1)):
+        decodes = [(1 << i, 1 << i) for i in range(most.bit_length())]
+        for num_tokens, num_seqs in ((32, 2), *decodes):
             self._dummy_run(dummy_batch(self.config, num_tokens, num_seqs, max_len=64), kv_caches)
+        if self.device != "cpu" and self.config.model_config.pooler_config is None:
+            logits = torch.zeros(1, self.config.model_config.vocab_size, device=self.device)
+            column = logits[0, :1]
+            if sample := self.context.kernels.get("sample", logits, column, column):
+                sample(logits, column, column)
 
     def _dummy_run(self, out: SchedulerOutput, kv_caches: list[torch.Tensor]) -> None:
         self.execute_model(out, kv_caches)

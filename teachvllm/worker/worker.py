@@ -261,8 +261,10 @@ class Worker:
         kv_caches = self.cache_engines[0].gpu_cache
         with self.on_device(), self.memory_profiler.explain_out_of_memory("warming up"):
             runner.graphs = None
-            runner.warm_up(kv_caches)
-            if sizes := self.graph_sizes():
+            sizes = self.graph_sizes()
+            eager = self.device != "cpu" and not sizes  # a graph's recording compiles for its size
+            runner.warm_up(kv_caches, self.config.scheduler_config.max_num_seqs if eager else 1)
+            if sizes:
                 free = torch.cuda.mem_get_info(self.device)[0]
                 runner.graphs = self.graph_runner(runner, sizes, kv_caches)
                 taken = free - torch.cuda.mem_get_info(self.device)[0]
@@ -357,21 +359,26 @@ class Worker:
             self.compile_or_warm_up_model()
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
-        """Call `func` on this worker's part of the model, whose weights are plain meanwhile. On a
-        CPU, steps are recorded anew: it may have changed the model.
+        """Call `func` on this worker's part of the model, whose weights are plain meanwhile. Steps
+        are recorded anew on a CPU, where it may have changed the model, and on a GPU if it gave the
+        model other tensors: graphs know addresses.
         """
         require(
             self.model_runner.model is not None,
             "the worker sleeps, and has no weights: call wake_up() first",
         )
+        model = self.model_runner.model
         if self.device == "cpu":
             self.model_runner.graphs = None  # it keeps what was packed
+        before = [parameter.data_ptr() for parameter in model.parameters()]
         try:
-            with plain_weights(self.model_runner.model):
-                return func(self.model_runner.model)
+            with plain_weights(model):
+                return func(model)
         finally:
             if self.device == "cpu" and self.cache_engines:
                 self.record_on_cpu()
+            elif self.model_runner.graphs and before != [p.data_ptr() for p in model.parameters()]:
+                self.compile_or_warm_up_model()
 
     def start_profile(self) -> None:
         "Record what torch does from now on, into the folder that `VLLM_TORCH_PROFILER_DIR` names."

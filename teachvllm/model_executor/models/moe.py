@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['select_experts', 'group_by_expert', 'rows_of_each_expert', 'all_rows_for_each_expert', 'torch_grouped_mm',
-           'grouped_linear', 'UnquantizedFusedMoEMethod', 'ExpertsConfig', 'FusedMoE', 'expert_modules',
-           'map_expert_weight', 'MixtralMoE', 'MixtralDecoderLayer', 'MixtralForCausalLM', 'Qwen3MoeSparseMoeBlock',
-           'Qwen3MoeDecoderLayer', 'Qwen3MoeForCausalLM']
+           'grouped_linear', 'UnquantizedFusedMoEMethod', 'ExpertsConfig', 'apply_grouped', 'FusedMoE',
+           'expert_modules', 'map_expert_weight', 'MixtralMoE', 'MixtralDecoderLayer', 'MixtralForCausalLM',
+           'Qwen3MoeSparseMoeBlock', 'Qwen3MoeDecoderLayer', 'Qwen3MoeForCausalLM']
 
 # %% ../../../nbs/models/05_moe.ipynb #4e198fbb
 from collections.abc import Callable, Sequence
@@ -142,28 +142,40 @@ class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
 
 class ExpertsConfig:
     """The `quant_config` of a stack of experts' matrices: the model's, where its method can
-    multiply rows by expert, else plain.
+    multiply rows by expert or unpack the stack, else plain.
     """
 
     def __init__(self, num_experts: int, quant_config: Any = None):
         self.num_experts = num_experts
         self.quant_config = quant_config
+        self.by_name = getattr(quant_config, "by_name", False)
 
-    def get_quant_method(self, layer: Any) -> LinearMethod:
-        "A method with an `apply_grouped`, as `UnquantizedFusedMoEMethod` has it."
+    def get_quant_method(self, layer: Any, prefix: str) -> LinearMethod:
+        """A method with an `apply_grouped`, as `UnquantizedFusedMoEMethod` has it, or with a
+        `dequantize(layer, dtype)`, which gives the stack as one matrix.
+        """
         if self.quant_config is not None:
-            method: LinearMethod = self.quant_config.get_quant_method(layer)
-            if hasattr(method, "apply_grouped"):
+            method: LinearMethod = self.quant_config.get_quant_method(layer, prefix)
+            if hasattr(method, "apply_grouped") or hasattr(method, "dequantize"):
                 return method
         return UnquantizedFusedMoEMethod(self.num_experts)
+
+
+def apply_grouped(layer: Any, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    "Rows sorted by expert times a stack of matrices, however its method has them."
+    method = layer.linear_method
+    if hasattr(method, "apply_grouped"):
+        y: torch.Tensor = method.apply_grouped(layer, x, ends)
+        return y
+    return grouped_linear(x, method.dequantize(layer, x.dtype).unflatten(0, (len(ends), -1)), ends)
 
 
 class FusedMoE(nn.Module):
     """Gated MLPs of which each token uses `top_k`; of several ranks each has a slice of every
     expert. vLLM: `layers/fused_moe`.
 
-    The context's `quant_config` may quantize the experts, too: with a method that has an
-    `apply_grouped`. `ValueError` if the ranks do not divide `intermediate_size`.
+    The context's `quant_config` may quantize the experts, too: see `ExpertsConfig`. `ValueError` if
+    the ranks do not divide `intermediate_size`.
     """
 
     # recorded in a CUDA graph it may multiply all rows with each expert: see `grouped_linear`
@@ -196,8 +208,8 @@ class FusedMoE(nn.Module):
         weights, experts = select_experts(router_logits, self.top_k, self.renormalize)
         order, ends = group_by_expert(experts, self.num_experts)
         grouped = x[order // self.top_k]
-        gate_up = self.w13.linear_method.apply_grouped(self.w13, grouped, ends)
-        y = self.w2.linear_method.apply_grouped(self.w2, self.act_fn(gate_up), ends)
+        gate_up = apply_grouped(self.w13, grouped, ends)
+        y = apply_grouped(self.w2, self.act_fn(gate_up), ends)
         y = torch.empty_like(y).index_copy_(0, order, y)  # token by token again
         y = (y.unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1).to(x.dtype)
         return y if self.tp is None else self.tp.all_reduce(y)

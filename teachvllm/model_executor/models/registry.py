@@ -45,15 +45,19 @@ def register_model(architecture: str, model: str | type) -> None:
 
 
 # what a checkpoint's `quantization_config` calls its method -> the class that serves it
-QUANTIZATION_METHODS: dict[str, str | type] = {}
+QUANTIZATION_METHODS: dict[str, str | type] = {
+    "awq": "teachvllm.quantization.grouped.AWQConfig",
+    "gptq": "teachvllm.quantization.grouped.GPTQConfig",
+    "compressed-tensors": "teachvllm.quantization.grouped.CompressedTensorsConfig",
+}
 
 
 def register_quantization_config(quant_method: str, config: str | type) -> None:
     """Serve checkpoints of `quant_method` with `config`, a class or its qualified name. vLLM: the
     decorator of that name in `layers/quantization`.
 
-    `config.from_config(quantization_config)` makes an object whose `get_quant_method(layer)` gives
-    each linear layer its `LinearMethod`.
+    `config.from_config(quantization_config)` makes an object whose `get_quant_method(layer,
+    prefix)` gives each linear layer its `LinearMethod`.
     """
     QUANTIZATION_METHODS[quant_method] = config
 
