@@ -20,8 +20,6 @@ def _zero_points(stored: torch.Tensor, version: str, slip: str = "") -> torch.Te
         return stored
     if slip == "always":
         return stored + 1
-    if slip == "swapped":
-        return stored + 1 if version == "gptq_v2" else stored
     if slip == "wraps":
         return stored if version == "gptq_v2" else stored + 1 & 15
     if slip == "minus":
@@ -55,9 +53,6 @@ _check.register(
                 "The older format stores one less than it means: every weight is wrong by a scale."
             ),
             partial(_zero_points, slip="always"): "`gptq_v2` stores zero points as they are.",
-            partial(_zero_points, slip="swapped"): (
-                "The other way round: `gptq_v2` is the format that stores them as they are."
-            ),
             partial(_zero_points, slip="wraps"): (
                 "16 became 0. It does not fit into four bits, and need not: only the file has four."
             ),
