@@ -51,16 +51,17 @@ def default_weight_loader(
     loaded_weight: torch.Tensor,
     shard_id: int | None = None,
     output_sizes: Sequence[int] = (),
+    dim: int = 0,
 ) -> None:
     """The usual `weight_loader`: copy a checkpoint's tensor into `param`, or into one of the
-    matrices stacked in it.
+    matrices stacked in it along `dim`.
 
     `output_sizes` counts the rows of each stacked matrix, `shard_id` says which one this is; None:
     all of them. `WeightsError` if the shapes differ. vLLM: `model_loader/weight_utils.py`.
     """
     target = param.data
     if shard_id is not None:
-        target = target.narrow(0, sum(output_sizes[:shard_id]), output_sizes[shard_id])
+        target = target.narrow(dim, sum(output_sizes[:shard_id]), output_sizes[shard_id])
     if target.shape != loaded_weight.shape:
         raise WeightsError(
             f"has shape {tuple(loaded_weight.shape)}, the model needs {tuple(target.shape)}"

@@ -10,7 +10,7 @@ __all__ = ['AWQ_ORDER', 'GroupedWeight', 'unpack_int32', 'undo_awq_order', 'Stor
 # %% ../../nbs/quantization/01_grouped.ipynb #6fe6fb9c
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from teachvllm.model_executor.layers import (
     LinearMethod,
     ParallelLMHead,
     WeightsError,
+    default_weight_loader,
     set_weight_attrs,
 )
 
@@ -52,7 +53,6 @@ class GroupedWeight(nn.Module):
         groups: torch.Tensor | None = None,
     ):
         super().__init__()  # so that its tensors go where the model goes
-        self.shape = numbers.shape
         self.bits = bits
         self.register_buffer("scales", scales)
         self.register_buffer("order", None)
@@ -63,8 +63,7 @@ class GroupedWeight(nn.Module):
             self.zeros = zeros
         if groups is not None:
             numbers = self._sort(numbers, groups.long(), scales.shape[1])
-        even = numbers.shape[1] % 2 == 0
-        if bits == 4 and even:
+        if bits == 4:
             numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
         self.register_buffer("numbers", numbers)
 
@@ -84,7 +83,7 @@ class GroupedWeight(nn.Module):
 
     def unpack(self) -> torch.Tensor:
         "The numbers [n, k] uint8, in the order in which they are kept."
-        if self.numbers.shape == self.shape:
+        if self.bits != 4:
             return self.numbers
         return torch.stack([self.numbers & 15, self.numbers >> 4], -1).flatten(1)
 
@@ -171,22 +170,17 @@ class StoredTensor:
         self, output_sizes: list[int], param: Any, loaded: torch.Tensor, shard_id: int | None = None
     ) -> None:
         "The `weight_loader`: as `default_weight_loader`, for any order of dimensions."
-        target = param.data
-        if shard_id is not None and "n" in self.dims:
+        if loaded.is_floating_point() != self.dtype.is_floating_point:
+            raise WeightsError(f"is {loaded.dtype}, and the format has {self.dtype} there")
+        if "n" in self.dims:
             sizes = [size // self.factors.get("n", 1) for size in output_sizes]
-            start = sum(sizes[:shard_id])
-            target = target.narrow(self.dims.index("n"), start, sizes[shard_id])
-        if loaded.shape != target.shape:
-            raise WeightsError(
-                f"has shape {tuple(loaded.shape)}, the model needs {tuple(target.shape)}"
-            )
-        if loaded.is_floating_point() != target.is_floating_point():
-            raise WeightsError(f"is {loaded.dtype}, and the format has {target.dtype} there")
-        if self.shared and "n" not in self.dims and getattr(param, "filled", False):
-            if not torch.equal(target, loaded.to(target)):
-                raise WeightsError("differs among matrices that are stacked: not supported yet")
+            default_weight_loader(param, loaded, shard_id, sizes, self.dims.index("n"))
+            return
+        again = self.shared and hasattr(param, "filled")
+        if again and not torch.equal(param.data, loaded.to(param.data)):
+            raise WeightsError("differs among matrices that are stacked: not supported yet")
+        default_weight_loader(param, loaded)
         param.filled = True
-        target.copy_(loaded)
 
     def attach(self, layer: Any, name: str, output_sizes: list[int]) -> None:
         "Give `layer` a parameter of that name, not yet filled."
@@ -281,6 +275,10 @@ class QuantizationConfig(ABC):
     by_name = True  # layers are asked for when they have names
     # stacked layer -> the checkpoint's, see `create_named_weights`
     packed_modules_mapping: Mapping[str, list[str]] = {}
+    # layers that are left as they are, in the checkpoint's names, and which key says so
+    ignored: Sequence[str] = ()
+    ignored_by = "ignore"
+    lm_head = False  # whether the head is quantized, too
 
     @classmethod
     @abstractmethod
@@ -297,8 +295,17 @@ class QuantizationConfig(ABC):
         "From `quantization_config`; `NotSupportedYet` names what is not served."
 
     @abstractmethod
+    def make_method(self, prefix: str) -> LinearMethod | None:
+        "For a layer of this name that is not left out; None: its weights are plain after all."
+
     def get_quant_method(self, layer: Any, prefix: str) -> LinearMethod | None:
         "The layer's method; None: its weights are plain."
+        if isinstance(layer, ParallelLMHead) and (layer.shares_weight or not self.lm_head):
+            return None
+        left_out = [matches(name, self.ignored) for name in self.names_in_checkpoint(prefix)]
+        if self.all_or_none(prefix, f"{self.ignored_by} is", left_out):
+            return None
+        return self.make_method(prefix)
 
     def names_in_checkpoint(self, prefix: str) -> list[str]:
         "What a checkpoint calls the matrices of the layer of this name."
@@ -316,7 +323,7 @@ class QuantizationConfig(ABC):
         return answers[0]
 
 
-def matches(name: str, patterns: list[str]) -> bool:
+def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a checkpoint's module is meant by one of `patterns`: its name, a part of it between
     dots, or, after `re:`, a regular expression for its beginning.
     """
@@ -369,6 +376,8 @@ class AWQLinearMethod(GroupedLinearMethod):
 class AWQConfig(QuantizationConfig):
     "vLLM: `AWQConfig`."
 
+    ignored_by = "modules_to_not_convert"
+
     def __init__(self, group_size: int, ignored: list[str], lm_head: bool = False):
         self.group_size = group_size
         self.ignored = ignored
@@ -387,12 +396,7 @@ class AWQConfig(QuantizationConfig):
         ignored = config.get("modules_to_not_convert") or []
         return cls(group_size_of(size, "awq"), ignored, bool(config.get("lm_head", False)))
 
-    def get_quant_method(self, layer: Any, prefix: str) -> LinearMethod | None:
-        if isinstance(layer, ParallelLMHead) and (layer.shares_weight or not self.lm_head):
-            return None
-        left_out = [matches(name, self.ignored) for name in self.names_in_checkpoint(prefix)]
-        if self.all_or_none(prefix, "modules_to_not_convert is", left_out):
-            return None
+    def make_method(self, prefix: str) -> LinearMethod:
         return AWQLinearMethod(self, prefix)
 
 # %% ../../nbs/quantization/01_grouped.ipynb #892b5ad4
@@ -456,9 +460,7 @@ class GPTQConfig(QuantizationConfig):
             bool(config.get("lm_head", False)),
         )
 
-    def get_quant_method(self, layer: Any, prefix: str) -> LinearMethod | None:
-        if isinstance(layer, ParallelLMHead) and (layer.shares_weight or not self.lm_head):
-            return None
+    def make_method(self, prefix: str) -> LinearMethod:
         return GPTQLinearMethod(self, prefix)
 
 # %% ../../nbs/quantization/01_grouped.ipynb #50b88471
@@ -519,6 +521,8 @@ def narrow(scales: torch.Tensor) -> torch.Tensor:
 class CompressedTensorsConfig(QuantizationConfig):
     "vLLM: `compressed_tensors/compressed_tensors.py`."
 
+    lm_head = True  # unless it is among those to ignore
+
     def __init__(self, groups: list[tuple[list[str], dict[str, Any]]], ignored: list[str]):
         self.groups = groups  # of layers: their targets, and what their weights are like
         self.ignored = ignored
@@ -545,14 +549,9 @@ class CompressedTensorsConfig(QuantizationConfig):
         require(bool(groups), "compressed-tensors: config_groups is empty")
         return cls(groups, config.get("ignore") or [])
 
-    def get_quant_method(self, layer: Any, prefix: str) -> LinearMethod | None:
-        if isinstance(layer, ParallelLMHead) and layer.shares_weight:
-            return None
-        names = self.names_in_checkpoint(prefix)
-        left_out = [matches(name, self.ignored) for name in names]
-        if self.all_or_none(prefix, "ignore is", left_out):
-            return None
-        found = self.all_or_none(prefix, "schemes are", [self._scheme(name) for name in names])
+    def make_method(self, prefix: str) -> LinearMethod | None:
+        schemes = [self._scheme(name) for name in self.names_in_checkpoint(prefix)]
+        found = self.all_or_none(prefix, "schemes are", schemes)
         return None if found is None else PackQuantizedLinearMethod(self, prefix, found)
 
     def _scheme(self, name: str) -> dict[str, Any] | None:
