@@ -15,7 +15,13 @@ from safetensors.torch import load_file, save_file
 from test_parallel import Ranked
 from test_worker import make_config
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from teachvllm import LLM
 from teachvllm.config import NotSupportedYet
@@ -154,9 +160,11 @@ def round_matrix(weight: torch.Tensor, group: int, bits: int, symmetric: bool, g
     return numbers, scales, zeros
 
 
-def quantize(folder: Path, name: str, left_out: tuple[str, ...] = ("lm_head",)) -> Any:
-    """Round the matrices of a checkpoint, and write it in the format of that name; returns
-    transformers' model with the rounded numbers.
+def quantize(
+    folder: Path, name: str, left_out: tuple[str, ...] = ("lm_head",), size: int = GROUP
+) -> Any:
+    """Round the matrices of a checkpoint in groups of `size` columns, and write it in the format of
+    that name; returns transformers' model with the rounded numbers.
     """
     config, write, how = FORMATS[name]
     how = dict(how)
@@ -171,7 +179,7 @@ def quantize(folder: Path, name: str, left_out: tuple[str, ...] = ("lm_head",)) 
         if tensor.dim() < 2 or path.endswith((*left_out, "embed_tokens")):
             continue
         k = tensor.shape[1]
-        group = k if "by row" in name else GROUP
+        group = k if "by row" in name else size
         g_idx = np.arange(k) // group
         if in_order:
             g_idx = orders.setdefault(k, rng.permutation(g_idx))
@@ -186,7 +194,10 @@ def quantize(folder: Path, name: str, left_out: tuple[str, ...] = ("lm_head",)) 
     save_file(tensors, file, {"format": "pt"})
     hf_model = AutoModelForCausalLM.from_pretrained(folder).eval().float()
     save_file(packed, file, {"format": "pt"})
-    change_config(folder, quantization_config=config)
+    in_groups = json.loads(
+        json.dumps(config).replace(f'"group_size": {GROUP}', f'"group_size": {size}')
+    )
+    change_config(folder, quantization_config=in_groups)
     return hf_model
 
 
@@ -223,6 +234,50 @@ def test_tokens_are_those_of_the_unpacked_model(checkpoint: tuple[Path, Any, str
     assert texts(folder, PROMPTS, quantization=method) == expected
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq in order", "gptq 8 bits", "compressed by row"])
+def test_the_product_of_a_cpu(tmp_path: Path, name: str) -> None:
+    "In float32 it is exact. In bfloat16 activations are of eight bits, and close."
+    served = pytest.importorskip("teachvllm.cpu_kernels.grouped")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape, **heads))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path)
+    hf_model = quantize(tmp_path, name, size=32)
+    expected = [greedy(hf_model, prompt, 8) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=VOCAB)
+    scores = {}
+    for dtype in ("float32", "bfloat16"):
+        with LLM(str(tmp_path), **OPTIONS | {"dtype": dtype, "max_logprobs": -1}) as llm:
+            kinds = llm.apply_model(kinds_of_products)[0]
+            (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+        weight = grouped.GroupedWeight(
+            torch.zeros(64, 32, dtype=torch.uint8), torch.ones(64, 1), 8, 8
+        )
+        if served.form_of(weight, getattr(torch, dtype)) is None:
+            continue
+        assert kinds == {"PackedGroups"}
+        rows = [
+            [row[token].logprob for token in range(VOCAB)] for row in output.prompt_logprobs[1:]
+        ]
+        scores[dtype] = torch.tensor(rows)
+    assert texts(tmp_path, PROMPTS) == expected
+    with torch.inference_mode():
+        right = hf_model(torch.tensor([PROMPTS[1]])).logits[0, :-1].log_softmax(-1)
+    for dtype, found in scores.items():
+        tolerance = 1e-3 if dtype == "float32" else 0.15
+        torch.testing.assert_close(found, right, atol=tolerance, rtol=0)
+
+
+def kinds_of_products(model: nn.Module) -> set[str]:
+    "The classes by which a worker's quantized layers multiply."
+    packed = [m.packed for m in model.modules() if isinstance(m, LinearBase) and m.weight is None]
+    return {type(p).__name__ for p in packed}
+
+
 @torch.inference_mode()
 def test_two_ranks(checkpoint: tuple[Path, Any, str]) -> None:
     "Each reads its part of the packed tensors, and of the head its rows."
@@ -235,7 +290,8 @@ def test_two_ranks(checkpoint: tuple[Path, Any, str]) -> None:
         ranked.model = model
         ranked.layers = list(attention_layers(model).values())
         layers = [m for m in model.modules() if isinstance(m, LinearBase)]
-        packed = [m.packed.numbers.nbytes for m in layers if hasattr(m.packed, "numbers")]
+        kept = [m.packed for m in layers if m.weight is None]
+        packed = [getattr(p, "panels", getattr(p, "numbers", None)).nbytes for p in kept]
         assert len(packed) == len(layers) - 1
         return ranked.greedy(PROMPTS[0], 8), sum(packed)
 

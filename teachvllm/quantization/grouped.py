@@ -31,16 +31,18 @@ from teachvllm.model_executor.layers import (
 # %% ../../nbs/quantization/01_grouped.ipynb #cfb0f6a6
 class GroupedWeight(nn.Module):
     """A matrix of whole numbers [n, k], with a scale and a zero point for each group of columns of a
-    row: (number - zero) * scale.
+    row: (number - zero) * scale; or with a minimum in the zero point's place: number * scale +
+    minimum.
 
-    `numbers` are uint8, of `bits` 4 or 8 each; `scales` [n, groups] floating; `zeros` [n, groups]
-    uint8, or one number for all. `groups` [k] says to which group each column belongs; None: equal
+    `numbers` are uint8, of `bits` 4 or 8 each; `scales` [n, groups] floating, and `minima` as well;
+    `zeros` [n, groups] uint8, or one number for all. `groups` [k] says to which group each column belongs; None: equal
     neighbours. Columns of equal groups are kept in their groups' order.
     """
 
     numbers: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | int
+    minima: torch.Tensor | None
     order: torch.Tensor | None  # of the columns, if it is not the matrix's
     groups: torch.Tensor | None  # of each column, if groups are of several sizes
 
@@ -51,10 +53,13 @@ class GroupedWeight(nn.Module):
         zeros: torch.Tensor | int,
         bits: int,
         groups: torch.Tensor | None = None,
+        minima: torch.Tensor | None = None,
     ):
         super().__init__()  # so that its tensors go where the model goes
         self.bits = bits
+        self.shape = tuple(numbers.shape)
         self.register_buffer("scales", scales)
+        self.register_buffer("minima", minima)
         self.register_buffer("order", None)
         self.register_buffer("groups", None)
         if isinstance(zeros, torch.Tensor):
@@ -98,9 +103,12 @@ class GroupedWeight(nn.Module):
             each: torch.Tensor = (numbers - zeros) * scales
             return each.to(dtype)
         grouped = numbers.unflatten(1, (scales.shape[1], -1))
-        zeros = zeros[..., None] if isinstance(zeros, torch.Tensor) else zeros
-        weight: torch.Tensor = ((grouped - zeros) * scales[..., None]).flatten(1)
-        return weight.to(dtype)
+        if self.minima is not None:
+            weight = grouped * scales[..., None] + self.minima.float()[..., None]
+        else:
+            zeros = zeros[..., None] if isinstance(zeros, torch.Tensor) else zeros
+            weight = (grouped - zeros) * scales[..., None]
+        return weight.flatten(1).to(dtype)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         "[tokens, k] -> [tokens, n]."
@@ -211,7 +219,8 @@ def in_groups(
 # %% ../../nbs/quantization/01_grouped.ipynb #58c93de6
 class GroupedLinearMethod(LinearMethod):
     """Weights in a format of whole numbers in groups. A format says what it stores, and how to read
-    it; here it is filled, made one form of, and multiplied.
+    it; here it is filled, made one form of, and multiplied: by the table's "grouped_linear" where
+    that serves.
     """
 
     def __init__(self, config: "QuantizationConfig", prefix: str = ""):
@@ -250,9 +259,11 @@ class GroupedLinearMethod(LinearMethod):
         if not names:
             return
         try:
-            layer.packed = self.read(layer)
+            weight = self.read(layer)
         except WeightsError as error:
             raise WeightsError(f"{self.prefix}: {error}") from None
+        packed_groups = layer.kernels.get("grouped_linear", weight, layer.context.dtype)
+        layer.packed = packed_groups(weight, layer.context.dtype) if packed_groups else weight
         for name in names:
             layer.register_parameter(name, None)
 
