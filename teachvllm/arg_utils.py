@@ -911,8 +911,12 @@ def longest_text(hf_config: Any, asked: int | None = None) -> int | None:
 # %% ../nbs/19_arg_utils.ipynb #f2995662
 def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
     "Find the model, read its configuration, and settle dtype and lengths."
-    path = find_model(args.model, args.revision, weights=args.load_format != "dummy")
+    as_blocks = args.quantization == "gguf"
+    path = find_model(args.model, args.revision, args.load_format != "dummy", not as_blocks)
     hf_config = apply_overrides(load_hf_config(path, args.trust_remote_code), args.hf_overrides)
+    if as_blocks:
+        require(path.is_file(), f"quantization='gguf' is for a .gguf file, not {args.model!r}")
+        hf_config.quantization_config = {"quant_method": "gguf", "file": str(path)}
     if getattr(hf_config, "is_encoder_decoder", False):
         raise NotSupportedYet(
             f"model={args.model!r} is an encoder with a decoder ({hf_config.model_type}): not in "

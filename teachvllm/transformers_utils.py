@@ -110,12 +110,14 @@ def download(model: str, revision: str | None, weights: bool) -> Path:
         ) from error
 
 # %% ../nbs/18_transformers_utils.ipynb #f69dad2a
-def find_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
+def find_model(
+    model: str, revision: str | None = None, weights: bool = True, unpacked: bool = True
+) -> Path:
     """Where `model` lies on this machine: a folder in Hugging Face's format, or a `.gguf` file.
 
     `model` is a folder, a `.gguf` file, `DEFAULT_MODEL`, or a Hugging Face id, which is downloaded.
-    A `.gguf` file that was converted before is replaced by its converted folder. Raises
-    `ValueError` when there is no such model.
+    A `.gguf` file that was converted before is replaced by its converted folder, if it is to be
+    `unpacked`. Raises `ValueError` when there is no such model.
     """
     path = bundled_model() if model == DEFAULT_MODEL else Path(model).expanduser()
     if path.is_file():
@@ -123,7 +125,7 @@ def find_model(model: str, revision: str | None = None, weights: bool = True) ->
             path.suffix == ".gguf",
             f"model={model!r} is a file but not a .gguf: pass the folder that holds it",
         )
-        folder = cache_folder(path)
+        folder = cache_folder(path) if unpacked else path
         return folder if folder.is_dir() else path
     if path.is_dir():
         has_config = (path / "config.json").is_file()

@@ -685,11 +685,21 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         "[num_tokens] -> [num_tokens, size]."
         if self.tp is None:
-            look_up = self.kernels.get("embedding", self.weight, ids)
-            return look_up(self.weight, ids) if look_up else F.embedding(ids, self.weight)
+            return self.rows(ids)
         elsewhere = (ids < self.ids.start) | (ids >= self.ids.stop)
-        x = F.embedding((ids - self.ids.start).masked_fill_(elsewhere, 0), self.weight)
+        x = self.rows((ids - self.ids.start).masked_fill_(elsewhere, 0))
         return self.tp.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's part. A weight that a tied head has packed brings a way to look rows
+        up, in its attribute `rows`.
+        """
+        weight = self.weight
+        if packed_rows := getattr(weight, "rows", None):
+            found: torch.Tensor = packed_rows(ids)
+            return found
+        look_up = self.kernels.get("embedding", weight, ids)
+        return look_up(weight, ids) if look_up else F.embedding(ids, weight)
 
 
 class ParallelLMHead(LinearBase):

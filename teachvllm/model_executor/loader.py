@@ -29,7 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..attention.backend import FLOAT8, AttentionBackend, get_attn_backend
-from ..config import VllmConfig, require
+from ..config import NotSupportedYet, VllmConfig, require
 from ..distributed.parallel_state import ParallelState
 from ..inputs import get_tokenizer
 from ..kernels import KernelTable, platform_kernels
@@ -486,7 +486,11 @@ def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.
         weights = safetensors_weights(shard_files(model_config.path, parallel))
         load_sharded_state(model, take_kv_scales(model, weights))
     else:
-        weights = find_weights(model_config.path, load_format, sliced=parallel.size > 1)
+        # a quantization whose files have a form of their own brings its own reader
+        if read_weights := getattr(context.quant_config, "read_weights", None):
+            weights = read_weights(model_config.hf_config)
+        else:
+            weights = find_weights(model_config.path, load_format, sliced=parallel.size > 1)
         if parallel.rank == 0:
             weights = tqdm(weights, desc="Loading weights", delay=2, unit=" tensors")
         load_weights(model, take_kv_scales(model, weights))
@@ -519,6 +523,11 @@ def save_sharded_state(config: VllmConfig, context: ModelContext, path: Path) ->
 
     source = config.model_config.path
     rank = context.parallel.rank
+    if hasattr(context.quant_config, "read_weights"):
+        raise NotSupportedYet(
+            f"save_sharded_state of {source.name}, which is served from its own blocks, is not "
+            "supported yet: without quantization= it is unpacked"
+        )
     folder = convert_gguf(source) if source.is_file() else source
     path.mkdir(parents=True, exist_ok=True)
     require(

@@ -79,7 +79,7 @@ def model_bytes(model: nn.Module) -> int:
                     sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
                 else:  # oneDNN's layout shows no storage
                     sizes[id(x)] = x.nbytes
-            elif hasattr(x, "unpack"):  # see `pack_weight`
+            elif hasattr(x, "nbytes"):  # packed for a product of its own
                 sizes[id(x)] = x.nbytes
     return sum(sizes.values())
 

@@ -49,6 +49,7 @@ QUANTIZATION_METHODS: dict[str, str | type] = {
     "awq": "teachvllm.quantization.grouped.AWQConfig",
     "gptq": "teachvllm.quantization.grouped.GPTQConfig",
     "compressed-tensors": "teachvllm.quantization.grouped.CompressedTensorsConfig",
+    "gguf": "teachvllm.quantization.gguf.GGUFConfig",
 }
 
 
