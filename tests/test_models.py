@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -514,9 +515,15 @@ def gguf_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return parts | {name: torch.stack(tensors) for name, tensors in stacks.items()}
 
 
-def write_gguf(path: Path, architecture: str, hf_model: Any) -> None:
+def write_gguf(
+    path: Path,
+    architecture: str,
+    hf_model: Any,
+    store: Callable[[str, Any], tuple[Any, Any]] = lambda base, array: (array, None),
+) -> None:
     """As llama.cpp's converter does: its names, Gemma's norms plus one, Llama's rows of q and k in
     another order, GPT-2's matrices upright, GPT-NeoX's queries, keys and values each together.
+    `store` makes of a module's name and array what is written, and of which type it is.
     """
     import gguf
 
@@ -598,7 +605,8 @@ def write_gguf(path: Path, architecture: str, hf_model: Any) -> None:
             )
         if architecture.startswith("gemma") and "norm" in base:
             tensor = tensor + 1
-        writer.add_tensor(f"{names.get_name(base) or base}.{leaf}", tensor.numpy())
+        data, kind = store(base, tensor.numpy())
+        writer.add_tensor(f"{names.get_name(base) or base}.{leaf}", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

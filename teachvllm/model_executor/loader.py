@@ -207,9 +207,11 @@ def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 # %% ../../nbs/39_loader.ipynb #b1c5fe03
-def gguf_tensor(data: np.ndarray, shape: tuple[int, ...], kind: int, start: int) -> torch.Tensor:
-    """One tensor from the bytes of a GGUF file: float32 if it was stored as float32 or float16,
-    else bfloat16.
+def gguf_tensor(
+    data: np.ndarray, shape: tuple[int, ...], kind: int, start: int, exact: bool = False
+) -> torch.Tensor:
+    """One tensor from the bytes of a GGUF file: float32 if it was stored as float32 or float16, or
+    is to be `exact`, else bfloat16.
     """
     import gguf
 
@@ -218,7 +220,7 @@ def gguf_tensor(data: np.ndarray, shape: tuple[int, ...], kind: int, start: int)
     stored = data[start : start + math.prod(stored_shape)].reshape(stored_shape)
     weight = torch.from_numpy(gguf.quants.dequantize(stored, qtype).copy())
     plain = qtype in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
-    return weight if plain else weight.bfloat16()
+    return weight if plain or exact else weight.bfloat16()
 
 
 def hf_layout(name: str, weight: torch.Tensor, hf_config: Any) -> torch.Tensor:

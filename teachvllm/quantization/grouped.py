@@ -103,6 +103,7 @@ class GroupedWeight(nn.Module):
             each: torch.Tensor = (numbers - zeros) * scales
             return each.to(dtype)
         grouped = numbers.unflatten(1, (scales.shape[1], -1))
+        weight: torch.Tensor
         if self.minima is not None:
             weight = grouped * scales[..., None] + self.minima.float()[..., None]
         else:
