@@ -417,7 +417,9 @@ class EngineArgs(ShowAsTable):
     trust_remote_code: bool = arg(False, "run Python code that comes with the model")
     revision: str | None = arg(None, "branch, tag or commit on the hub")
     quantization: str | None = arg(
-        None, "what the checkpoint's quantization_config must call its method: awq, gptq, …"
+        None,
+        "what the checkpoint's quantization_config must call its method: awq, gptq, …; gguf: a "
+        "file's own blocks; int8: plain weights are rounded while they are loaded",
     )
     hf_overrides: Any = arg(
         None,
@@ -917,6 +919,8 @@ def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
     if as_blocks:
         require(path.is_file(), f"quantization='gguf' is for a .gguf file, not {args.model!r}")
         hf_config.quantization_config = {"quant_method": "gguf", "file": str(path)}
+    elif args.quantization == "int8" and not getattr(hf_config, "quantization_config", None):
+        hf_config.quantization_config = {"quant_method": "int8"}  # rounded while it is loaded
     if getattr(hf_config, "is_encoder_decoder", False):
         raise NotSupportedYet(
             f"model={args.model!r} is an encoder with a decoder ({hf_config.model_type}): not in "

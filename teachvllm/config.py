@@ -296,7 +296,7 @@ class ModelConfig(ShowAsTable):
         if not stored:
             raise NotSupportedYet(
                 f"quantization={asked!r}: the model's configuration has no quantization_config, "
-                "and to quantize plain weights while they are loaded is not supported yet"
+                "and of plain weights only int8 is made while they are loaded"
             )
         stored = stored if isinstance(stored, dict) else stored.to_dict()
         method = stored.get("quant_method")

@@ -317,7 +317,7 @@ def test_a_quantized_head(tmp_path: Path) -> None:
     assert texts(tmp_path, PROMPTS) == [greedy(hf_model, prompt, 8) for prompt in PROMPTS]
 
 
-def test_experts(tmp_path: Path) -> None:
+def make_mixtral(folder: Path) -> Any:
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=VOCAB,
@@ -333,12 +333,66 @@ def test_experts(tmp_path: Path) -> None:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_experts(tmp_path: Path) -> None:
+    make_mixtral(tmp_path)
     hf_model = quantize(tmp_path, "gptq", left_out=("lm_head", ".gate"))
     assert "model.layers.1.block_sparse_moe.experts.3.w2.qweight" in load_file(
         tmp_path / "model.safetensors"
     )
     assert texts(tmp_path, PROMPTS) == [greedy(hf_model, prompt, 8) for prompt in PROMPTS]
+
+
+def round_like_int8(matrix: torch.Tensor) -> torch.Tensor:
+    "What eight bits leave of a matrix, by rows, in groups of 32 where they are whole."
+    w = matrix.numpy().astype(np.float64)
+    group = 32 if w.shape[1] % 32 == 0 else w.shape[1]
+    out = np.empty_like(w)
+    for row in range(w.shape[0]):
+        for first in range(0, w.shape[1], group):
+            part = w[row, first : first + group]
+            scale = np.float64(np.float16(np.abs(part).max() / 127))
+            out[row, first : first + group] = np.rint(part / scale).clip(-127, 127) * scale
+    return torch.from_numpy(out).float()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "mixtral"])
+def test_rounded_while_loaded(tmp_path: Path, name: str) -> None:
+    "Layers and experts, but not the embedding, the head and a router."
+    hf_model = make_mixtral(tmp_path) if name == "mixtral" else make_tiny(name, tmp_path)
+    for path, parameter in hf_model.named_parameters():
+        if parameter.dim() < 2 or any(part in path for part in ("embed", "lm_head", ".gate.")):
+            continue
+        matrices = [parameter.data] if parameter.dim() == 2 else list(parameter.data)
+        rounded = [round_like_int8(matrix) for matrix in matrices]
+        parameter.data = torch.stack(rounded).reshape(parameter.shape)
+    found = texts(tmp_path, PROMPTS, quantization="int8")
+    assert found == [greedy(hf_model, prompt, 8) for prompt in PROMPTS]
+
+
+def test_rounded_weights_can_be_changed(tmp_path: Path) -> None:
+    "`apply_model` gets them laid out plainly; afterwards they are rounded again."
+    make_tiny("llama", tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(str(tmp_path), **OPTIONS, quantization="int8") as llm:
+        before = llm.generate([PROMPTS[0]], params, use_tqdm=False)[0].outputs[0].token_ids
+        llm.apply_model(lambda model: model.model.layers[0].mlp.down_proj.weight.data.mul_(-30))
+        after = llm.generate([PROMPTS[0]], params, use_tqdm=False)[0].outputs[0].token_ids
+        llm.apply_model(lambda model: model.model.layers[0].mlp.down_proj.weight.data.div_(-30))
+        again = llm.generate([PROMPTS[0]], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert before == again != after
+
+
+def test_what_int8_is_not_for(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    with pytest.raises(NotSupportedYet, match="of plain weights only int8 is made"):
+        texts(tmp_path, PROMPTS, quantization="awq")
+    quantize(tmp_path, "awq")
+    with pytest.raises(ValueError, match="does not match the quantization method"):
+        texts(tmp_path, PROMPTS, quantization="int8")
 
 
 def test_a_sharded_state_stays_packed(tmp_path: Path) -> None:

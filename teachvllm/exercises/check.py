@@ -607,6 +607,7 @@ PARTS = (  # modules of this package that register exercises
     "quantization",
     "codes",
     "gguf_blocks",
+    "rounding",
 )
 
 

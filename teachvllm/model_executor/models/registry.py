@@ -50,6 +50,7 @@ QUANTIZATION_METHODS: dict[str, str | type] = {
     "gptq": "teachvllm.quantization.grouped.GPTQConfig",
     "compressed-tensors": "teachvllm.quantization.grouped.CompressedTensorsConfig",
     "gguf": "teachvllm.quantization.gguf.GGUFConfig",
+    "int8": "teachvllm.quantization.online.Int8Config",
 }
 
 
