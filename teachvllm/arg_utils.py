@@ -914,10 +914,12 @@ def longest_text(hf_config: Any, asked: int | None = None) -> int | None:
 def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
     "Find the model, read its configuration, and settle dtype and lengths."
     as_blocks = args.quantization == "gguf"
+    if as_blocks:
+        is_file = args.model == DEFAULT_MODEL or str(args.model).endswith(".gguf")
+        require(is_file, f"quantization='gguf' is for a .gguf file, not {args.model!r}")
     path = find_model(args.model, args.revision, args.load_format != "dummy", not as_blocks)
     hf_config = apply_overrides(load_hf_config(path, args.trust_remote_code), args.hf_overrides)
     if as_blocks:
-        require(path.is_file(), f"quantization='gguf' is for a .gguf file, not {args.model!r}")
         hf_config.quantization_config = {"quant_method": "gguf", "file": str(path)}
     elif args.quantization == "int8" and not getattr(hf_config, "quantization_config", None):
         hf_config.quantization_config = {"quant_method": "int8"}  # rounded while it is loaded

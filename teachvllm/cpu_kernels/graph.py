@@ -170,7 +170,7 @@ class ModelWatch:
             *hooks,
         ]
         names = "linear_method", "packed", "backend"  # whose methods do the work of a module
-        helpers = [d[name] for d in own for name in names if d.get(name)]
+        helpers = [d[name] for d in own for name in names if hasattr(d.get(name), "__dict__")]
         kinds = {kind for x in (*self.modules, *helpers) for kind in type(x).__mro__}
         classes = [k for k in kinds if k.__module__.split(".")[0] not in ("torch", "builtins")]
         self.dicts = [*own, *parts, *self.hooks, *map(vars, (*helpers, *classes))]

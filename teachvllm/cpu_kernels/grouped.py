@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numba import types
 from numba.core import cgutils
+from torch.nn import functional as F
 
 from teachvllm.cpu_kernels.linear import (
     COLUMNS,
@@ -85,7 +86,8 @@ def code_block(x, codes, facts):
         number = load(x[i])
         largest = max(largest, abs(number))
         poison += number * np.float32(0)
-    turn = np.float32(127) / largest if largest > 0 else np.float32(0)
+    # what is too small to be divided by is zero beside all that a model computes
+    turn = np.float32(127) / largest if largest > 1e-30 else np.float32(0)
     total = np.float32(0)
     for i in range(x.shape[0]):
         code = np.rint(load(x[i]) * turn)
@@ -378,8 +380,9 @@ def _take_grouped(words, dtype):
     step = 32 // bits  # columns of 4 bytes
     first, last = share(words[0])
     for row in range(first, last):
-        i = ids[row] // COLUMNS
-        lane = ids[row] % COLUMNS
+        number = min(max(ids[row], 0), words[13] - 1)  # nothing outside is read, whatever the id
+        i = number // COLUMNS
+        lane = number % COLUMNS
         numbers = words[5] + i * width * COLUMNS * bits // 8 + 4 * lane
         out = array_at(
             words[12] + row * width * array_at(words[12], (1,), dtype).itemsize, (width,), dtype
@@ -424,8 +427,7 @@ def form_of(weight: Any, dtype: torch.dtype) -> Form | None:
 
 def serves(weight: Any, dtype: torch.dtype) -> bool:
     "Whether `PackedGroups` takes this `GroupedWeight`, for activations of `dtype`."
-    size, width = weight.shape
-    whole = size % COLUMNS == 0 and width % (16 * weight.scales.shape[1]) == 0
+    whole = weight.shape[1] % (16 * weight.scales.shape[1]) == 0
     if weight.groups is not None or not whole:
         return False
     if isinstance(weight.zeros, torch.Tensor) and weight.zeros.max() > 255:
@@ -447,32 +449,42 @@ class PackedGroups:
         self.dtype = dtype
         self.size, self.width = weight.shape
         self.order = weight.order
-        self.panels = pack_numbers(weight.unpack(), form.bits)
+        self.missing = -self.size % COLUMNS  # rows of zeros that fill the last panel
+        self.panels = pack_numbers(self._pad(weight.unpack()), form.bits)
         kind = torch.float32 if form.wide else torch.float16
-        self.scales = pack_groups(weight.scales.to(kind))
+        self.scales = pack_groups(self._pad(weight.scales.to(kind)))
         if form.minimum:
-            self.seconds = pack_groups(weight.minima.to(kind))
+            self.seconds = pack_groups(self._pad(weight.minima.to(kind)))
         elif isinstance(weight.zeros, torch.Tensor):
-            self.seconds = pack_groups(weight.zeros.to(torch.uint8))
+            self.seconds = pack_groups(self._pad(weight.zeros.to(torch.uint8)))
         else:  # one for all: read again for each group
             self.seconds = torch.full((COLUMNS,), weight.zeros, dtype=torch.uint8)
         self.kernel = _kernel_of(dtype, form)
         compile_all([self.kernel], "the product of quantized weights")
 
+    def _pad(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.pad(rows, (0, 0, 0, self.missing)) if self.missing else rows
+
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         "[n, width] -> [n, size]."
+        # the kernel gets addresses: what does not fit would be read past its end
+        assert x.dtype == self.dtype, f"{x.dtype} activations, packed for {self.dtype}"
+        assert x.shape[1:] == (self.width,), f"{x.shape} does not fit {self.width} columns"
+        assert bias is None or (bias.dtype == x.dtype and bias.shape == (self.size,))
         if self.order is not None:
             x = x[:, self.order]
-        assert x.shape[1] == self.width, f"{x.shape} does not fit {self.width} columns"
+        if bias is not None:
+            bias = F.pad(bias, (0, self.missing)) if self.missing else bias.contiguous()
         n = x.shape[0]
         block = self.form.block
         blocks = self.width // block
+        size = self.size + self.missing
         x = x.contiguous()
-        out = x.new_empty(n, self.size)
+        out = x.new_empty(n, size)
         seconds = self.seconds
         self.kernel(
             n,
-            self.size,
+            size,
             blocks,
             block,
             blocks // self.scales.shape[1],
@@ -488,10 +500,11 @@ class PackedGroups:
             0 if bias is None else bias,
             out,
         )
-        return out
+        return out[:, : self.size]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         "Rows [n, width] of the matrix, which must not have its columns in another order."
+        assert ids.dtype == torch.int64 and ids.dim() == 1
         kernel = TAKE_GROUPED[self.dtype]
         compile_all([kernel], "the rows of a quantized embedding")
         out = ids.new_empty(len(ids), self.width, dtype=self.dtype)
@@ -510,6 +523,7 @@ class PackedGroups:
             int(self.form.minimum),
             int(seconds.dim() == 1),
             out,
+            self.size,
             threads=1 + out.numel() // GRAIN,
         )
         return out
@@ -528,7 +542,7 @@ class PackedGroups:
             matrix = numbers * scales + seconds
         else:
             matrix = (numbers - seconds) * scales
-        return matrix.flatten(1).to(dtype)
+        return matrix.flatten(1)[: self.size].to(dtype)
 
     @property
     def nbytes(self) -> int:

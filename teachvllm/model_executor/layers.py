@@ -691,11 +691,11 @@ class VocabParallelEmbedding(nn.Module):
         return self.tp.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's part. A weight that a tied head has packed brings a way to look rows
-        up, in its attribute `rows`.
+        """Rows of this rank's part. A weight that a tied head has packed is empty, and brings a way
+        to look rows up, in its attribute `rows`.
         """
         weight = self.weight
-        if packed_rows := getattr(weight, "rows", None):
+        if not weight.numel() and (packed_rows := getattr(weight, "rows", None)):
             found: torch.Tensor = packed_rows(ids)
             return found
         look_up = self.kernels.get("embedding", weight, ids)

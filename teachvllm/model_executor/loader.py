@@ -490,6 +490,10 @@ def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.
     else:
         # a quantization whose files have a form of their own brings its own reader
         if read_weights := getattr(context.quant_config, "read_weights", None):
+            require(
+                load_format in ("auto", "gguf"),
+                f"load_format={load_format!r}, but {model_config.path} is a GGUF file",
+            )
             weights = read_weights(model_config.hf_config)
         else:
             weights = find_weights(model_config.path, load_format, sliced=parallel.size > 1)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ..kernels import warn_once
 from ..model_executor.layers import LinearMethod, UnquantizedLinearMethod, version_of
-from .grouped import GroupedWeight, QuantizationConfig
+from .grouped import GroupedWeight, QuantizationConfig, pack_groups_of
 
 # %% ../../nbs/quantization/03_online.ipynb #e6fc7c8b
 def round_to_nearest(weight: torch.Tensor, bits: int, group: int) -> GroupedWeight:
@@ -20,35 +21,41 @@ def round_to_nearest(weight: torch.Tensor, bits: int, group: int) -> GroupedWeig
     """
     zero = 1 << bits - 1
     groups = weight.float().unflatten(1, (-1, group))
-    scales = (groups.abs().amax(-1) / (zero - 1)).half().clamp_min(torch.finfo(torch.half).tiny)
+    exact = groups.abs().amax(-1) / (zero - 1)
+    exact = torch.where(exact > 0, exact, 1)  # of zeros; any scale will do
+    is_half = exact.min() >= torch.finfo(torch.half).tiny and exact.max() <= torch.finfo(torch.half).max
+    scales = exact.half() if is_half else exact
     numbers = (groups / scales.float()[..., None]).round().clamp(1 - zero, zero - 1) + zero
     return GroupedWeight(numbers.flatten(1).to(torch.uint8), scales, zero, bits)
 
 # %% ../../nbs/quantization/03_online.ipynb #b8d796ae
 class Int8OnlineLinearMethod(UnquantizedLinearMethod):
-    """Plain weights, rounded to eight bits when they are loaded. What is given back to
-    `apply_model` are the rounded ones.
+    """Plain weights, rounded to eight bits when they are loaded, where there is a product for them;
+    elsewhere they stay plain, and the log says so. What is given back to `apply_model` are the
+    rounded ones.
     """
 
     def process_weights_after_loading(self, layer: Any) -> None:
         width = layer.weight.shape[1]
         weight = round_to_nearest(layer.weight.data, 8, 32 if width % 32 == 0 else width)
-        packed_groups = layer.kernels.get("grouped_linear", weight, layer.context.dtype)
-        layer.packed = packed_groups(weight, layer.context.dtype) if packed_groups else weight
+        packed = pack_groups_of(layer, weight)
+        if packed is None:
+            warn_once(
+                "quantization='int8': this machine has no product of eight bits in "
+                f"{layer.context.dtype} for some layers, or for all: they stay as they are"
+            )
+            super().process_weights_after_loading(layer)
+            return
+        layer.packed = packed
         layer.weight.data = layer.weight.new_empty(0)
         layer.packed_version = version_of(layer.weight)
 
     def restore_weights(self, layer: Any) -> bool:
-        if layer.packed is None:
-            return False
+        if not hasattr(layer.packed, "dequantize"):
+            return super().restore_weights(layer)
         layer.weight.data = layer.packed.dequantize(layer.context.dtype)
         layer.packed = None
         return True
-
-    def dequantize(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
-        "The matrix: for a stack of experts."
-        matrix: torch.Tensor = layer.packed.dequantize(dtype)
-        return matrix
 
 
 class Int8Config(QuantizationConfig):
