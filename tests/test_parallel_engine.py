@@ -202,6 +202,15 @@ def test_no_step_takes_what_was_sent_for_another(folder: str, expected: Answers)
         check_nothing_left(llm)
 
 
+def test_a_pipeline_sleeps(folder: str, expected: Answers) -> None:
+    "The last tokens of what ended before are not sent to workers that have forgotten it."
+    with LLM(folder, num_gpu_blocks_override=200, pipeline_parallel_size=2, **OPTIONS) as llm:
+        llm.generate([[1, 2, 3], [7]], GREEDY, use_tqdm=False)
+        llm.sleep()
+        llm.wake_up()
+        assert answer(llm) == expected
+
+
 def test_ctrl_c_in_a_long_step(folder: str, expected: Answers, tmp_path: Path) -> None:
     """It is taken while the engine waits for the workers; they finish the step, and the engine goes
     on.

@@ -140,6 +140,7 @@ class Orders:
 
     def forget(self, seq: Sequence) -> None:
         "`seq` ends, or loses its blocks: to be called while it still has them."
+        self.next.new_token_ids.pop(seq.seq_id, None)
         if seq.seq_id in self.block_manager.block_tables:
             self.next.finished_seq_ids.append(seq.seq_id)
 

@@ -23,7 +23,9 @@ def round_to_nearest(weight: torch.Tensor, bits: int, group: int) -> GroupedWeig
     groups = weight.float().unflatten(1, (-1, group))
     exact = groups.abs().amax(-1) / (zero - 1)
     exact = torch.where(exact > 0, exact, 1)  # of zeros; any scale will do
-    is_half = exact.min() >= torch.finfo(torch.half).tiny and exact.max() <= torch.finfo(torch.half).max
+    is_half = (
+        exact.min() >= torch.finfo(torch.half).tiny and exact.max() <= torch.finfo(torch.half).max
+    )
     scales = exact.half() if is_half else exact
     numbers = (groups / scales.float()[..., None]).round().clamp(1 - zero, zero - 1) + zero
     return GroupedWeight(numbers.flatten(1).to(torch.uint8), scales, zero, bits)
