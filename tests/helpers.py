@@ -94,6 +94,11 @@ def make_tiny(name: str, folder: Path, **save: Any) -> Any:
     return model
 
 
+def runner_of(llm: Any) -> Any:
+    "The model runner of an engine's first worker, which is in this process."
+    return llm.collective_rpc(lambda worker: worker.model_runner)[0]
+
+
 def random_prompts(count: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
     "Prompts of random ids, of different lengths."
     rng = random.Random(seed)

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import pytest
 import test_blocks
-from helpers import TINY, VOCAB, make_tiny, random_prompts
+from helpers import TINY, VOCAB, make_tiny, random_prompts, runner_of
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 from test_blocks import (
@@ -382,10 +382,6 @@ def check_nothing_left(llm: LLM) -> None:
         and not core.in_flight
     )
     assert not state.slot_of and sorted(state.free_slots) == list(range(state.num_slots))
-
-
-def runner_of(llm: LLM) -> Any:
-    return llm.collective_rpc(lambda worker: worker.model_runner)[0]
 
 
 def num_ahead(trace: Trace) -> int:

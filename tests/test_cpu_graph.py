@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import VOCAB, make_tiny, random_prompts
+from helpers import VOCAB, make_tiny, random_prompts, runner_of
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from teachvllm import LLM, BeamSearchParams, SamplingParams
@@ -60,10 +60,6 @@ def float32_is_served() -> Iterator[None]:
         linear.dtypes_served.cache_clear()
         yield
     linear.dtypes_served.cache_clear()
-
-
-def runner_of(llm: LLM) -> Any:
-    return llm.collective_rpc(lambda worker: worker.model_runner)[0]
 
 
 def answers(llm: LLM, params: SamplingParams) -> list[list[list[int]]]:

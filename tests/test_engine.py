@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import VOCAB, make_tiny, random_prompts
+from helpers import VOCAB, make_tiny, random_prompts, runner_of
 
 from teachvllm import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from teachvllm.executor.executor_base import EngineClosedError, EngineDeadError
@@ -42,10 +42,6 @@ def texts(llm: LLM, prompts: list, params: Any = GREEDY) -> list[list[int]]:
 
 def core_of(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core
-
-
-def runner_of(llm: LLM) -> Any:
-    return llm.collective_rpc(lambda worker: worker.model_runner)[0]
 
 
 def all_blocks_free(llm: LLM) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import greedy
+from helpers import greedy, runner_of
 from test_models import write_gguf
 from test_parallel import Ranked
 from test_worker import make_config
@@ -156,7 +156,7 @@ def test_a_tied_embedding_is_kept_once(tmp_path: Path) -> None:
     write(path, KINDS["Q8_0"], True)
     with LLM(str(path), **OPTIONS) as llm:
         (head,) = llm.apply_model(lambda model: type(model.lm_head.packed).__name__)
-        runner = llm.llm_engine.engine_core.engine_core.executor.driver_worker.worker.model_runner
+        runner = runner_of(llm)
         numbers = runner.model.model.embed_tokens.weight.numel()
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         before = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -164,7 +164,6 @@ def test_a_tied_embedding_is_kept_once(tmp_path: Path) -> None:
         again = llm.generate(PROMPTS, params, use_tqdm=False)
         llm.apply_model(lambda model: model.model.embed_tokens.weight.data.mul_(-1))
         after = llm.generate(PROMPTS, params, use_tqdm=False)
-        runner = llm.llm_engine.engine_core.engine_core.executor.driver_worker.worker.model_runner
     ids = [[list(o.outputs[0].token_ids) for o in outputs] for outputs in (before, again, after)]
     assert ids[0] == ids[1] != ids[2]
     assert shapes == [(VOCAB, 256)] and head == "PackedGroups"

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import random_prompts
+from helpers import random_prompts, runner_of
 from tqdm import tqdm
 
 from teachvllm import LLM, SamplingParams, kernels
@@ -45,11 +45,6 @@ def answers(llm: LLM) -> list[list[int]]:
         list(output.outputs[0].token_ids)
         for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     ]
-
-
-def runner_of(llm: LLM) -> Any:
-    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
-    return runner
 
 
 @pytest.fixture(scope="module")

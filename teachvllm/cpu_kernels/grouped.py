@@ -144,9 +144,8 @@ class Form(NamedTuple):
         return cls(8 if long else 4, 16 if small else 32, *others)
 
 # %% ../../nbs/cpu/08_numba_grouped.ipynb #6ca2948c
-BYTES, HALFS = (
-    llvmlite.ir.VectorType(kind, LANES) for kind in (llvmlite.ir.IntType(8), llvmlite.ir.HalfType())
-)
+BYTES = llvmlite.ir.VectorType(llvmlite.ir.IntType(8), LANES)
+HALFS = llvmlite.ir.VectorType(llvmlite.ir.HalfType(), LANES)
 
 
 def _lanes(number):
@@ -161,6 +160,14 @@ def _same(builder, address, offset, kind):
 def _function(builder, name, vector):
     kind = llvmlite.ir.FunctionType(vector, [vector] * 3)
     return cgutils.get_or_insert_function(builder.module, kind, name)
+
+
+def _rows_at(builder, place, count):
+    "The addresses of so many rows; `place` is the first, and how many bytes the next is behind it."
+    first = builder.extract_value(place, 0)
+    stride = builder.extract_value(place, 1)
+    constant = llvmlite.ir.Constant
+    return [builder.add(first, builder.mul(stride, constant(I64, row))) for row in range(count)]
 
 
 def _step_of(builder, weights, step):
@@ -218,17 +225,9 @@ def _add_block(typing_context, tile, code, x, facts, panel, scales, seconds):
 
     def build(context, builder, sig, args):
         old, _, x, facts, panel, scales, seconds = args
-        rows, pairs = (
-            [
-                builder.add(
-                    builder.extract_value(place, 0),
-                    builder.mul(builder.extract_value(place, 1), llvmlite.ir.Constant(I64, row)),
-                )
-                for row in range(tile.rows)
-            ]
-            for place in (x, facts)
-        )
+        rows = _rows_at(builder, x, tile.rows)
         sums = (_float_sums if form.exact else _byte_sums)(builder, rows, panel, form)
+        pairs = _rows_at(builder, facts, tile.rows)
         return _scaled(builder, form, old, sums, pairs, scales, seconds)
 
     place = types.UniTuple(types.intp, 2)
@@ -299,7 +298,9 @@ def _grouped_rows(words, dtype, code, exact):
     group = words[4]  # blocks of a group
     codes = words[6]
     facts = words[7]
-    panel_bytes, scale_bytes, second_bytes = words[11], words[12], words[13]
+    panel_bytes = words[11]
+    scale_bytes = words[12]
+    second_bytes = words[13]
     bias = words[14]
     out = words[15]
     item = array_at(out, (1,), dtype).itemsize
@@ -373,9 +374,14 @@ def _group_value(address, kind):
 @compiled
 def _take_grouped(words, dtype):
     "One thread's share of the rows that `PackedGroups.rows` returns."
-    width, group, bits = words[1], words[2], words[3]
+    width = words[1]
+    group = words[2]
+    bits = words[3]
     ids = array_at(words[4], (words[0],), np.int64)
-    scale_kind, second_kind, minimum, same = words[8], words[9], words[10], words[11]
+    scale_kind = words[8]
+    second_kind = words[9]
+    minimum = words[10]
+    same = words[11]
     groups = width // group
     step = 32 // bits  # columns of 4 bytes
     first, last = share(words[0])
@@ -505,11 +511,9 @@ class PackedGroups:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         "Rows [n, width] of the matrix, which must not have its columns in another order."
         assert ids.dtype == torch.int64 and ids.dim() == 1
-        kernel = TAKE_GROUPED[self.dtype]
-        compile_all([kernel], "the rows of a quantized embedding")
         out = ids.new_empty(len(ids), self.width, dtype=self.dtype)
         seconds = self.seconds
-        kernel(
+        TAKE_GROUPED[self.dtype](
             len(ids),
             self.width,
             self.width // self.scales.shape[1],

@@ -605,9 +605,6 @@ PARTS = (  # modules of this package that register exercises
     "engine",
     "write_triton",
     "quantization",
-    "codes",
-    "gguf_blocks",
-    "rounding",
 )
 
 

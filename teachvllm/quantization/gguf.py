@@ -29,6 +29,8 @@ from teachvllm.quantization.grouped import (
     QuantizationConfig,
     StoredTensor,
     in_groups,
+    pack_nibbles,
+    unpack_nibbles,
 )
 from ..transformers_utils import read_gguf_header
 
@@ -161,7 +163,7 @@ class GGUFLinearMethod(GroupedLinearMethod):
         "One matrix of the layer, as `stored` wants it."
         numbers, scales, minima = map(torch.from_numpy, map(np.ascontiguousarray, parts))
         if self.bits == 4:
-            numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
+            numbers = pack_nibbles(numbers)
         times = block.group // self.group
         scales, minima = (x.to(self.kind).repeat_interleave(times, 1) for x in (scales, minima))
         tensors = {"numbers": numbers, "scales": scales}
@@ -170,7 +172,7 @@ class GGUFLinearMethod(GroupedLinearMethod):
     def read(self, layer: Any) -> GroupedWeight:
         numbers = layer.numbers.data
         if self.bits == 4:
-            numbers = torch.stack([numbers & 15, numbers >> 4], -1).flatten(1)
+            numbers = unpack_nibbles(numbers)
         scales = layer.scales.data
         if self.zero is not None:
             return GroupedWeight(numbers, scales, self.zero, self.bits)
