@@ -407,7 +407,8 @@ class LayerInputs:
         mean = hessian.diagonal().mean()
         hessian.diagonal().add_(self.damp * mean if mean > 0 else 1.0)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-        return torch.linalg.cholesky(inverse, upper=True).float()
+        factor: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
+        return factor.float()
 
 # %% ../../nbs/quantization/05_gptq.ipynb #636891ab
 Visit = Callable[[str, nn.Linear, LayerInputs], None]
@@ -536,7 +537,7 @@ FOLDS = {  # by transformers' model_type
 
 
 def fold(
-    maker: nn.Module, readers: list[nn.Linear], scale: torch.Tensor, norm_adds: int, head_size: int
+    maker: Any, readers: list[nn.Linear], scale: torch.Tensor, norm_adds: int, head_size: int
 ) -> None:
     "Multiply the columns of `readers` by `scale` [k], and divide what makes their input by it."
     for reader in readers:

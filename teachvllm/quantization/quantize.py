@@ -39,7 +39,7 @@ def pack_int32(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     "Whole numbers with a sign [n, k] int8 -> [n, k * bits / 32] int32, the first in the lowest bits."
     in_one = 32 // bits
     unsigned = (numbers.long() + (1 << bits - 1)).unflatten(1, (-1, in_one))
-    words = (unsigned << torch.arange(0, 32, bits)).sum(-1)
+    words: torch.Tensor = (unsigned << torch.arange(0, 32, bits)).sum(-1)
     return (words - (words >> 31 << 32)).to(torch.int32)
 
 
@@ -206,7 +206,7 @@ def _write_tensors(
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in safetensors_weights([file]):
             path = name.removesuffix(".weight")
-            new = changed.get(name, tensor)
+            new: torch.Tensor = changed[name] if name in changed else tensor
             if path in layers:
                 tensors |= {f"{path}.{kind}": part for kind, part in pack(path, new).items()}
             else:
