@@ -29,7 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..attention.backend import FLOAT8, AttentionBackend, get_attn_backend
-from ..config import NotSupportedYet, VllmConfig, require
+from ..config import VllmConfig, require
 from ..distributed.parallel_state import ParallelState
 from ..inputs import get_tokenizer
 from ..kernels import KernelTable, platform_kernels
@@ -354,7 +354,7 @@ def find_weights(path: Path, load_format: str, sliced: bool = False) -> Weights:
             load_format in ("auto", "gguf"),
             f"load_format={load_format!r}, but {path} is a GGUF file",
         )
-        path = convert_gguf(path)
+        return gguf_weights(path, load_hf_config(path))
     files: list[Path] = []
     if load_format in ("auto", "safetensors", "gguf"):
         files = weight_files(path, "safetensors")
@@ -529,11 +529,8 @@ def save_sharded_state(config: VllmConfig, context: ModelContext, path: Path) ->
 
     source = config.model_config.path
     rank = context.parallel.rank
-    if hasattr(context.quant_config, "read_weights"):
-        raise NotSupportedYet(
-            f"save_sharded_state of {source.name}, which is served from its own blocks, is not "
-            "supported yet: without quantization= it is unpacked"
-        )
+    if hasattr(context.quant_config, "read_weights"):  # a GGUF file's blocks: they are unpacked
+        context = replace(context, quant_config=None)
     folder = convert_gguf(source) if source.is_file() else source
     path.mkdir(parents=True, exist_ok=True)
     require(
