@@ -419,8 +419,8 @@ class EngineArgs(ShowAsTable):
     revision: str | None = arg(None, "branch, tag or commit on the hub")
     quantization: str | None = arg(
         None,
-        "what the checkpoint's quantization_config must call its method: awq, gptq, …; gguf: a "
-        "file's own blocks; int8: plain weights are rounded while they are loaded",
+        "what the checkpoint's quantization_config must call its method: awq, gptq, …; gguf is a "
+        "file's; fp8 and int8: plain weights are rounded while they are loaded",
     )
     hf_overrides: Any = arg(
         None,
@@ -920,7 +920,7 @@ def configuration_of(path: Path, args: EngineArgs) -> Any:
 
     A GGUF file is served from its own blocks, unless its weights are to be rounded `ONLINE`.
     """
-    hf_config = None
+    hf_config: Any = None
     if not args.hf_overrides and not args.trust_remote_code:
         hf_config = read_config(path)
     if hf_config is None:

@@ -202,8 +202,8 @@ def read_gguf_header(path: Path) -> tuple[dict[str, Any], Places]:
 
 
 @lru_cache(maxsize=8)
-def _read_header(path: Path, version: tuple[int, ...]) -> tuple[dict[str, Any], Places]:
-    "`version` differs when the file has changed."
+def _read_header(path: Path, changed: tuple[int, ...]) -> tuple[dict[str, Any], Places]:
+    "`changed` is another when the file is."
     with path.open("rb") as file:
         header = GGUFHeader(file)
         magic, version, num_tensors, num_values = header.take("4sIQQ")
@@ -458,26 +458,21 @@ class FileConfig(PlainConfig):
 
     def __init__(self, fields: dict[str, Any]):
         architecture, defaults = PLAIN_FAMILIES[fields["model_type"]]
-        vars(self).update(
-            {"architectures": [architecture], "is_encoder_decoder": False, **defaults}
-        )
-        vars(self).update(fields)
-        self.dtype = fields.get("dtype") or fields.get("torch_dtype")
-        self.eos_token_id = fields.get("eos_token_id")
-        rope = fields.get("rope_parameters") or {
-            "rope_theta": vars(self).pop("rope_theta", 10000.0)
-        }
-        self.rope_parameters = {**rope, "rope_type": "default"}
-        heads = self.num_attention_heads
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = heads
-        if "head_dim" in defaults and self.head_dim is None:
-            self.head_dim = self.hidden_size // heads
+        own = {"architectures": [architecture], "is_encoder_decoder": False, **defaults, **fields}
+        own["dtype"] = fields.get("dtype") or fields.get("torch_dtype")
+        own["eos_token_id"] = fields.get("eos_token_id")
+        rope = fields.get("rope_parameters") or {"rope_theta": own.pop("rope_theta", 10000.0)}
+        own["rope_parameters"] = {**rope, "rope_type": "default"}
+        heads = own["num_attention_heads"]
+        if own["num_key_value_heads"] is None:
+            own["num_key_value_heads"] = heads
+        if "head_dim" in defaults and own["head_dim"] is None:
+            own["head_dim"] = own["hidden_size"] // heads
         if "max_window_layers" in defaults:
-            self.sliding_window = None
-            self.layer_types = ["full_attention"] * self.num_hidden_layers
-        derived = {"rope_parameters", "layer_types"} & set(vars(self))
-        self.defined_fields = frozenset(defaults) | derived
+            own["sliding_window"] = None
+            own["layer_types"] = ["full_attention"] * own["num_hidden_layers"]
+        vars(self).update(own)
+        self.defined_fields = frozenset(defaults) | {"rope_parameters", "layer_types"} & set(own)
 
     def original(self) -> Any:
         "The same, of transformers, with what was changed here since."

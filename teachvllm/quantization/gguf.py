@@ -147,6 +147,8 @@ def read_blocks(name: str, data: np.ndarray, rows: int) -> Parts:
 class GGUFLinearMethod(GroupedLinearMethod):
     "A layer's matrices in a form that all of their formats can be said in."
 
+    config: "GGUFConfig"
+
     def __init__(self, config: "GGUFConfig", prefix: str, blocks: Sequence[Block]):
         super().__init__(config, prefix)
         self.bits = max(block.bits for block in blocks)
