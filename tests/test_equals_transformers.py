@@ -4,7 +4,6 @@ compute them.
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import TINY, greedy, make_tiny, random_prompts
@@ -12,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from teachvllm import LLM, SamplingParams
 from teachvllm.inputs import gguf_tokenizer
-from teachvllm.model_executor.loader import convert_gguf, gguf_tensor, hf_layout, hf_name
-from teachvllm.transformers_utils import bundled_model, read_gguf_header
+from teachvllm.model_executor.loader import convert_gguf, gguf_weights
+from teachvllm.transformers_utils import bundled_model
 
 NUM_PROMPTS = 8
 NUM_TOKENS = 40
@@ -58,11 +57,7 @@ def smollm2() -> tuple[list[list[int]], list[list[int]]]:
     "The prompts' ids, and what transformers writes after each, with the numbers of the file's blocks."
     path = bundled_model()
     model = AutoModelForCausalLM.from_pretrained(convert_gguf(path), dtype=torch.float32).eval()
-    data = np.asarray(np.memmap(path, mode="r"))
-    exact = {
-        hf_name(name): hf_layout(hf_name(name), gguf_tensor(data, *place, True), model.config)
-        for name, place in read_gguf_header(path)[1].items()
-    }
+    exact = dict(gguf_weights(path, model.config))
     assert model.load_state_dict(exact, strict=False) == (["lm_head.weight"], [])  # it is tied
     tokenizer = gguf_tokenizer(path)
     prompts = [tokenizer(text).input_ids for text in TEXTS]

@@ -208,10 +208,10 @@ def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 # %% ../../nbs/39_loader.ipynb #b1c5fe03
 def gguf_tensor(
-    data: np.ndarray, shape: tuple[int, ...], kind: int, start: int, exact: bool = False
+    data: np.ndarray, shape: tuple[int, ...], kind: int, start: int, exact: bool = True
 ) -> torch.Tensor:
-    """One tensor from the bytes of a GGUF file: float32 if it was stored as float32 or float16, or
-    is to be `exact`, else bfloat16.
+    """One tensor from the bytes of a GGUF file, in float32; in bfloat16 if it need not be `exact` and
+    was not stored as float32 or float16.
     """
     import gguf
 
@@ -241,10 +241,8 @@ def hf_layout(name: str, weight: torch.Tensor, hf_config: Any) -> torch.Tensor:
     return weight
 
 
-def gguf_weights(path: Path, hf_config: Any) -> Weights:
-    """The tensors of a GGUF file under their Hugging Face names; quantized ones come out as
-    bfloat16.
-    """
+def gguf_weights(path: Path, hf_config: Any, exact: bool = True) -> Weights:
+    "The tensors of a GGUF file under their Hugging Face names, as `gguf_tensor` reads them."
     try:
         _, tensors = read_gguf_header(path)
         data = np.asarray(np.memmap(path, mode="r"))
@@ -254,7 +252,7 @@ def gguf_weights(path: Path, hf_config: Any) -> Weights:
             if gguf_name.startswith(("rope_freqs.", "rope_factors_")):
                 continue  # the configuration has them
             name = hf_name(gguf_name, hf_config.model_type)
-            weight = gguf_tensor(data, *place)
+            weight = gguf_tensor(data, *place, exact)
             if "{}" in name:
                 yield from ((name.format(i), expert) for i, expert in enumerate(weight))
             else:
@@ -283,7 +281,7 @@ def convert_gguf(path: Path) -> Path:
 
     hf_config = load_hf_config(path)
     tokenizer = get_tokenizer(path)
-    weights = dict(gguf_weights(path, hf_config))
+    weights = dict(gguf_weights(path, hf_config, exact=False))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:

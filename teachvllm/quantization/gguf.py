@@ -323,7 +323,7 @@ class GGUFConfig(QuantizationConfig):
             yield name, torch.zeros(1).expand(shape)
             return
         self.unpacked += len(shape) > 1 and kind > 1 and path != EMBEDDING
-        weight = gguf_tensor(data, *place, exact=True)
+        weight = gguf_tensor(data, *place)
         if "{}" in name:
             yield from ((name.format(i), expert) for i, expert in enumerate(weight))
         else:
