@@ -11,10 +11,17 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import VOCAB, greedy, make_tiny
+from helpers import VOCAB, greedy, make_tiny, runner_of
 from safetensors.torch import load_file, save_file
 from test_parallel import Ranked
-from test_quantization import OPTIONS, PROMPTS, change_config, make_mixtral, texts
+from test_quantization import (
+    OPTIONS,
+    PROMPTS,
+    change_config,
+    kinds_of_products,
+    make_mixtral,
+    texts,
+)
 from test_worker import make_config
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -22,6 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from teachvllm import LLM
 from teachvllm.config import NotSupportedYet
 from teachvllm.distributed.parallel_state import ParallelState, run_ranks
+from teachvllm.kernels import KERNELS
 from teachvllm.model_executor.layers import LinearBase, attention_layers
 from teachvllm.model_executor.loader import get_model, make_context
 from teachvllm.quantization import scaled
@@ -515,6 +523,85 @@ def test_weights_stay_small() -> None:
         assert weight.nbytes == 64 * 512 + 64 * 4
         weight.to("meta")  # as a GPU's weights go to the host when the engine sleeps
         assert {buffer.device.type for buffer in weight.buffers()} == {"meta"}
+
+
+# The product of a CPU
+
+
+def products(dtype: torch.dtype) -> Any:
+    "The module of our product for CPUs; skips where it does not serve."
+    module = pytest.importorskip("teachvllm.cpu_kernels.grouped")
+    weight = scaled.ScaledWeight(*scaled.round_rows(torch.ones(64, 32), INT8))
+    if not module.serves_scaled(weight, dtype):
+        pytest.skip("no AVX-512 VNNI, or no threads of GNU OpenMP")
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("static", [None, 0.013])
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 576), (4, 192, 1536), (5, 100, 48), (6, 130, 2064), (33, 64, 16)]
+)
+def test_a_product_is_the_slow_one_bit_for_bit(
+    shape: tuple[int, int, int], static: float | None, dtype: torch.dtype
+) -> None:
+    "Also of rows of zeros, of halves that are rounded, and of numbers that are cut off."
+    module = products(dtype)
+    n, size, width = shape
+    torch.manual_seed(0)
+    numbers, scales = scaled.round_rows(torch.randn(size, width), INT8)
+    numbers[0] = -128
+    input_scale = None if static is None else torch.tensor(static)
+    slow = scaled.ScaledWeight(numbers, scales, input_scale=input_scale)
+    fast = module.PackedScaled(slow, dtype)
+    x = torch.randn(n, width) * torch.rand(n, 1) * 3
+    x[0] = x[0].abs().max() * torch.randint(-254, 255, (width,)) / 254
+    x[n // 2] = 0
+    x = x.to(dtype)
+    assert torch.equal(fast(x), slow(x))
+    bias = torch.randn(size).to(dtype)
+    torch.testing.assert_close(fast(x, bias), slow(x, bias))
+    assert torch.equal(fast.dequantize(dtype), slow.dequantize(dtype))
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x[-1, 3] = bad
+        y = fast(x)
+        assert not y[-1].isfinite().any() and y[:-1].isfinite().all()
+
+
+def test_what_a_cpu_has_no_product_for() -> None:
+    module = products(torch.float32)
+    numbers, scales = scaled.round_rows(torch.randn(64, 32), INT8)
+    floats = scaled.ScaledWeight(*scaled.round_rows(torch.randn(64, 32), FLOAT8))
+    odd = scaled.ScaledWeight(numbers[:, :30].contiguous(), scales)
+    blocks = scaled.ScaledWeight(numbers, scales[:1], (64, 32))
+    for weight in (floats, odd, blocks):
+        assert not module.serves_scaled(weight, torch.float32)
+    assert not module.serves_scaled(scaled.ScaledWeight(numbers, scales), torch.float16)
+
+
+@pytest.mark.parametrize("name", ["int8 channel token", "int8 tensor static"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recorded_steps(tmp_path: Path, dtype: str, name: str) -> None:
+    "The layers have our product, steps are recorded, and tokens those of torch alone, or close."
+    products(getattr(torch, dtype))
+    make_tiny("llama", tmp_path)
+    quantize(tmp_path, name)
+    options = OPTIONS | {"dtype": dtype, "device": "cpu", "max_num_seqs": 4}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    found = []
+    for eager in (True, False):
+        with LLM(str(tmp_path), **options, enforce_eager=eager) as llm:
+            layers = llm.apply_model(kinds_of_products)[0]
+            assert layers == {"PackedScaled"}
+            graphs = runner_of(llm).graphs
+            assert (graphs is None) == eager
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
+    with mock.patch.dict(KERNELS["cpu"]):
+        del KERNELS["cpu"]["scaled_linear"]
+        slow = texts(tmp_path, PROMPTS, dtype=dtype)
+    assert slow == found[0]
 
 
 # Another writer

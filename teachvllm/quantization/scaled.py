@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..config import NotSupportedYet
 from ..kernels import warn_once
 from teachvllm.model_executor.layers import (
     LinearMethod,
@@ -52,7 +51,8 @@ def round_rows(
     if scale is None:
         largest = x.abs().amax(-1, keepdim=True)
         # what is too small to be divided by is zero beside all that a model computes
-        turn = torch.where(largest > 1e-30, top / largest, 0)
+        # (torch takes a number divided by a tensor for the number times a reciprocal)
+        turn = torch.where(largest > 1e-30, torch.full_like(largest, top) / largest, 0)
         scales = largest * (1 / top) + poison
     else:
         turn = 1 / scale
