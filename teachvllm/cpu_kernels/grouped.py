@@ -651,7 +651,11 @@ def _end(typing_context, tile, sums, of_x, scales):
                 place = row * VECTORS + j
                 whole = builder.bitcast(builder.extract_value(sums, place), WORDS)
                 factor = builder.fmul(of_row, of_outputs)
-                new = [builder.sitofp(whole, FLOATS), factor, builder.extract_value(tile_now, place)]
+                new = [
+                    builder.sitofp(whole, FLOATS),
+                    factor,
+                    builder.extract_value(tile_now, place),
+                ]
                 tile_now = builder.insert_value(tile_now, builder.call(multiply, new), place)
         return tile_now
 
