@@ -263,7 +263,7 @@ _check.register(
             partial(_e4m3_value, slip="mantissa"): "Three bits are eighths.",
             partial(_e4m3_value, slip="no sign"): "The first bit is the sign.",
             partial(_e4m3_value, slip="infinities"): (
-                "Exponent 15 is an exponent as any other; only with a mantissa of 7 it is no number."
+                "Exponent 15 is one as any other; only with a mantissa of 7 it is no number."
             ),
             partial(_e4m3_value, slip="always one"): (
                 "With exponent 0 there is no one before the point: else 0 could not be written."

@@ -209,7 +209,7 @@ class StoredTensor:
 
     @staticmethod
     def _load_of_matrices(param: Any, loaded: torch.Tensor, shard_id: int | None) -> None:
-        "An element for one of the stacked matrices; for all, or one that all have, without a number."
+        "An element for one of the stacked matrices; without a number, for all, or one for all."
         count = len(param) if shard_id is None else 1
         if len(loaded) not in (1, count):
             raise WeightsError(f"has {len(loaded)} elements, the model needs {count}")
