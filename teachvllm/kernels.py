@@ -23,6 +23,7 @@ KERNELS = {
         "attention": "teachvllm.cpu_kernels.attention.NumbaBackend",
         "linear": "teachvllm.cpu_kernels.linear.PackedLinear",
         "grouped_linear": "teachvllm.cpu_kernels.grouped.PackedGroups",
+        "scaled_linear": "teachvllm.cpu_kernels.grouped.PackedScaled",
         "embedding": "teachvllm.cpu_kernels.fused_ops.embedding",
         "rms_norm": "teachvllm.cpu_kernels.fused_ops.rms_norm",
         "rotary_embedding": "teachvllm.cpu_kernels.fused_ops.rotary_embedding",
