@@ -246,13 +246,13 @@ def gguf_weights(path: Path, hf_config: Any, exact: bool = True) -> Weights:
     try:
         _, tensors = read_gguf_header(path)
         data = np.asarray(np.memmap(path, mode="r"))
-        for gguf_name, place in tqdm(
+        for gguf_name, (shape, kind, start) in tqdm(
             tensors.items(), desc=f"Converting {path.name}", delay=0.5, unit=" tensors"
         ):
             if gguf_name.startswith(("rope_freqs.", "rope_factors_")):
                 continue  # the configuration has them
             name = hf_name(gguf_name, hf_config.model_type)
-            weight = gguf_tensor(data, *place, exact)
+            weight = gguf_tensor(data, shape, kind, start, exact)
             if "{}" in name:
                 yield from ((name.format(i), expert) for i, expert in enumerate(weight))
             else:
