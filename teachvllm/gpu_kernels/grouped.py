@@ -585,7 +585,17 @@ def round_on_gpu(
     least, most = (-128.0, 127.0) if dtype == torch.int8 else (-448.0, 448.0)
     block = min(2048, triton.next_power_of_2(span))
     round_kernel[(rows, spans)](
-        codes, scales, x, static, width, span, x.stride(0), LEAST=least, MOST=most, BLOCK=block
+        codes,
+        scales,
+        x,
+        static,
+        width,
+        span,
+        x.stride(0),
+        LEAST=least,
+        MOST=most,
+        BLOCK=block,
+        num_warps=max(1, block // 512),
     )
     return codes, scales
 
