@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MOST_LAUNCHED', 'WordLayout', 'layout_of', 'pack_words', 'widen', 'offset_of', 'pack_pairs', 'unpair',
            'grouped_kernel', 'merge_kernel', 'merge', 'ProductTiles', 'has_tensor_cores', 'product_tiles', 'most_rows',
-           'take_kernel', 'row_counts', 'compile_all', 'WordProduct', 'serves_groups', 'TritonGroups', 'round_to',
-           'round_kernel', 'round_on_gpu', 'scaled_kernel', 'serves_scaled', 'TritonScaled', 'unsupported', 'compile']
+           'take_kernel', 'row_counts', 'compile_all', 'WordProduct', 'serves_groups', 'TritonGroups', 'unsupported',
+           'compile', 'round_to', 'round_kernel', 'round_on_gpu', 'scaled_kernel', 'serves_scaled', 'TritonScaled']
 
 # %% ../../nbs/gpu/10_grouped_linear.ipynb #4898d1ff
 from collections.abc import Callable, Iterator
@@ -260,9 +260,7 @@ def product_tiles(
     wanted = (4 if few else 1) * num_sms // max(1, programs)
     splits = max(1, min(wanted, steps // 2))
     each = triton.cdiv(steps, splits)
-    return ProductTiles(
-        block_m, block_n, num_warps, num_stages, triton.cdiv(steps, each), each
-    )
+    return ProductTiles(block_m, block_n, num_warps, num_stages, triton.cdiv(steps, each), each)
 
 
 def most_rows(tensor_cores: bool) -> int:
@@ -511,7 +509,24 @@ class TritonGroups(WordProduct):
         order = getattr(self, "order", None)  # none yet when it is compiled
         return super().forward(x if order is None else x[:, order], bias)
 
-# %% ../../nbs/gpu/10_grouped_linear.ipynb #454a332e
+# %% ../../nbs/gpu/10_grouped_linear.ipynb #be241dfd
+def unsupported() -> str | None:
+    "Why this machine's GPU cannot run the kernels; None if it can."
+    return no_triton("cuda")
+
+
+def compile(dtype: torch.dtype) -> None:
+    """Launch a small product. Triton may be imported and still raise when it compiles and launches,
+    without a C compiler, say: better before the first step than in it.
+    """
+    device = "cpu" if interpreted() else "cuda"
+    layout = layout_of(64, 64, 4)
+    assert layout is not None
+    numbers = torch.zeros(16, 64, dtype=torch.uint8, device=device)
+    scales = torch.ones(16, 1, device=device)
+    WordProduct(numbers, scales, scales, layout, 64, torch.float32)
+
+# %% ../../nbs/gpu/10_grouped_linear.ipynb #88a85914
 @triton.jit
 def round_to(number, FLOAT8: tl.constexpr):
     "To the nearest whole number, or to the nearest e4m3; of two as near to the even one."
@@ -522,7 +537,7 @@ def round_to(number, FLOAT8: tl.constexpr):
         magic = (power | 0x400000).to(tl.float32, bitcast=True)
     return (number + magic) - magic
 
-# %% ../../nbs/gpu/10_grouped_linear.ipynb #88a85914
+# %% ../../nbs/gpu/10_grouped_linear.ipynb #07d48fe8
 @triton.jit
 def round_kernel(
     codes,
@@ -599,7 +614,7 @@ def round_on_gpu(
     )
     return codes, scales
 
-# %% ../../nbs/gpu/10_grouped_linear.ipynb #09d6310e
+# %% ../../nbs/gpu/10_grouped_linear.ipynb #2f4f7bfa
 @triton.jit(do_not_specialize=["rows", "steps", "each"])
 def scaled_kernel(
     out,
@@ -665,10 +680,8 @@ def scaled_kernel(
         y += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
         tl.store(out + where, y.to(out.dtype.element_ty), mask=mask)
 
-# %% ../../nbs/gpu/10_grouped_linear.ipynb #527f25a5
-def _spread(
-    scales: torch.Tensor, block: tuple[int, int] | None, shape: torch.Size
-) -> torch.Tensor:
+# %% ../../nbs/gpu/10_grouped_linear.ipynb #70f3560f
+def _spread(scales: torch.Tensor, block: tuple[int, int] | None, shape: torch.Size) -> torch.Tensor:
     "The scales of blocks for each number of a matrix of this shape; others as they are."
     if block is None:
         return scales.float()
@@ -705,7 +718,7 @@ def _words_of(weight: Any, dtype: torch.dtype) -> WordProduct:
     group = weight.block[1] if weight.block else width
     return WordProduct(numbers, scales, torch.full_like(scales, zero), layout, group, dtype)
 
-# %% ../../nbs/gpu/10_grouped_linear.ipynb #4239f41d
+# %% ../../nbs/gpu/10_grouped_linear.ipynb #24bed9d8
 def serves_scaled(weight: Any, dtype: torch.dtype) -> bool:
     "Whether `TritonScaled` takes this `ScaledWeight`, for activations of `dtype`."
     codes = weight.weight
@@ -831,20 +844,3 @@ class TritonScaled(nn.Module):
     def nbytes(self) -> int:
         "Bytes of all that is kept."
         return sum(buffer.nbytes for buffer in self.buffers())
-
-# %% ../../nbs/gpu/10_grouped_linear.ipynb #5bab49fc
-def unsupported() -> str | None:
-    "Why this machine's GPU cannot run the kernels; None if it can."
-    return no_triton("cuda")
-
-
-def compile(dtype: torch.dtype) -> None:
-    """Launch a small product. Triton may be imported and still raise when it compiles and launches,
-    without a C compiler, say: better before the first step than in it.
-    """
-    device = "cpu" if interpreted() else "cuda"
-    layout = layout_of(64, 64, 4)
-    assert layout is not None
-    numbers = torch.zeros(16, 64, dtype=torch.uint8, device=device)
-    scales = torch.ones(16, 1, device=device)
-    WordProduct(numbers, scales, scales, layout, 64, torch.float32)
