@@ -243,15 +243,16 @@ def has_tensor_cores(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
 
 
 def product_tiles(
-    rows: int, size: int, steps: int, tensor_cores: bool, num_sms: int
+    rows: int, size: int, steps: int, tensor_cores: bool, num_sms: int, tallest: int = 64
 ) -> ProductTiles:
     """For [rows, k] times [size, k], whose columns are `steps` steps: tiles whose numbers find room in
-    registers, and as many splits as give each multiprocessor four programs of 64 outputs, or one that
-    has more.
+    registers, of `tallest` rows at most, and as many splits as give each multiprocessor four programs
+    of 64 outputs, or one that has more.
     """
     if tensor_cores:
         few = rows <= 16
         block_m, block_n, num_warps, num_stages = (16, 64, 4, 4) if few else (64, 128, 8, 3)
+        block_m = tallest if rows > 64 else block_m
     else:
         few = rows <= 4
         block_m, block_n, num_stages = (1 if rows == 1 else 4 if few else 8), 64, 1
@@ -770,7 +771,9 @@ class TritonScaled(nn.Module):
     def tiles(self, rows: int) -> ProductTiles:
         "How a product with so many rows is divided."
         steps = triton.cdiv(self.width, self.step)
-        return product_tiles(rows, self.size, steps, self.tensor_cores, _device().num_sms)
+        # products of blocks have sums of their own, beside those of all blocks: room for fewer rows
+        tallest = 64 if self.block else 128
+        return product_tiles(rows, self.size, steps, self.tensor_cores, _device().num_sms, tallest)
 
     @property
     def step(self) -> int:
