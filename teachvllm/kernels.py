@@ -32,6 +32,8 @@ KERNELS = {
     },
     "cuda": {
         "attention": "teachvllm.gpu_kernels.attention.TritonBackend",
+        "grouped_linear": "teachvllm.gpu_kernels.grouped.TritonGroups",
+        "scaled_linear": "teachvllm.gpu_kernels.grouped.TritonScaled",
         "sample": "teachvllm.gpu_kernels.sampler.sample_rows",
         "sample_sorted": "teachvllm.gpu_kernels.sampler.sample_sorted",
         "rms_norm": "teachvllm.gpu_kernels.fused_ops.rms_norm",
