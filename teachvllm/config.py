@@ -177,6 +177,9 @@ class PlainConfig:
     It has the fields as they are; whatever else is asked for makes the original.
     """
 
+    defined_fields: frozenset[str]  # see the function of that name
+    _others: frozenset[str] = frozenset()  # names that only the original has
+
     def __init__(self, hf_config: Any):
         for name in {*vars(hf_config), *type(hf_config).attribute_map}:
             value = getattr(hf_config, name)
@@ -187,16 +190,14 @@ class PlainConfig:
         self._others = frozenset(dir(hf_config)) - frozenset(vars(self))
         self._pickled = pickle.dumps(hf_config)
 
-    def __getattr__(self, name: str) -> Any:
-        others = vars(self).get("_others", ())
-        if name not in others or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(f"the model's configuration has no {name!r}")
-        if "_original" not in vars(self):
-            self._original = pickle.loads(self._pickled)
-        return getattr(self._original, name)
+    def original(self) -> Any:
+        "The transformers configuration that this one was made from."
+        return pickle.loads(self._pickled)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_original"}
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._others or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"the model's configuration has no {name!r}")
+        return getattr(self.original(), name)
 
 # %% ../nbs/03_config.ipynb #6d9783fc
 @check_names
@@ -296,7 +297,7 @@ class ModelConfig(ShowAsTable):
         if not stored:
             raise NotSupportedYet(
                 f"quantization={asked!r}: the model's configuration has no quantization_config, "
-                "and of plain weights only int8 is made while they are loaded"
+                "and plain weights are rounded while they are loaded only to fp8 and int8"
             )
         stored = stored if isinstance(stored, dict) else stored.to_dict()
         method = stored.get("quant_method")

@@ -23,6 +23,7 @@ KERNELS = {
         "attention": "teachvllm.cpu_kernels.attention.NumbaBackend",
         "linear": "teachvllm.cpu_kernels.linear.PackedLinear",
         "grouped_linear": "teachvllm.cpu_kernels.grouped.PackedGroups",
+        "scaled_linear": "teachvllm.cpu_kernels.grouped.PackedScaled",
         "embedding": "teachvllm.cpu_kernels.fused_ops.embedding",
         "rms_norm": "teachvllm.cpu_kernels.fused_ops.rms_norm",
         "rotary_embedding": "teachvllm.cpu_kernels.fused_ops.rotary_embedding",
@@ -31,6 +32,8 @@ KERNELS = {
     },
     "cuda": {
         "attention": "teachvllm.gpu_kernels.attention.TritonBackend",
+        "grouped_linear": "teachvllm.gpu_kernels.grouped.TritonGroups",
+        "scaled_linear": "teachvllm.gpu_kernels.grouped.TritonScaled",
         "sample": "teachvllm.gpu_kernels.sampler.sample_rows",
         "sample_sorted": "teachvllm.gpu_kernels.sampler.sample_sorted",
         "rms_norm": "teachvllm.gpu_kernels.fused_ops.rms_norm",

@@ -23,7 +23,12 @@ from .arg_utils import EngineArgs
 from .config import PoolerConfig, UnknownArgument, check_not_yet, require
 from .engine.llm_engine import LLMEngine
 from .executor.executor_base import EngineClosedError
-from .inputs import Prompt, apply_chat_template, get_default_sampling_params
+from teachvllm.inputs import (
+    Prompt,
+    apply_chat_template,
+    get_default_sampling_params,
+    whole_tokenizer,
+)
 from teachvllm.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
@@ -471,7 +476,7 @@ class LLM:
     def get_tokenizer(self, lora_request: Any = None) -> Any:
         "The `transformers` tokenizer, or None with `skip_tokenizer_init`."
         check_options({"lora_request": lora_request})
-        return self.llm_engine.tokenizer
+        return whole_tokenizer(self.llm_engine.tokenizer)
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use another tokenizer from now on, an object of transformers' or like one; `ValueError`

@@ -235,6 +235,15 @@ class DeviceTensor(torch.Tensor):
     def __array__(self, dtype: Any = None) -> np.ndarray:
         return self.numpy()
 
+    def _set_data(self, source: torch.Tensor) -> None:
+        "`x.data = source`: from now on x is the memory of the other."
+        alias: Any = source.detach()
+        if isinstance(self, torch.nn.Parameter):
+            alias = torch.nn.Parameter(alias, self.requires_grad)
+        torch.utils.swap_tensors(self, alias)
+
+    data = property(torch.Tensor.data.__get__, _set_data)
+
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
@@ -856,6 +865,10 @@ def serve_factories(stack: ExitStack, gpu: GPU) -> None:
         gpu.queue("launch", name, lambda: made.host.copy_(make()), [], [made])
         return made
 
+    # outside of inference mode torch answers this before it comes to a `DeviceTensor`
+    autograd = torch.library.Library("aten", "IMPL", "AutogradCUDA")
+    stack.callback(autograd._destroy)
+    autograd.impl("_has_compatible_shallow_copy_type", lambda a, b: False)
     library.impl("empty.memory_format", empty)
     library.impl("empty_strided", empty_strided)
     library.impl("copy_", lambda a, b, late=False: gpu.copy_(a, b, late))

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from .config import NotSupportedYet, require
+from .inputs import gguf_tokenizer
 from .transformers_utils import find_model
 
 # %% ../nbs/package/06_as_vllm.ipynb #7b391bcf
@@ -127,11 +128,8 @@ def get_tokenizer(
         f"tokenizer_mode={tokenizer_mode!r}: choose auto or slow",
     )
     path = find_model(str(tokenizer_name), revision, weights=False)
-    require(
-        path.is_dir(),
-        f"tokenizer={tokenizer_name!r} is a GGUF file: make an LLM of it first, which converts it "
-        "to a folder",
-    )
+    if path.is_file():
+        return gguf_tokenizer(path)
     fast = tokenizer_mode == "auto"
     return AutoTokenizer.from_pretrained(
         path, *args, trust_remote_code=trust_remote_code, use_fast=fast, **kwargs

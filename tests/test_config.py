@@ -9,13 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from teachvllm import arg_utils
 from teachvllm.arg_utils import NOT_YET, EngineArgs, hint_if_busy, resolve_dtype
-from teachvllm.config import NotSupportedYet, UnknownArgument
+from teachvllm.config import NotSupportedYet, UnknownArgument, defined_fields
+from teachvllm.transformers_utils import PLAIN_FAMILIES, load_hf_config, read_config
 
 # The arguments of vLLM, by version, with its defaults
 VLLM = json.loads(Path(__file__).with_name("vllm_engine_arguments.json").read_text())
@@ -252,3 +255,94 @@ def test_a_busy_machine_is_mentioned_and_no_thread_count_changes(
             )
             EngineArgs(load_format="dummy").create_engine_config()
             assert len(caplog.records) == said * (device == "cpu")
+
+
+# Configurations that are read without transformers
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
+FILES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "sizes": SIZES,
+    "a head's size": SIZES | {"head_dim": 24, "num_key_value_heads": 2},
+    "positions": SIZES | {"rope_theta": 5e5, "rope_scaling": None},
+    "positions as today": SIZES | {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}},
+    "a window": SIZES | {"sliding_window": 7},
+    "tied": SIZES | {"tie_word_embeddings": True, "eos_token_id": [1, 2], "dtype": "bfloat16"},
+    "of another time": SIZES | {"torch_dtype": "float16", "architectures": ["OtherForCausalLM"]},
+    "unknown to its class": SIZES | {"attention_bias": True, "something": 3},
+}
+
+
+@pytest.mark.parametrize("fields", FILES.values(), ids=FILES)
+@pytest.mark.parametrize("model_type", PLAIN_FAMILIES)
+def test_plain_configurations_are_transformers(
+    tmp_path: Path, model_type: str, fields: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": model_type}))
+    theirs = load_hf_config(tmp_path)
+    ours = read_config(tmp_path)
+    assert ours is not None
+    known = {*defined_fields(theirs), *fields, "model_type", "is_encoder_decoder"}
+    for name in known - {"dtype", "torch_dtype", "architectures", "rope_theta", "rope_scaling"}:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.defined_fields == defined_fields(theirs)
+    assert str(ours.dtype).removeprefix("torch.") == str(theirs.dtype).removeprefix("torch.")
+    expected = theirs.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    assert ours.architectures == expected
+    back = ours.to_dict()  # asked of a configuration of transformers
+    assert {name: back[name] for name in ours.defined_fields} == {
+        name: getattr(theirs, name) for name in ours.defined_fields
+    }
+
+
+def test_a_llama_may_leave_sizes_to_its_class(tmp_path: Path) -> None:
+    fields = SIZES | {"model_type": "llama", "head_dim": None, "num_key_value_heads": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ours = read_config(tmp_path)
+    theirs = load_hf_config(tmp_path)
+    assert ours is not None
+    for name in ("head_dim", "num_key_value_heads"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+NOT_PLAIN: dict[str, dict[str, Any]] = {
+    "another family": {"model_type": "gemma2"},
+    "code of its own": {"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}},
+    "scaled positions": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "scaled positions as today": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}
+    },
+    "windows": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
+    "layers": {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 32},
+    "labels": {"num_labels": 3},
+}
+
+
+@pytest.mark.parametrize("fields", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_other_configurations_are_left_to_transformers(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | fields))
+    assert read_config(tmp_path) is None
+    (tmp_path / "config.json").write_text("{")
+    assert read_config(tmp_path) is None
+
+
+def test_an_engine_starts_without_transformers(tmp_path: Path) -> None:
+    "The second time, when the tokenizer's rules are kept; greedy tokens stay the same."
+    program = (
+        "import sys; from teachvllm import LLM, SamplingParams\n"
+        "llm = LLM(max_model_len=64, num_gpu_blocks_override=8, enforce_eager=True)\n"
+        "params = SamplingParams(temperature=0, max_tokens=3)\n"
+        "(out,) = llm.generate('The capital of France is', params, use_tqdm=False)\n"
+        "print(out.outputs[0].token_ids, 'transformers' in sys.modules)\n"
+    )
+    environment = os.environ | {"TEACHVLLM_CACHE": str(tmp_path)}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, check=True
+        ).stdout.decode()
+        for _ in range(2)
+    ]
+    assert said[0].split("]")[1].strip() == "True" and said[1].split("]")[1].strip() == "False"
+    assert said[0].split("]")[0] == said[1].split("]")[0]

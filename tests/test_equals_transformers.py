@@ -10,7 +10,9 @@ from helpers import TINY, greedy, make_tiny, random_prompts
 from transformers import AutoModelForCausalLM
 
 from teachvllm import LLM, SamplingParams
-from teachvllm.transformers_utils import DEFAULT_MODEL, find_model
+from teachvllm.inputs import gguf_tokenizer
+from teachvllm.model_executor.loader import convert_gguf, gguf_weights
+from teachvllm.transformers_utils import bundled_model
 
 NUM_PROMPTS = 8
 NUM_TOKENS = 40
@@ -52,13 +54,12 @@ def tokens(llm: LLM, prompts: list, num_tokens: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[list[list[int]], list[list[int]]]:
-    "The prompts' ids, and what transformers writes after each."
-    # converts the GGUF file, if that was not done before
-    with LLM(dtype="float32", num_gpu_blocks_override=8) as llm:
-        tokenizer = llm.get_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(
-        find_model(DEFAULT_MODEL), dtype=torch.float32
-    ).eval()
+    "The prompts' ids, and what transformers writes after each, with the numbers of the file's blocks."
+    path = bundled_model()
+    model = AutoModelForCausalLM.from_pretrained(convert_gguf(path), dtype=torch.float32).eval()
+    exact = dict(gguf_weights(path, model.config))
+    assert model.load_state_dict(exact, strict=False) == (["lm_head.weight"], [])  # it is tied
+    tokenizer = gguf_tokenizer(path)
     prompts = [tokenizer(text).input_ids for text in TEXTS]
     return prompts, [greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
 

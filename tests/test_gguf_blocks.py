@@ -16,8 +16,7 @@ from test_worker import make_config
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from teachvllm import LLM
-from teachvllm.config import NotSupportedYet
+from teachvllm import LLM, kernels
 from teachvllm.distributed.parallel_state import ParallelState, run_ranks
 from teachvllm.model_executor.layers import LinearBase, WeightsError, attention_layers
 from teachvllm.model_executor.loader import get_model, make_context
@@ -35,7 +34,6 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "block_size": 4,
     "num_gpu_blocks_override": 64,
-    "quantization": "gguf",
 }
 PROMPTS = random_sequences(VOCAB, (5, 11))
 # where a block of a K-quant has its scales, and how large they are, so that weights are near 0.1
@@ -174,13 +172,44 @@ def test_what_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     hf_model = write(path, KINDS["Q4_0"], True)
     hf_model.save_pretrained(tmp_path / "folder")
-    with pytest.raises(ValueError, match="quantization='gguf' is for a .gguf file"):
-        LLM(str(tmp_path / "folder"), **OPTIONS)
+    with pytest.raises(ValueError, match="quantization='gguf': .* no quantization_config"):
+        LLM(str(tmp_path / "folder"), quantization="gguf", **OPTIONS)
+    with pytest.raises(ValueError, match=r"model config \(gguf\) does not match .*\(awq\)"):
+        LLM(str(path), **OPTIONS | {"quantization": "awq"})
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 3 // 4])
     with pytest.raises(WeightsError, match=r"corrupt or cut short: blk\.\d"):
         LLM(str(path), **OPTIONS)
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_inner=64))
+
+
+def test_matrices_that_lie_otherwise_are_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_inner": 64}
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes)).eval()
     write_gguf(path, "gpt2", gpt2)
-    with pytest.raises(NotSupportedYet, match="not supported yet for gpt2"):
-        LLM(str(path), **OPTIONS)
+    for found, prompt in zip(scores(path), PROMPTS, strict=True):
+        with torch.inference_mode():
+            right = gpt2(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_without_a_product_weights_are_plain(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Computed by torch, they give the same scores; `apply_model` may change them."
+    path = tmp_path / "model.gguf"
+    hf_model = write(path, KINDS["mixed"], tied)
+    monkeypatch.setitem(kernels.KERNELS, "cpu", {})
+    with LLM(str(path), **OPTIONS) as llm:
+        (kinds,) = llm.apply_model(
+            lambda model: {
+                type(m.linear_method).__name__ for m in model.modules() if isinstance(m, LinearBase)
+            }
+        )
+    assert kinds == {"UnquantizedLinearMethod"}
+    for found, prompt in zip(scores(path), PROMPTS, strict=True):
+        with torch.inference_mode():
+            right = hf_model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-4)

@@ -3,6 +3,7 @@ is served or refused.
 """
 
 import importlib
+import json
 import os
 import re
 import time
@@ -727,7 +728,9 @@ def test_a_full_disk_while_a_gguf_file_is_converted(
             convert_gguf(tmp_path / "model.gguf")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not any(path.name != "hashes" for path in (tmp_path / "cache").iterdir())
+    left = [path for path in (tmp_path / "cache").iterdir() if path.name != "hashes"]
+    assert [path.name for path in left] == ["tokenizers"]
+    assert all(json.loads(path.read_text()) for path in left[0].iterdir())
     assert convert_gguf(tmp_path / "model.gguf").is_dir()
 
 

@@ -14,7 +14,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     GPT2Config,
     GPTNeoXConfig,
     MistralConfig,
@@ -25,10 +24,11 @@ from transformers import (
 from teachvllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from teachvllm.arg_utils import read_stored_pooling
 from teachvllm.config import NotSupportedYet, PoolerConfig, UnknownArgument
+from teachvllm.inputs import gguf_tokenizer
 from teachvllm.messages import EngineCoreRequest
 from teachvllm.outputs import ScoringRequestOutput
 from teachvllm.sampling_params import BeamSearchParams, PoolingParams
-from teachvllm.transformers_utils import DEFAULT_MODEL, find_model
+from teachvllm.transformers_utils import bundled_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -249,7 +249,7 @@ def test_scores_of_embeddings(folders: dict) -> None:
 
 def test_scores_of_pairs(tmp_path: Path) -> None:
     "A model with one label reads both texts, joined by the tokenizer."
-    tokenizer = AutoTokenizer.from_pretrained(find_model(DEFAULT_MODEL))
+    tokenizer = gguf_tokenizer(bundled_model())
     model = make(
         "llama",
         tmp_path,

@@ -99,6 +99,24 @@ def test_modules_move_and_copy(gpu: GPU) -> None:
     assert [x.device.index for x in made] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_parameters_move_and_change_their_memory(gpu: GPU, inference: bool, grad: bool) -> None:
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        embedding = torch.nn.Embedding(4, 2).to("cuda", torch.float16)  # the dtype as well
+        weight = embedding.weight
+        assert embedding(torch.tensor([3], device="cuda")).tolist() == weight[3:].tolist()
+        assert weight.data.tolist() == weight.tolist() and not weight.data.requires_grad
+        other = torch.full((3, 2), 5.0, device="cuda")
+        weight.data = other
+        assert embedding.weight is weight and isinstance(weight, torch.nn.Parameter)
+        assert embedding(torch.tensor([2], device="cuda")).tolist() == [[5, 5]]
+        other[2] = 6
+        assert weight.shape == (3, 2) and weight[2].tolist() == [6, 6]
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            torch.nn.Linear(2, 2).weight.data = other
+
+
 @pytest.mark.parametrize(
     "wrong, says",
     [

@@ -399,13 +399,15 @@ def bench(
         shutil.which(peer_python) is not None,
         f"peer_python={peer_python!r} is no program that can be run",
     )
+    if vs:  # both read the same weights
+        options = options | {"model": peer_model(options)}
     job = make_job(EngineArgs(**options).create_engine_config(), workload, options, seed)
     with ExitStack() as stack:
         engines = [stack.enter_context(EngineProcess("teachvllm", job))]
         say(f"teachvllm: loaded in {engines[0].ready['load_seconds']:.1f} s")
         if vs:
             threads = engines[0].ready["threads"]
-            peer_job = job | {"model": peer_model(options), "threads": threads}
+            peer_job = job | {"model": options["model"], "threads": threads}
             engines.append(
                 stack.enter_context(
                     EngineProcess(vs, peer_job, peer_python, peer_environment(threads))
@@ -421,15 +423,16 @@ def bench(
 
 
 def peer_model(options: dict[str, Any]) -> str:
-    """The model's folder, which other engines read too. Of a `.gguf` file it is the converted copy
-    that our engine has made.
+    """The model's folder, which other engines read too. Of a `.gguf` file it is a converted copy,
+    whose weights are plain.
     """
+    from teachvllm.model_executor.loader import convert_gguf
     from teachvllm.transformers_utils import find_model
 
     args = EngineArgs(**options)
     path = find_model(args.model, args.revision)
-    require(path.is_dir(), f"model={args.model!r}: a peer needs a folder in Hugging Face's format")
-    return str(path.resolve())
+    folder = convert_gguf(path) if path.is_file() else path
+    return str(folder.resolve())
 
 # %% ../../nbs/package/05_bench_throughput.ipynb #e33f66d3
 def linear_work(layer: Any, num_tokens: int, itemsize: int) -> tuple[float, float]:

@@ -91,6 +91,11 @@ class Recorder(TorchDispatchMode):
         self.calls: list[tuple[Kernel, bytes]] = []
         self.pool = Pool()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        "torch's question whether to import its compiler, only to keep it out of here: for a second."
+        return False
+
     def __enter__(self):
         Kernel.recorded.calls = self.calls
         return super().__enter__()

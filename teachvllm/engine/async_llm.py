@@ -25,7 +25,7 @@ from teachvllm.executor.executor_base import (
     ExecutorBase,
     get_executor_class,
 )
-from ..inputs import Prompt
+from ..inputs import Prompt, whole_tokenizer
 from ..messages import EngineCoreOutputs, EngineCoreRequest
 from ..outputs import PoolingRequestOutput, RequestOutput
 from ..plugins import load_general_plugins
@@ -164,8 +164,8 @@ class AsyncLLM:
         return EngineDeadError(self.engine_core.dead)
 
     async def get_tokenizer(self) -> Any:
-        "The tokenizer; None with `skip_tokenizer_init`."
-        return self.tokenizer
+        "The `transformers` tokenizer; None with `skip_tokenizer_init`."
+        return whole_tokenizer(self.tokenizer)
 
     # Requests
 

@@ -131,8 +131,9 @@ class MachineCode:
 
     @property
     def tensor_core(self) -> str:
-        "Its instruction for products of matrices: HGMMA, HMMA, or none."
-        return next((kind for kind in ("HGMMA", "HMMA") if self.count(kind)), "")
+        "Its instruction for products of matrices: HGMMA, HMMA, others for 8 bits, or none."
+        kinds = ("HGMMA", "HMMA", "IGMMA", "IMMA", "QGMMA", "QMMA")
+        return next((kind for kind in kinds if self.count(kind)), "")
 
     @property
     def spills_in_loops(self) -> int:

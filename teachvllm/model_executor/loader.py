@@ -29,7 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..attention.backend import FLOAT8, AttentionBackend, get_attn_backend
-from ..config import NotSupportedYet, VllmConfig, require
+from ..config import VllmConfig, require
 from ..distributed.parallel_state import ParallelState
 from ..inputs import get_tokenizer
 from ..kernels import KernelTable, platform_kernels
@@ -208,10 +208,10 @@ def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 # %% ../../nbs/39_loader.ipynb #b1c5fe03
 def gguf_tensor(
-    data: np.ndarray, shape: tuple[int, ...], kind: int, start: int, exact: bool = False
+    data: np.ndarray, shape: tuple[int, ...], kind: int, start: int, exact: bool = True
 ) -> torch.Tensor:
-    """One tensor from the bytes of a GGUF file: float32 if it was stored as float32 or float16, or
-    is to be `exact`, else bfloat16.
+    """One tensor from the bytes of a GGUF file, in float32; in bfloat16 if it need not be `exact` and
+    was not stored as float32 or float16.
     """
     import gguf
 
@@ -241,20 +241,18 @@ def hf_layout(name: str, weight: torch.Tensor, hf_config: Any) -> torch.Tensor:
     return weight
 
 
-def gguf_weights(path: Path, hf_config: Any) -> Weights:
-    """The tensors of a GGUF file under their Hugging Face names; quantized ones come out as
-    bfloat16.
-    """
+def gguf_weights(path: Path, hf_config: Any, exact: bool = True) -> Weights:
+    "The tensors of a GGUF file under their Hugging Face names, as `gguf_tensor` reads them."
     try:
         _, tensors = read_gguf_header(path)
         data = np.asarray(np.memmap(path, mode="r"))
-        for gguf_name, place in tqdm(
+        for gguf_name, (shape, kind, start) in tqdm(
             tensors.items(), desc=f"Converting {path.name}", delay=0.5, unit=" tensors"
         ):
             if gguf_name.startswith(("rope_freqs.", "rope_factors_")):
                 continue  # the configuration has them
             name = hf_name(gguf_name, hf_config.model_type)
-            weight = gguf_tensor(data, *place)
+            weight = gguf_tensor(data, shape, kind, start, exact)
             if "{}" in name:
                 yield from ((name.format(i), expert) for i, expert in enumerate(weight))
             else:
@@ -283,7 +281,7 @@ def convert_gguf(path: Path) -> Path:
 
     hf_config = load_hf_config(path)
     tokenizer = get_tokenizer(path)
-    weights = dict(gguf_weights(path, hf_config))
+    weights = dict(gguf_weights(path, hf_config, exact=False))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -354,7 +352,7 @@ def find_weights(path: Path, load_format: str, sliced: bool = False) -> Weights:
             load_format in ("auto", "gguf"),
             f"load_format={load_format!r}, but {path} is a GGUF file",
         )
-        path = convert_gguf(path)
+        return gguf_weights(path, load_hf_config(path))
     files: list[Path] = []
     if load_format in ("auto", "safetensors", "gguf"):
         files = weight_files(path, "safetensors")
@@ -529,11 +527,8 @@ def save_sharded_state(config: VllmConfig, context: ModelContext, path: Path) ->
 
     source = config.model_config.path
     rank = context.parallel.rank
-    if hasattr(context.quant_config, "read_weights"):
-        raise NotSupportedYet(
-            f"save_sharded_state of {source.name}, which is served from its own blocks, is not "
-            "supported yet: without quantization= it is unpacked"
-        )
+    if hasattr(context.quant_config, "read_weights"):  # a GGUF file's blocks: they are unpacked
+        context = replace(context, quant_config=None)
     folder = convert_gguf(source) if source.is_file() else source
     path.mkdir(parents=True, exist_ok=True)
     require(

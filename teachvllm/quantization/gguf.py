@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
-from ..config import NotSupportedYet, require
+from ..config import require
+from ..kernels import warn_once
 from teachvllm.model_executor.layers import (
     LinearMethod,
     ParallelLMHead,
+    UnquantizedLinearMethod,
     WeightsError,
 )
 from ..model_executor.loader import gguf_tensor, hf_layout, hf_name
@@ -144,6 +147,8 @@ def read_blocks(name: str, data: np.ndarray, rows: int) -> Parts:
 class GGUFLinearMethod(GroupedLinearMethod):
     "A layer's matrices in a form that all of their formats can be said in."
 
+    config: "GGUFConfig"
+
     def __init__(self, config: "GGUFConfig", prefix: str, blocks: Sequence[Block]):
         super().__init__(config, prefix)
         self.bits = max(block.bits for block in blocks)
@@ -179,17 +184,41 @@ class GGUFLinearMethod(GroupedLinearMethod):
         return GroupedWeight(numbers, scales, 0, self.bits, minima=layer.minima.data)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """And a tied embedding's rows are looked up in what the head has packed, if it can do that. An
-        embedding that `apply_model` has changed stays plain, and the head as it is in the file.
+        """Where there is no product for blocks, the layer becomes a plain one: to unpack its matrix
+        in each step would be right, and slow.
+
+        A tied embedding's rows are looked up in what the head has packed. An embedding that
+        `apply_model` has changed stays plain, and the head as it is in the file.
         """
         super().process_weights_after_loading(layer)
-        if not layer.shares_weight or not hasattr(layer.packed, "rows"):
+        if isinstance(layer.packed, GroupedWeight):
+            self._lay_out(layer)
+            return
+        if not layer.shares_weight:
             return
         again = getattr(layer.weight, "rows", None) is not None
         if again and not torch.equal(layer.weight, layer.packed.dequantize(layer.weight.dtype)):
             return
-        layer.weight.rows = layer.packed.rows
-        layer.weight.data = layer.weight.new_empty(0)
+        if hasattr(layer.packed, "rows"):
+            layer.weight.rows = layer.packed.rows
+            layer.weight.data = layer.weight.new_empty(0)
+        else:
+            layer.weight.data.copy_(layer.packed.dequantize(layer.weight.dtype))
+
+    def _lay_out(self, layer: Any) -> None:
+        "Make the layer an unquantized one, with the matrix that its blocks stand for."
+        warn_once(
+            f"{self.config.file.name}: this machine has no product of its blocks in "
+            f"{layer.context.dtype} for some layers, or for all: their weights are unpacked in memory"
+        )
+        matrix = layer.packed.dequantize(layer.context.dtype)
+        del layer.packed  # a module, whose place nothing but a module may take
+        if layer.shares_weight:
+            layer.weight.data.copy_(matrix)
+        else:
+            layer.weight = nn.Parameter(matrix, requires_grad=False)
+        layer.linear_method = UnquantizedLinearMethod()
+        layer.linear_method.process_weights_after_loading(layer)
 
     def restore_weights(self, layer: Any) -> bool:
         "A tied embedding is laid out again."
@@ -215,11 +244,8 @@ class GGUFConfig(QuantizationConfig):
         self.file = file
         values, self.tensors = read_gguf_header(file)
         architecture = values.get("general.architecture")
-        if architecture in ("gpt2", "gptneox"):
-            raise NotSupportedYet(
-                f"quantization='gguf' is not supported yet for {architecture}, whose matrices lie "
-                "otherwise: without this argument the file is unpacked"
-            )
+        # these models' matrices lie otherwise in a file: they are unpacked
+        self.by_kind = {} if architecture in ("gpt2", "gptneox") else GGUFConfig.by_kind
         self.kinds = {
             hf_name(name, str(architecture)).removesuffix(".weight"): kind
             for name, (_, kind, _) in self.tensors.items()
@@ -293,8 +319,11 @@ class GGUFConfig(QuantizationConfig):
                 yield f"{owner}.{part}", hf_layout(name, tensor, hf_config)
         if methods and path != EMBEDDING:
             return
+        if methods:  # the head has it, and will lend it or lay it out
+            yield name, torch.zeros(1).expand(shape)
+            return
         self.unpacked += len(shape) > 1 and kind > 1 and path != EMBEDDING
-        weight = gguf_tensor(data, *place, exact=True)
+        weight = gguf_tensor(data, *place)
         if "{}" in name:
             yield from ((name.format(i), expert) for i, expert in enumerate(weight))
         else:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..config import NotSupportedYet, require
+from ..config import NotSupportedYet, require, resolve_class
 from teachvllm.model_executor.layers import (
     LinearMethod,
     ParallelLMHead,
@@ -50,6 +50,7 @@ class GroupedWeight(nn.Module):
     neighbours. Columns of equal groups are kept in their groups' order.
     """
 
+    operation = "grouped_linear"  # what the table of kernels calls the product with it
     numbers: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | int
@@ -154,14 +155,17 @@ class StoredTensor:
     """What a checkpoint stores of a matrix of n rows and k columns.
 
     `dims` has a letter for each dimension: "n" and "k", of which ranks have parts; "K": all columns,
-    whatever part of them a rank has; "1" and "2": so many elements. `factors` says for how many rows
-    or columns an element stands.
+    whatever part of them a rank has; "m": the matrices that are stacked, of which every rank has
+    all; "1" and "2": so many elements. `factors` says for how many rows or columns an element
+    stands.
     """
 
     dims: str
     dtype: torch.dtype
     factors: Mapping[str, int] = field(default_factory=dict)
     shared: bool = True  # without an "n": all matrices of a stack must have the same
+    exact: bool = False  # the checkpoint's dtype must be `dtype`, not only of its kind
+    ragged: str = ""  # dimensions that are whole here, whose last element may stand for fewer
 
     def sizes(self, layer: Any, output_sizes: list[int]) -> list[int]:
         "The shape of a rank's part; `ValueError` if an element would be cut."
@@ -169,27 +173,32 @@ class StoredTensor:
             "n": sum(output_sizes),
             "k": len(layer.columns),
             "K": layer.input_size,
+            "m": len(output_sizes),
             "1": 1,
             "2": 2,
         }
         for dim, factor in self.factors.items():
             for size in output_sizes if dim == "n" else [numbers[dim]]:
                 require(
-                    size % factor == 0,
+                    dim in self.ragged or size % factor == 0,
                     f"an element for {factor} rows or columns does not divide {size} of them: the "
                     "input size is not aligned with the quantized weight shape, which can be "
                     "caused by too large a tensor_parallel_size",
                 )
-        return [numbers[dim] // self.factors.get(dim, 1) for dim in self.dims]
+        return [-(-numbers[dim] // self.factors.get(dim, 1)) for dim in self.dims]
 
     def load(
         self, output_sizes: list[int], param: Any, loaded: torch.Tensor, shard_id: int | None = None
     ) -> None:
         "The `weight_loader`: as `default_weight_loader`, for any order of dimensions."
-        if loaded.is_floating_point() != self.dtype.is_floating_point:
+        alike = loaded.is_floating_point() == self.dtype.is_floating_point
+        if not alike or (self.exact and loaded.dtype != self.dtype):
             raise WeightsError(f"is {loaded.dtype}, and the format has {self.dtype} there")
+        if self.dims == "m":
+            self._load_of_matrices(param, loaded.flatten(), shard_id)
+            return
         if "n" in self.dims:
-            sizes = [size // self.factors.get("n", 1) for size in output_sizes]
+            sizes = [-(-size // self.factors.get("n", 1)) for size in output_sizes]
             default_weight_loader(param, loaded, shard_id, sizes, self.dims.index("n"))
             return
         again = self.shared and hasattr(param, "filled")
@@ -198,13 +207,22 @@ class StoredTensor:
         default_weight_loader(param, loaded)
         param.filled = True
 
+    @staticmethod
+    def _load_of_matrices(param: Any, loaded: torch.Tensor, shard_id: int | None) -> None:
+        "An element for one of the stacked matrices; without a number, for all, or one for all."
+        count = len(param) if shard_id is None else 1
+        if len(loaded) not in (1, count):
+            raise WeightsError(f"has {len(loaded)} elements, the model needs {count}")
+        first = shard_id or 0
+        param.data[first : first + count] = loaded
+
     def attach(self, layer: Any, name: str, output_sizes: list[int]) -> None:
         "Give `layer` a parameter of that name, not yet filled."
         shape = self.sizes(layer, output_sizes)
         param = nn.Parameter(torch.empty(shape, dtype=self.dtype), requires_grad=False)
         attributes: dict[str, Any] = {"weight_loader": partial(self.load, output_sizes)}
         for dim, attribute in (("n", "output_dim"), ("k", "input_dim")):
-            if dim in self.dims:
+            if dim in self.dims and dim not in self.ragged:
                 attributes[attribute] = self.dims.index(dim)
         attributes["pack_factors"] = {
             self.dims.index(dim): factor for dim, factor in self.factors.items()
@@ -225,25 +243,25 @@ def in_groups(
     return StoredTensor(dims.replace("k", columns), dtype, {columns: group_size, **factors})
 
 # %% ../../nbs/quantization/01_grouped.ipynb #58c93de6
-def pack_groups_of(layer: Any, weight: GroupedWeight) -> Any:
-    """The weight for a product of its own, the table's "grouped_linear"; None where that does not
-    serve, or does not compile.
+def pack_groups_of(layer: Any, weight: Any) -> Any:
+    """A `GroupedWeight`, or another that names its `operation`, for a product of its own, which the
+    table has under that name; None where that does not serve, or does not compile.
     """
     dtype = layer.context.dtype
-    packed_groups = layer.kernels.get("grouped_linear", weight, dtype)
+    packed_groups = layer.kernels.get(weight.operation, weight, dtype)
     if packed_groups is None:
         return None
     try:
         return packed_groups(weight, dtype)
     except Exception as error:  # a compiler that is broken, a folder that is full
-        layer.kernels.give_up("grouped_linear", error)
+        layer.kernels.give_up(weight.operation, error)
         return None
 
 
 class GroupedLinearMethod(LinearMethod):
-    """Weights in a format of whole numbers in groups. A format says what it stores, and how to read
-    it; here it is filled, made one form of, and multiplied: by the table's "grouped_linear" where
-    that serves.
+    """Weights in a format of their own, such as whole numbers in groups. A format says what it
+    stores, and how to read it; here it is filled, made one form of, and multiplied: by the table's
+    kernel for that form where there is one that serves.
     """
 
     def __init__(self, config: "QuantizationConfig", prefix: str = ""):
@@ -255,8 +273,8 @@ class GroupedLinearMethod(LinearMethod):
         "What the checkpoint has of this layer, by the last part of its name."
 
     @abstractmethod
-    def read(self, layer: Any) -> GroupedWeight:
-        "Of the layer's parameters, once they are filled."
+    def read(self, layer: Any) -> Any:
+        "A `GroupedWeight`, or another, of the layer's parameters, once they are filled."
 
     def create_weights(
         self,
@@ -266,7 +284,8 @@ class GroupedLinearMethod(LinearMethod):
         bias: bool,
         dtype: torch.dtype,
     ) -> None:
-        layer.register_parameter("bias", None)
+        for name in ("weight", "bias"):
+            layer.register_parameter(name, None)
         try:
             for name, stored in self.stored(layer).items():
                 stored.attach(layer, name, output_sizes)
@@ -274,7 +293,6 @@ class GroupedLinearMethod(LinearMethod):
             raise ValueError(f"{self.prefix}: {error}") from None
         if bias:
             StoredTensor("n", dtype).attach(layer, "bias", output_sizes)
-        layer.weight = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         "Make one form of the checkpoint's tensors, and let go of them."
@@ -296,7 +314,7 @@ class GroupedLinearMethod(LinearMethod):
     def dequantize(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
         "The matrix, its columns in their own order: for a stack of experts."
         weight: torch.Tensor = layer.packed.dequantize(dtype)
-        order = layer.packed.order
+        order = getattr(layer.packed, "order", None)
         return weight if order is None else weight[:, order.argsort()]
 
 # %% ../../nbs/quantization/01_grouped.ipynb #d67739e0
@@ -502,8 +520,9 @@ class PackQuantizedLinearMethod(GroupedLinearMethod):
     `compressed_tensors`.
     """
 
-    def __init__(self, config: "CompressedTensorsConfig", prefix: str, weights: dict[str, Any]):
+    def __init__(self, config: "CompressedTensorsConfig", prefix: str, group: dict[str, Any]):
         super().__init__(config, prefix)
+        of_inputs = {"input_activations": (None,), "output_activations": (None,)}
         known = {
             "num_bits": (4, 8),
             "type": ("int",),
@@ -511,7 +530,9 @@ class PackQuantizedLinearMethod(GroupedLinearMethod):
             "symmetric": (True, False),
             "dynamic": (False, None),
         }
-        require_known(weights, known, f"compressed-tensors, {prefix}")
+        weights = group["weights"]
+        require_known(group, of_inputs, f"compressed-tensors, {prefix}")
+        require_known(weights, known, f"compressed-tensors, {prefix}, weights")
         self.bits = weights.get("num_bits", 4)
         self.symmetric = weights.get("symmetric", True)
         by_row = weights.get("strategy") == "channel"
@@ -551,13 +572,26 @@ def narrow(scales: torch.Tensor) -> torch.Tensor:
     return scales.data
 
 
+_SCALED = "teachvllm.quantization.scaled.ScaledLinearMethod"
+
+
 class CompressedTensorsConfig(QuantizationConfig):
-    "vLLM: `compressed_tensors/compressed_tensors.py`."
+    """vLLM: `compressed_tensors/compressed_tensors.py`.
+
+    A group of layers is what `config_groups` says of it, with its `format`.
+    """
 
     lm_head = True  # unless it is among those to ignore
+    # how numbers lie in the file -> the `LinearMethod` made with (config, prefix, group)
+    formats: dict[str, str | type] = {
+        "pack-quantized": PackQuantizedLinearMethod,
+        "int-quantized": _SCALED,
+        "float-quantized": _SCALED,
+        "naive-quantized": _SCALED,  # the name of both in older files
+    }
 
-    def __init__(self, groups: list[tuple[list[str], dict[str, Any]]], ignored: list[str]):
-        self.groups = groups  # of layers: their targets, and what their weights are like
+    def __init__(self, groups: list[dict[str, Any]], ignored: list[str]):
+        self.groups = groups
         self.ignored = ignored
 
     @classmethod
@@ -567,7 +601,6 @@ class CompressedTensorsConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "CompressedTensorsConfig":
         known: dict[str, tuple[Any, ...]] = {
-            "format": ("pack-quantized",),
             "kv_cache_scheme": (None,),
             "sparsity_config": (None, {}),
             "transform_config": (None, {}),
@@ -575,20 +608,31 @@ class CompressedTensorsConfig(QuantizationConfig):
         require_known(config, known, cls.get_name())
         groups = []
         for name, group in (config.get("config_groups") or {}).items():
-            of_weights = {"input_activations": (None,), "output_activations": (None,)}
-            require_known(group, of_weights, f"compressed-tensors, {name}")
             require(bool(group.get("weights")), f"compressed-tensors, {name}: weights is missing")
-            groups.append((group.get("targets") or ["Linear"], group["weights"]))
+            # "mixed-precision" of the whole leaves it to the groups
+            layout = group.get("format") or config.get("format", "pack-quantized")
+            require_known(
+                {"format": layout}, {"format": (*cls.formats,)}, f"{cls.get_name()}, {name}"
+            )
+            groups.append(group | {"format": layout})
         require(bool(groups), "compressed-tensors: config_groups is empty")
         return cls(groups, config.get("ignore") or [])
 
     def make_method(self, prefix: str) -> LinearMethod | None:
-        schemes = [self._scheme(name) for name in self.names_in_checkpoint(prefix)]
-        found = self.all_or_none(prefix, "schemes are", schemes)
-        return None if found is None else PackQuantizedLinearMethod(self, prefix, found)
+        groups = [self._group(name) for name in self.names_in_checkpoint(prefix)]
+        found = self.all_or_none(prefix, "config_groups are", groups)
+        if found is None:
+            return None
+        method: LinearMethod = resolve_class(self.formats[found["format"]])(self, prefix, found)
+        return method
 
-    def _scheme(self, name: str) -> dict[str, Any] | None:
-        for targets, weights in self.groups:
-            if "Linear" in targets or matches(name, targets):
-                return weights
-        return None
+    def _group(self, name: str) -> dict[str, Any] | None:
+        "The group that means this layer by its name, or else all linear layers."
+        of_all = None
+        for group in self.groups:
+            targets = group.get("targets") or ["Linear"]
+            if matches(name, targets):
+                return group
+            if "Linear" in targets and of_all is None:
+                of_all = group
+        return of_all
