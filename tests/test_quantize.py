@@ -28,7 +28,7 @@ from transformers import (
 
 from teachvllm.__main__ import main
 from teachvllm.quantization import gptq, quantize
-from teachvllm.quantization.gptq import FOLDS, Grid, LayerInputs
+from teachvllm.quantization.gptq import FOLDS, LayerInputs, RoundingGrid
 from teachvllm.quantization.quantize import SCHEMES, quantize_folder
 
 FOUR_BITS = [name for name, recipe in SCHEMES.items() if recipe.num_bits == 4]
@@ -273,7 +273,7 @@ def test_outputs_are_nearer_than_to_nearest(bits: int, group_size: int) -> None:
     x = correlated(64, 800)
     inputs, others = LayerInputs(x[:400]), x[400:]
     weight = torch.randn(48, 64)
-    grid = Grid(bits, group_size)
+    grid = RoundingGrid(bits, group_size)
     nearest = grid.round(weight).dequantize() - weight
     off = gptq.gptq(weight, inputs, grid).dequantize() - weight
     assert inputs.output_error(off) < 0.7 * inputs.output_error(nearest)
@@ -285,16 +285,16 @@ def test_outputs_are_nearer_than_to_nearest(bits: int, group_size: int) -> None:
 def test_blocks_only_order_sums(block: int) -> None:
     torch.manual_seed(0)
     weight, inputs = torch.randn(9, 24), LayerInputs(correlated(24))
-    whole = gptq.gptq(weight, inputs, Grid(4, 8), block=24)
-    parts = gptq.gptq(weight, inputs, Grid(4, 8), block=block)
+    whole = gptq.gptq(weight, inputs, RoundingGrid(4, 8), block=24)
+    parts = gptq.gptq(weight, inputs, RoundingGrid(4, 8), block=block)
     assert whole.numbers.equal(parts.numbers) and whole.scales.equal(parts.scales)
 
 
 def test_independent_inputs_leave_it_to_nearest() -> None:
     weight = torch.randn(9, 16)
     inputs = LayerInputs(torch.diag(torch.arange(1.0, 17.0)))
-    found = gptq.gptq(weight, inputs, Grid(4, 8))
-    assert found.numbers.equal(Grid(4, 8).round(weight).numbers)
+    found = gptq.gptq(weight, inputs, RoundingGrid(4, 8))
+    assert found.numbers.equal(RoundingGrid(4, 8).round(weight).numbers)
 
 
 def test_inputs_that_are_never_there() -> None:
@@ -302,7 +302,7 @@ def test_inputs_that_are_never_there() -> None:
     weight, x = torch.randn(9, 16), correlated(16)
     x[:, 3:7] = 0
     for inputs in (LayerInputs(x), LayerInputs(0 * x)):
-        found = gptq.gptq(weight, inputs, Grid(4, 8))
+        found = gptq.gptq(weight, inputs, RoundingGrid(4, 8))
         assert found.dequantize().isfinite().all() and found.numbers.abs().max() <= 8
 
 
@@ -362,7 +362,7 @@ def test_folding_changes_no_answer(tmp_path: Path, family: str) -> None:
     with torch.inference_mode():
         before = model.base_model(ids).last_hidden_state
     old = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    changed = gptq.fold_scales(model, ids, Grid(4, 16))
+    changed = gptq.fold_scales(model, ids, RoundingGrid(4, 16))
     with torch.inference_mode():
         after = model.base_model(ids).last_hidden_state
     torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
@@ -377,7 +377,7 @@ def test_the_search_finds_columns_that_matter() -> None:
     torch.manual_seed(0)
     x = torch.randn(500, 64)
     x[:, ::16] *= 30
-    inputs, weight, grid = LayerInputs(x), torch.randn(48, 64), Grid(4, 32)
+    inputs, weight, grid = LayerInputs(x), torch.randn(48, 64), RoundingGrid(4, 32)
     scale, errors = gptq.search_scale([weight], inputs, grid)
     direct = grid.round(weight * scale).dequantize() / scale - weight
     assert inputs.output_error(direct) == pytest.approx(min(errors), rel=1e-3)

@@ -25,7 +25,7 @@ from ..inputs import get_tokenizer
 from ..model_executor.loader import convert_gguf, safetensors_weights, weight_files
 from teachvllm.quantization.gptq import (
     CALIBRATION,
-    Grid,
+    RoundingGrid,
     RoundedWeight,
     calibration_batch,
     fold_scales,
@@ -36,7 +36,7 @@ from ..transformers_utils import DEFAULT_MODEL, find_model
 
 # %% ../../nbs/quantization/06_quantize.ipynb #3666adc1
 def pack_int32(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    "Whole numbers with a sign [n, k] int8 -> [n, k * bits / 32] int32, the first in the lowest bits."
+    "Numbers with a sign [n, k] int8 -> [n, k * bits / 32] int32, the first in the lowest bits."
     in_one = 32 // bits
     unsigned = (numbers.long() + (1 << bits - 1)).unflatten(1, (-1, in_one))
     words: torch.Tensor = (unsigned << torch.arange(0, 32, bits)).sum(-1)
@@ -54,7 +54,7 @@ def packed_tensors(rounded: RoundedWeight, bits: int = 4) -> dict[str, torch.Ten
 
 def int8_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     "A matrix [n, k] as `int-quantized` stores it, a scale for each row."
-    rounded = Grid(bits=8, group_size=-1).round(weight)
+    rounded = RoundingGrid(bits=8, group_size=-1).round(weight)
     return {"weight": rounded.numbers, "weight_scale": rounded.scales}
 
 
@@ -275,7 +275,7 @@ def _plain_folder(model: str) -> Path:
     return folder
 
 
-def _to_nearest(scheme: str, strategy: str, grid: Grid) -> Pack:
+def _to_nearest(scheme: str, strategy: str, grid: RoundingGrid) -> Pack:
     "How a matrix is packed without a look at its inputs."
     if scheme == "w8a8":
         return lambda path, weight: int8_tensors(weight)
@@ -285,7 +285,7 @@ def _to_nearest(scheme: str, strategy: str, grid: Grid) -> Pack:
 
 
 def _calibrated(
-    scheme: str, source: Path, grid: Grid, token_ids: torch.Tensor
+    scheme: str, source: Path, grid: RoundingGrid, token_ids: torch.Tensor
 ) -> tuple[Pack, dict[str, torch.Tensor]]:
     "How GPTQ or AWQ packs a matrix, and which tensors have changed before."
     from transformers import AutoModelForCausalLM
@@ -339,7 +339,7 @@ def quantize_folder(
     stored = next(
         tensor.dtype for name, tensor in weights if name.removesuffix(".weight") in layers
     )
-    grid = Grid(recipe.num_bits, group_size or -1, stored)
+    grid = RoundingGrid(recipe.num_bits, group_size or -1, stored)
     if recipe.calibrated:
         experts = [path for path in layers if _EXPERT.search(path)]
         require(
