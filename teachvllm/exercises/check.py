@@ -605,6 +605,7 @@ PARTS = (  # modules of this package that register exercises
     "engine",
     "write_triton",
     "quantization",
+    "write_quantized",
 )
 
 
