@@ -36,7 +36,7 @@ from ..transformers_utils import DEFAULT_MODEL, find_model
 
 # %% ../../nbs/quantization/06_quantize.ipynb #3666adc1
 def pack_int32(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    "Whole numbers with a sign [n, k] int8 -> [n, k * bits / 32] int32, the first in the lowest bits."
+    "Numbers with a sign [n, k] int8 -> [n, k * bits / 32] int32, the first in the lowest bits."
     in_one = 32 // bits
     unsigned = (numbers.long() + (1 << bits - 1)).unflatten(1, (-1, in_one))
     words: torch.Tensor = (unsigned << torch.arange(0, 32, bits)).sum(-1)
