@@ -161,7 +161,7 @@ def run_chat(parsed: argparse.Namespace) -> None:
             ids = conversation_ids(llm, messages, parsed.max_tokens)
             return stream(llm.llm_engine, ids, params)
 
-        llm.get_tokenizer()  # its library is imported now, and not while the first answer is awaited
+        llm.get_tokenizer()  # its library is imported now, not while an answer is awaited
         converse(first, answer)
 
 

@@ -57,7 +57,7 @@ class PlainTokenizer:
 
     @staticmethod
     def keep(tokenizer: Any, place: Path) -> None:
-        "Write what `kept` needs, if this one can be replaced: another may clean up what it decodes."
+        "Write what `kept` needs, if this one can be replaced: others may clean up their text."
         backend = tokenizer.backend_tokenizer
         if type(backend.model).__name__ != "BPE":
             return

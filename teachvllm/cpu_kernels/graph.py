@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        "torch's question whether to import its compiler, only to keep it out of here: for a second."
+        "torch's question whether to import its compiler, to keep it out: that takes a second."
         return False
 
     def __enter__(self):
