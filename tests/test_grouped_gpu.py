@@ -195,7 +195,7 @@ def test_what_it_does_not_take() -> None:
     if DEVICE == "cpu":
         with patch.object(grouped, "interpreted", lambda: False):
             assert table.get("grouped_linear", weight, HALF) is None
-    assert "grouped" not in str(platform_kernels("cpu").names.get("scaled_linear"))
+    assert "gpu_kernels" not in str(platform_kernels("cpu").names.get("scaled_linear"))
 
 
 def test_each_kind_of_launch_is_made_beforehand() -> None:
