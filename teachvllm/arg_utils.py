@@ -20,6 +20,7 @@ import typing
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -624,10 +625,13 @@ DTYPES = {
 }
 
 
-def resolve_dtype(asked: str, device: str, checkpoint: str = "float32") -> str:
+def resolve_dtype(
+    asked: str, device: str, checkpoint: str = "float32", quantized: bool = False
+) -> str:
     """The dtype to compute in.
 
-    `auto` on a CPU is bfloat16 where the hardware multiplies it, else float32; on a GPU it is the
+    `auto` on a CPU is bfloat16 where the hardware multiplies it, or the bytes of `quantized` weights
+    (in float32 activations would not be rounded to bytes), else float32; on a GPU it is the
     checkpoint's (float32 becomes float16), with float16, and a warning, where there is no bfloat16.
     """
     import torch
@@ -640,7 +644,8 @@ def resolve_dtype(asked: str, device: str, checkpoint: str = "float32") -> str:
         return DTYPES[asked]
     if device == "cpu":
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return "bfloat16" if fast else "float32"
+        by_bytes = quantized and torch.cpu._is_vnni_supported() and find_spec("numba")
+        return "bfloat16" if fast or by_bytes else "float32"
     if checkpoint != "bfloat16":
         return "float16"
     major, minor = gpu_capability() or (8, 0)
@@ -958,7 +963,12 @@ def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
         path=path,
         hf_config=hf_config,
         tokenizer=tokenizer,
-        dtype=resolve_dtype(args.dtype, device, str(checkpoint).removeprefix("torch.")),
+        dtype=resolve_dtype(
+            args.dtype,
+            device,
+            str(checkpoint).removeprefix("torch."),
+            bool(getattr(hf_config, "quantization_config", None)),
+        ),
         max_model_len=longest if args.max_model_len is None else args.max_model_len,
         pooler_config=resolve_pooler_config(args, hf_config, path),
     )

@@ -183,6 +183,19 @@ def test_the_dtype_is_found_without_cuda(
     assert arg_utils.DeviceConfig().device == "cpu"
 
 
+@pytest.mark.parametrize("numba", [True, False])
+@pytest.mark.parametrize("bf16, vnni", [(True, True), (False, True), (False, False)])
+def test_dtype_of_a_processor(monkeypatch, bf16, vnni, numba):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    monkeypatch.setattr(arg_utils, "find_spec", lambda name: numba)
+    assert resolve_dtype("auto", "cpu") == ("bfloat16" if bf16 else "float32")
+    by_bytes = bf16 or vnni and numba
+    assert resolve_dtype("auto", "cpu", quantized=True) == ("bfloat16" if by_bytes else "float32")
+    assert resolve_dtype("float32", "cpu", quantized=True) == "float32"
+
+
 def test_the_capability_is_the_one_that_nvml_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     "On a stand-in for its module: of the first GPU that CUDA_VISIBLE_DEVICES names."
 

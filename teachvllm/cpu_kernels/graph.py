@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from .attention import DECODE, MERGE, NumbaPlan
-from .linear import dtypes_served
+
 from teachvllm.cpu_kernels.utils import (
     MAX_ARGUMENTS,
     Kernel,
@@ -348,8 +348,7 @@ class CpuGraphRunner:
 def record(runner: ModelRunner, kv_caches: list[torch.Tensor]) -> CpuGraphRunner | None:
     "A runner for this model's decode steps; None if there can be none: the log says why."
     scheduler = runner.config.scheduler_config
-    dtype = runner.context.dtype
-    if dtype not in dtypes_served() or runner.parallel.size > 1 or not runner.attention_layers:
+    if runner.parallel.size > 1 or not runner.attention_layers:
         return None
     most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return attempt(lambda: CpuGraphRunner(runner, kv_caches, most))

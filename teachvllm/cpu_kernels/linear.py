@@ -125,6 +125,19 @@ def biased(typing_context, tile, bias):
     return tile(tile, types.intp), build
 
 # %% ../../nbs/cpu/02_numba_linear.ipynb #d35c8a59
+def _factors(builder, words, dtype, pairs):
+    """Sixteen words of four bytes as what is multiplied: pairs of bfloat16 where the processor has the
+    instruction for pairs, else one or two registers of float32.
+    """
+    if pairs:
+        return [builder.bitcast(words, PAIRS)]
+    if dtype != types.uint16:
+        return [builder.bitcast(words, FLOATS)]
+    first = builder.shl(words, in_each_lane(16))
+    second = builder.and_(words, in_each_lane(-1 << 16))
+    return [builder.bitcast(bits, FLOATS) for bits in (first, second)]
+
+
 @operation
 def add_products(typing_context, tile, x, stride, weights):
     """Add one step's products: 4 bytes of each row of x, whose rows are `stride` bytes apart, times
@@ -133,25 +146,23 @@ def add_products(typing_context, tile, x, stride, weights):
 
     def build(context, builder, sig, args):
         sums, x, stride, weights = args
-        small = tile.dtype == types.uint16
-        kind, number = (PAIRS, I32) if small else (FLOATS, FLOAT)
-        name = "llvm.x86.avx512bf16.dpbf16ps.512" if small else "llvm.fma.v16f32"
-        form = [FLOATS, PAIRS, PAIRS] if small else [FLOATS] * 3
-        multiply = cgutils.get_or_insert_function(
-            builder.module, llvmlite.ir.FunctionType(FLOATS, form), name
-        )
+        pairs = tile.dtype == types.uint16 and host_features().get("avx512bf16")
+        name = "llvm.x86.avx512bf16.dpbf16ps.512" if pairs else "llvm.fma.v16f32"
+        form = llvmlite.ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS] if pairs else [FLOATS] * 3)
+        multiply = cgutils.get_or_insert_function(builder.module, form, name)
         loaded = [
-            builder.load(pointer_at(builder, weights, 64 * j, kind), align=4)
+            builder.load(pointer_at(builder, weights, 64 * j, WORDS), align=4)
             for j in range(VECTORS)
         ]
+        columns = [_factors(builder, words, tile.dtype, pairs) for words in loaded]
         for row in range(tile.rows):
             place = builder.add(x, builder.mul(stride, llvmlite.ir.Constant(I64, row)))
-            same = builder.bitcast(
-                spread(builder, builder.load(pointer_at(builder, place, 0, number), align=4)), kind
-            )
-            for j, weight in enumerate(loaded):
-                old = builder.extract_value(sums, row * VECTORS + j)
-                new = builder.call(multiply, [old, same, weight] if small else [same, weight, old])
+            words = spread(builder, builder.load(pointer_at(builder, place, 0, I32), align=4))
+            numbers = _factors(builder, words, tile.dtype, pairs)
+            for j, column in enumerate(columns):
+                new = builder.extract_value(sums, row * VECTORS + j)
+                for one in zip(numbers, column):
+                    new = builder.call(multiply, [new, *one] if pairs else [*one, new])
                 sums = builder.insert_value(sums, new, row * VECTORS + j)
         return sums
 
@@ -160,9 +171,16 @@ def add_products(typing_context, tile, x, stride, weights):
 # %% ../../nbs/cpu/02_numba_linear.ipynb #c87f4b91
 def _rounded(builder, x):
     """bfloat16 bits of sixteen float32 numbers: one instruction, which every processor with
-    `vdpbf16ps` has.
+    `vdpbf16ps` has, else the few that chapter cpu/01 has for one number.
     """
-    return builder.bitcast(builder.fptrunc(x, llvmlite.ir.VectorType(BFLOAT, LANES)), HALVES)
+    if host_features().get("avx512bf16"):
+        return builder.bitcast(builder.fptrunc(x, llvmlite.ir.VectorType(BFLOAT, LANES)), HALVES)
+    bits = builder.bitcast(x, WORDS)
+    odd = builder.and_(builder.lshr(bits, in_each_lane(16)), in_each_lane(1))
+    rounded = builder.add(builder.add(bits, in_each_lane(0x7FFF)), odd)
+    number = builder.fcmp_ordered("ord", x, x)
+    nearest = builder.select(number, rounded, in_each_lane(0x7FC00000))
+    return builder.trunc(builder.lshr(nearest, in_each_lane(16)), HALVES)
 
 
 @operation
@@ -301,9 +319,10 @@ def dtypes_served() -> frozenset[torch.dtype]:
     if find_openmp() is None:
         return frozenset()
     found = host_features()
-    floats = found.get("avx512f", False)
-    pairs = found.get("avx512bf16", False) and not found.get("amx-bf16", False)
-    return frozenset([torch.float32] * floats + [torch.bfloat16] * pairs)
+    wide = found.get("avx512f", False)
+    return frozenset(
+        [torch.float32] * wide + [torch.bfloat16] * (wide and not found.get("amx-bf16", False))
+    )
 
 
 def compile(dtype: torch.dtype) -> None:
