@@ -103,7 +103,7 @@ _BY_REASON: dict[str, dict[str, list[Any]]] = {
         "calculate_kv_scales": [False],
         "kv_cache_dtype_skip_layers": [],
     },
-    "weights are computed with as they are, and where they are": {
+    "weights are computed with where they are, and in the checkpoint's form": {
         "cpu_offload_gb": [0],
         "allow_deprecated_quantization": [False],
         "offload_backend": ["auto"],
