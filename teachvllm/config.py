@@ -293,14 +293,12 @@ class ModelConfig(ShowAsTable):
         asked = self.quantization
         if asked is None:
             return
-        stored = getattr(self.hf_config, "quantization_config", None)
-        if not stored:
+        method = self.quantization_method
+        if method is None:
             raise NotSupportedYet(
                 f"quantization={asked!r}: the model's configuration has no quantization_config, "
                 "and plain weights are rounded while they are loaded only to fp8 and int8"
             )
-        stored = stored if isinstance(stored, dict) else stored.to_dict()
-        method = stored.get("quant_method")
         require(
             asked == method,
             f"Quantization method specified in the model config ({method}) does not match the "
@@ -314,6 +312,15 @@ class ModelConfig(ShowAsTable):
         if not is_plain and hasattr(self.hf_config, "to_diff_dict"):
             state["hf_config"] = PlainConfig(self.hf_config)
         return state
+
+    @property
+    def quantization_method(self) -> str | None:
+        "What the checkpoint calls its method of quantization; None: it has plain weights."
+        stored = getattr(self.hf_config, "quantization_config", None)
+        if not stored:
+            return None
+        stored = stored if isinstance(stored, dict) else stored.to_dict()
+        return str(stored.get("quant_method"))
 
     @property
     def num_layers(self) -> int:

@@ -27,7 +27,7 @@ from teachvllm import LLM
 from teachvllm.config import NotSupportedYet
 from teachvllm.distributed.parallel_state import ParallelState, run_ranks
 from teachvllm.model_executor.layers import LinearBase, attention_layers
-from teachvllm.model_executor.loader import get_model, make_context
+from teachvllm.model_executor.loader import get_model, make_context, quant_config_of
 from teachvllm.model_executor.models.parity import random_sequences
 from teachvllm.quantization import grouped
 from teachvllm.sampling_params import SamplingParams
@@ -393,6 +393,28 @@ def test_what_int8_is_not_for(tmp_path: Path) -> None:
     quantize(tmp_path, "awq")
     with pytest.raises(ValueError, match="does not match the quantization method"):
         texts(tmp_path, PROMPTS, quantization="int8")
+
+
+def test_a_method_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny("llama", tmp_path)
+    quantize(tmp_path, "awq")
+    config = make_config(tmp_path, dtype="float32")
+    assert quant_config_of(config).get_name() == "awq"
+    halves = classmethod(lambda cls: [torch.float16])
+    monkeypatch.setattr(grouped.AWQConfig, "get_supported_act_dtypes", halves)
+    with pytest.raises(
+        ValueError, match="dtype=float32 is not supported for quantization method a"
+    ):
+        quant_config_of(config)
+    monkeypatch.undo()
+    object.__setattr__(config.device_config, "device", "cuda")
+    for capability, enough in (((6, 1), False), ((7, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        if enough:
+            assert quant_config_of(config).get_name() == "awq"
+        else:
+            with pytest.raises(ValueError, match="Minimum capability: 70. Current capability: 61"):
+                quant_config_of(config)
 
 
 def test_a_sharded_state_stays_packed(tmp_path: Path) -> None:

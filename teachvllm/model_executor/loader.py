@@ -6,7 +6,7 @@
 __all__ = ['GGUF_NAMES', 'GGUF_OTHER_NAMES', 'SHARD_NAME', 'KV_SCALE', 'weight_files', 'TensorSlice', 'safetensors_weights',
            'bin_weights', 'dummy_weights', 'hf_name', 'unpermute', 'gguf_tensor', 'hf_layout', 'gguf_weights',
            'convert_gguf', 'shard_files', 'load_sharded_state', 'find_weights', 'default_tensors', 'take_kv_scales',
-           'make_context', 'compile_kernels', 'get_model', 'save_sharded_state']
+           'quant_config_of', 'make_context', 'compile_kernels', 'get_model', 'save_sharded_state']
 
 # %% ../../nbs/39_loader.ipynb #06ada17d
 import json
@@ -426,6 +426,30 @@ def _attn_backend(config: VllmConfig, kernels: KernelTable) -> type[AttentionBac
     )
 
 
+def quant_config_of(config: VllmConfig) -> Any:
+    """What the linear layers ask for their method (see `get_quant_config`), or None. `ValueError` if
+    it does not take activations of the model's dtype, or needs a newer GPU; it may say so by vLLM's
+    `get_supported_act_dtypes` and `get_min_capability`. vLLM: `VllmConfig._get_quantization_config`.
+    """
+    model = config.model_config
+    quant_config = get_quant_config(model.hf_config)
+    dtypes = getattr(quant_config, "get_supported_act_dtypes", lambda: None)()
+    require(
+        dtypes is None or getattr(torch, model.dtype) in dtypes,
+        f"dtype={model.dtype} is not supported for quantization method {model.quantization_method}. "
+        f"Supported dtypes: {dtypes}",
+    )
+    if config.device_config.device == "cuda" and hasattr(quant_config, "get_min_capability"):
+        major, minor = torch.cuda.get_device_capability()
+        least = quant_config.get_min_capability()
+        require(
+            10 * major + minor >= least,
+            f"The quantization method {model.quantization_method} is not supported for the current "
+            f"GPU. Minimum capability: {least}. Current capability: {10 * major + minor}.",
+        )
+    return quant_config
+
+
 def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) -> ModelContext:
     """What the model's layers must know of the engine: the attention backend asked for or the best,
     block size, dtype, how its weights are quantized, the other workers that have a part of it, and
@@ -437,7 +461,7 @@ def make_context(config: VllmConfig, parallel: ParallelState = ParallelState()) 
         _attn_backend(config, kernels),
         config.cache_config.block_size,
         getattr(torch, model.dtype),
-        get_quant_config(model.hf_config),
+        quant_config_of(config),
         parallel,
         model.max_model_len,
         getattr(torch, config.cache_config.torch_dtype(model.dtype)),

@@ -338,7 +338,13 @@ class QuantizationConfig(ABC):
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        "The dtypes a model may have with such weights. What no kernel takes is unpacked."
         return [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        "The least compute capability of a GPU, times ten: what Triton compiles for."
+        return 70
 
     @classmethod
     @abstractmethod
