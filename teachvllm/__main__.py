@@ -353,15 +353,22 @@ def run_demo(parsed: argparse.Namespace) -> None:
 
 # %% ../nbs/package/07_command_line.ipynb #fdabda98
 def tied_copy_bytes(model: Any, device: str) -> int:
-    """Bytes of the heads that lie in memory twice.
+    """Bytes that tied heads add to a model's parameters.
 
-    On a CPU a head that is tied to the embedding is packed for its product.
+    On a CPU such a head is packed for its product, beside the embedding. A head that has blocks of
+    its own lends the embedding its rows: then the embedding's bytes are not there (less than 0).
     """
     import torch
 
-    heads = [layer for layer in model.modules() if getattr(layer, "shares_weight", False)]
-    packed = (torch.float32, torch.bfloat16) if device == "cpu" else ()
-    return sum(head.weight.nbytes for head in heads if head.weight.dtype in packed)
+    copied = 0
+    for layer in model.modules():
+        if not getattr(layer, "shares_weight", False):
+            continue
+        if len(list(layer.parameters())) > 1:
+            copied -= layer.weight.nbytes
+        elif device == "cpu" and layer.weight.dtype in (torch.float32, torch.bfloat16):
+            copied += layer.weight.nbytes
+    return copied
 
 # %% ../nbs/package/07_command_line.ipynb #0880931c
 def memory_facts(config: VllmConfig) -> dict[str, Any]:
@@ -388,7 +395,7 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
     copied = tied_copy_bytes(shapes, device)
     profiler.weights = sum(parameter.nbytes for parameter in shapes.parameters()) + copied
     weights = f"{profiler.weights / GiB:.2f} GiB"
-    if copied:
+    if copied > 0:
         weights += (
             f", {copied / GiB:.2f} of it for the head, packed apart from the embedding it is tied "
             "to"
@@ -399,6 +406,7 @@ def memory_facts(config: VllmConfig) -> dict[str, Any]:
     )
     return {
         "attention": f"{context.attn_backend.name} ({heads})",
+        "quantization": model.quantization_method or "no",
         "weights": weights,
         "KV block": f"{block_bytes:,} bytes for {size} tokens",
         "KV cache": _kv_cache_fact(profiler, block_bytes, config),

@@ -39,7 +39,13 @@ from teachvllm.config import (
     check_names,
     require,
 )
-from .transformers_utils import DEFAULT_MODEL, find_model, load_hf_config, read_config
+from teachvllm.transformers_utils import (
+    DEFAULT_MODEL,
+    find_model,
+    load_hf_config,
+    read_config,
+    stored_quantization,
+)
 
 # %% ../nbs/19_arg_utils.ipynb #9390dbbf
 logger = logging.getLogger("teachvllm")
@@ -930,8 +936,10 @@ def configuration_of(path: Path, args: EngineArgs) -> Any:
         hf_config = read_config(path)
     if hf_config is None:
         hf_config = apply_overrides(load_hf_config(path, args.trust_remote_code), args.hf_overrides)
-    plain = not getattr(hf_config, "quantization_config", None)
-    if plain and args.quantization in ONLINE:
+    stored = stored_quantization(path, hf_config)
+    if stored:
+        hf_config.quantization_config = stored
+    elif args.quantization in ONLINE:
         hf_config.quantization_config = {"quant_method": args.quantization, "online": True}
     elif path.is_file():
         hf_config.quantization_config = {"quant_method": "gguf", "file": str(path)}

@@ -299,8 +299,9 @@ class ModelConfig(ShowAsTable):
                 f"quantization={asked!r}: the model's configuration has no quantization_config, "
                 "and plain weights are rounded while they are loaded only to fp8 and int8"
             )
+        # vLLM's kernel Marlin gives methods other names
         require(
-            asked == method,
+            method in (asked, {"marlin": "gptq"}.get(asked, asked.removesuffix("_marlin"))),
             f"Quantization method specified in the model config ({method}) does not match the "
             f"quantization method specified in the `quantization` argument ({asked}).",
         )

@@ -6,7 +6,7 @@
 __all__ = ['DEFAULT_MODEL', 'GGUF_NUMBERS', 'GGUF_TEXT', 'GGUF_ARRAY', 'Places', 'GGUF_MODELS', 'GGUF_CONFIG', 'PLAIN_FAMILIES',
            'bundled_model', 'content_hash', 'cache_folder', 'download', 'find_model', 'GGUFHeader', 'read_gguf_header',
            'gguf_rope_scaling', 'gguf_extras', 'gguf_fields', 'load_gguf_config', 'load_hf_config', 'FileConfig',
-           'read_config']
+           'read_config', 'stored_quantization']
 
 # %% ../nbs/18_transformers_utils.ipynb #07d1d455
 import hashlib
@@ -501,3 +501,25 @@ def read_config(path: Path) -> FileConfig | None:
         return FileConfig(fields)
     except Exception:  # a damaged file shows as nearly any error
         return None
+
+# %% ../nbs/18_transformers_utils.ipynb #e22c1359
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
+def stored_quantization(path: Path, hf_config: Any) -> dict[str, Any] | None:
+    """What a checkpoint says of how its weights are quantized; None: they are plain, or in a GGUF
+    file, which says it of each tensor.
+
+    It is the configuration's `quantization_config`, or `compression_config` (older
+    compressed-tensors), or what older GPTQ and AWQ tools wrote beside it. vLLM:
+    `get_quant_config` in `model_loader/weight_utils.py`.
+    """
+    for name in ("quantization_config", "compression_config"):
+        fields = getattr(hf_config, name, None)
+        if fields:
+            return fields if isinstance(fields, dict) else dict(fields.to_dict())
+    for file, method in _OWN_FILES.items():
+        if (path / file).is_file():
+            fields = json.loads((path / file).read_text())
+            return {"quant_method": method, **fields}
+    return None

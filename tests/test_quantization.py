@@ -430,6 +430,66 @@ def test_a_sharded_state_stays_packed(tmp_path: Path) -> None:
     assert found == [greedy(hf_model, prompt, 8) for prompt in PROMPTS]
 
 
+MOVED: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "an older name": ("compressed symmetric", None, {}),
+    "GPTQ's file": ("gptq", "quantize_config.json", {"quantization": "gptq_marlin"}),
+    "AWQ's file": ("awq", "quant_config.json", {"quantization": "awq"}),
+}
+
+
+@pytest.mark.parametrize("case", list(MOVED))
+def test_where_older_tools_wrote_it(tmp_path: Path, case: str) -> None:
+    kind, file, options = MOVED[case]
+    make_tiny("llama", tmp_path)
+    hf_model = quantize(tmp_path, kind)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    stored = config.pop("quantization_config")
+    if file:
+        del stored["quant_method"]
+        (tmp_path / file).write_text(json.dumps(stored))
+    else:
+        config["compression_config"] = stored
+    path.write_text(json.dumps(config))
+    found = texts(tmp_path, PROMPTS, **options)
+    assert found == [greedy(hf_model, prompt, 8) for prompt in PROMPTS]
+
+
+def test_what_says_nothing_of_the_numbers(tmp_path: Path) -> None:
+    "Weights that are quantized, in a configuration that does not say it."
+    make_tiny("llama", tmp_path)
+    quantize(tmp_path, "gptq")
+    change_config(tmp_path, quantization_config=None)
+    with pytest.raises(ValueError, match="has no place: the model's configuration does not say"):
+        LLM(str(tmp_path), **OPTIONS)
+    make_tiny("llama", tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match="up_proj.weight is torch.float8_e4m3fn, a quantized weigh"
+    ):
+        LLM(str(tmp_path), **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "compressed symmetric"])
+def test_what_is_said_of_nothing(tmp_path: Path, kind: str) -> None:
+    "Keys that change nothing, and a module that is left out."
+    make_tiny("llama", tmp_path)
+    hf_model = quantize(tmp_path, kind)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    if kind == "gptq":
+        more = {"checkpoint_format": None, "dynamic": {"-:.*no_such_module": {}}}
+    else:
+        cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+        more = {"sparsity_config": {"format": "dense"}, "kv_cache_scheme": cache}
+    change_config(tmp_path, quantization_config=config | more)
+    found = texts(tmp_path, PROMPTS)
+    assert found == [greedy(hf_model, prompt, 8) for prompt in PROMPTS]
+
+
 def test_weights_stay_small() -> None:
     "In groups of 64: less than 0.31 of 16 bits."
     numbers = torch.randint(16, (64, 512), dtype=torch.uint8)
@@ -468,7 +528,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "group": (gptq_config(group_size=0), "group_size=0 is no group's size"),
     "no group": (gptq_config(group_size=None), "group_size=None is no group's size"),
     "a group that does not divide": (gptq_config(group_size=40), "qkv_proj: an element for 40"),
-    "dynamic": (gptq_config(dynamic={"-:.*": {}}), "dynamic="),
+    "no bits": ({k: v for k, v in gptq_config().items() if k != "bits"}, "bits=None"),
+    "dynamic": (gptq_config(dynamic={"+:.*up.*": {"bits": 8}}), "dynamic="),
+    "a pattern": (gptq_config(dynamic={"-:(": {}}), r"dynamic has 're:\('"),
+    "a list": (AWQ | {"modules_to_not_convert": "lm_head"}, "='lm_head' is no list of names"),
+    "weights": (scheme() | {"config_groups": {"a": {"weights": [8]}}}, r"a: weights=\[8\]"),
+    "a cache": (scheme() | {"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme: num_bits=4"),
+    "sparse": (scheme() | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config="),
     "version": (AWQ | {"version": "gemv"}, "version='gemv'"),
     "zero point": (AWQ | {"zero_point": False}, "zero_point=False"),
     "format": (scheme() | {"format": "marlin-24"}, "format='marlin-24'"),
@@ -520,6 +586,14 @@ def beyond(tensors: dict[str, torch.Tensor], name: str) -> None:
     tensors[name] = tensors[name] + 100
 
 
+def nan(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name][0, 0] = torch.nan
+
+
+def named_otherwise(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name.replace("scales", "weight_zero_point")] = tensors[name].clone()
+
+
 SPOILED: dict[str, tuple[Callable[..., None], str, str]] = {
     "missing": (without, "mlp.down_proj.qzeros", "lacks 1 of .*down_proj.qzeros"),
     "a dtype": (as_float, "mlp.down_proj.qweight", "down_proj.qweight is torch.float32"),
@@ -530,6 +604,8 @@ SPOILED: dict[str, tuple[Callable[..., None], str, str]] = {
         "down_proj: columns belong to groups that are not there",
     ),
     "stacked": (beyond, "self_attn.k_proj.g_idx", "g_idx differs among matrices"),
+    "a scale": (nan, "mlp.down_proj.scales", "down_proj: has scales that are NaN"),
+    "surplus": (named_otherwise, "mlp.down_proj.scales", "weight_zero_point has no place"),
 }
 
 

@@ -720,8 +720,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "output_activations=",
     ),
     "a cache": (
-        scheme("float", "channel", "token", kv_cache_scheme={"num_bits": 8}),
-        "kv_cache_scheme=",
+        scheme("float", "channel", "token", kv_cache_scheme={"type": "int"}),
+        "kv_cache_scheme: type='int'",
     ),
     "format": (scheme("int", "channel", "token", "marlin-24"), "format='marlin-24'"),
     "a scheme": (FP8 | {"activation_scheme": "token"}, "activation_scheme='token'"),

@@ -29,7 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..attention.backend import FLOAT8, AttentionBackend, get_attn_backend
-from ..config import VllmConfig, require
+from ..config import NotSupportedYet, VllmConfig, require
 from ..distributed.parallel_state import ParallelState
 from ..inputs import get_tokenizer
 from ..kernels import KernelTable, platform_kernels
@@ -211,14 +211,19 @@ def gguf_tensor(
     data: np.ndarray, shape: tuple[int, ...], kind: int, start: int, exact: bool = True
 ) -> torch.Tensor:
     """One tensor from the bytes of a GGUF file, in float32; in bfloat16 if it need not be `exact` and
-    was not stored as float32 or float16.
+    was not stored as float32 or float16. `NotSupportedYet` names a type that cannot be unpacked.
     """
     import gguf
 
+    if kind not in gguf.GGML_QUANT_SIZES:
+        raise NotSupportedYet(f"blocks of type {kind} are not supported yet")
     qtype = gguf.GGMLQuantizationType(kind)
     stored_shape = gguf.quant_shape_to_byte_shape(shape, qtype)
     stored = data[start : start + math.prod(stored_shape)].reshape(stored_shape)
-    weight = torch.from_numpy(gguf.quants.dequantize(stored, qtype).copy())
+    try:
+        weight = torch.from_numpy(gguf.quants.dequantize(stored, qtype).copy())
+    except NotImplementedError:
+        raise NotSupportedYet(f"blocks of type {qtype.name} are not supported yet") from None
     plain = qtype in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
     return weight if plain or exact else weight.bfloat16()
 
@@ -388,6 +393,7 @@ def default_tensors(dtype: torch.dtype, device: str) -> Iterator[None]:
 
 # %% ../../nbs/39_loader.ipynb #d1b4fe34
 KV_SCALE = re.compile(r"(.*?)(?:\.(?:attn|k_proj|v_proj|qkv_proj))?\.(k_scale|v_scale|kv_scale)")
+_OUTPUT_SCALE = re.compile(r"\.([kv])_proj\.output_scale$")  # compressed-tensors' name
 
 
 def take_kv_scales(model: nn.Module, weights: Weights) -> Weights:
@@ -396,7 +402,7 @@ def take_kv_scales(model: nn.Module, weights: Weights) -> Weights:
     """
     layers = attention_layers(model)
     for name, tensor in weights:
-        match = KV_SCALE.fullmatch(name)
+        match = KV_SCALE.fullmatch(_OUTPUT_SCALE.sub(r".\1_scale", name))
         path, kind = match.groups() if match else ("", "")
         layer = layers.get(f"{path}.attn") or layers.get(f"model.{path}.attn")
         if layer is None:

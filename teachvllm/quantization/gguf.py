@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..config import require
+from ..config import NotSupportedYet, require
 from ..kernels import warn_once
 from teachvllm.model_executor.layers import (
     LinearMethod,
@@ -251,6 +251,12 @@ class GGUFConfig(QuantizationConfig):
         )
         self.file = file
         values, self.tensors = read_gguf_header(file)
+        parts = values.get("split.count", 1)
+        if parts > 1:
+            raise NotSupportedYet(
+                f"{file.name} is one of {parts} files (split.count), which are not read together "
+                "yet: merge them first, by `llama-gguf-split --merge`"
+            )
         architecture = values.get("general.architecture")
         # these models' matrices lie otherwise in a file: they are unpacked
         self.by_kind = {} if architecture in ("gpt2", "gptneox") else GGUFConfig.by_kind
@@ -305,6 +311,8 @@ class GGUFConfig(QuantizationConfig):
                 continue  # another stage of a pipeline has it
             try:
                 yield from self._read(name, data, place, hf_config)
+            except NotSupportedYet as error:
+                raise NotSupportedYet(f"{self.file}: {gguf_name}: {error}") from None
             except (ValueError, IndexError) as error:
                 where = f"{self.file} is corrupt or cut short"
                 raise WeightsError(f"{where}: {gguf_name}: {error}") from error
@@ -335,7 +343,8 @@ class GGUFConfig(QuantizationConfig):
         if methods:  # the head has it, and will lend it or lay it out
             yield name, torch.zeros(1).expand(shape)
             return
-        self.unpacked += kind > 1 and (path in self.asked or "{}" in path)
+        plain = (0, 1, 30)  # float32, float16, bfloat16
+        self.unpacked += kind not in plain and (path in self.asked or "{}" in path)
         weight = gguf_tensor(data, *place)
         if "{}" in name:
             yield from ((name.format(i), expert) for i, expert in enumerate(weight))

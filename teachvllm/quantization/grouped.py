@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['AWQ_ORDER', 'pack_nibbles', 'unpack_nibbles', 'GroupedWeight', 'unpack_int32', 'undo_awq_order', 'StoredTensor',
            'in_groups', 'pack_groups_of', 'GroupedLinearMethod', 'QuantizationConfig', 'matches', 'require_known',
-           'group_size_of', 'AWQLinearMethod', 'AWQConfig', 'GPTQLinearMethod', 'GPTQConfig',
+           'patterns_of', 'group_size_of', 'AWQLinearMethod', 'AWQConfig', 'GPTQLinearMethod', 'GPTQConfig',
            'PackQuantizedLinearMethod', 'narrow', 'CompressedTensorsConfig']
 
 # %% ../../nbs/quantization/01_grouped.ipynb #6fe6fb9c
@@ -134,13 +134,14 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the columns in an int32, from the low
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The unsigned numbers of `bits` bits in an int32 tensor, lowest first, as uint8: along `dim`
-    there are 32 / bits times as many.
+    """The unsigned numbers of 4 or 8 bits in an int32 tensor, lowest first, as uint8: along `dim`
+    there are 8 or 4 times as many.
     """
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
-    shifts = shifts.view(-1, *[1] * (packed.dim() - dim - 1))
-    numbers: torch.Tensor = packed.unsqueeze(dim + 1) >> shifts & (1 << bits) - 1
-    return numbers.flatten(dim, dim + 1).to(torch.uint8)
+    rows = packed.movedim(dim, -1).clone(memory_format=torch.contiguous_format)
+    numbers = rows.view(torch.uint8)  # in memory, too, the lowest comes first
+    if bits == 4:
+        numbers = torch.stack([numbers & 15, numbers >> 4], -1).flatten(-2)
+    return numbers.movedim(-1, dim)
 
 
 def undo_awq_order(numbers: torch.Tensor) -> torch.Tensor:
@@ -359,6 +360,8 @@ class QuantizationConfig(ABC):
         "The layer's method; None: its weights are plain."
         if isinstance(layer, ParallelLMHead) and (layer.shares_weight or not self.lm_head):
             return None
+        if matches(prefix, self.ignored):  # stacked in the checkpoint, too
+            return None
         left_out = [matches(name, self.ignored) for name in self.names_in_checkpoint(prefix)]
         if self.all_or_none(prefix, f"{self.ignored_by} is", left_out):
             return None
@@ -402,6 +405,19 @@ def require_known(config: dict[str, Any], known: dict[str, tuple[Any, ...]], nam
             raise NotSupportedYet(f"{name}: {key}={value!r} is not supported yet, only {choices}")
 
 
+def patterns_of(config: dict[str, Any], key: str, name: str) -> list[str]:
+    "A list of patterns for `matches`; `ValueError` names one that cannot be read."
+    patterns = config.get(key) or []
+    are_texts = isinstance(patterns, list) and all(isinstance(one, str) for one in patterns)
+    require(are_texts, f"{name}: {key}={patterns!r} is no list of names")
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{name}: {key} has {pattern!r}: {error}") from None
+    return list(patterns)
+
+
 def group_size_of(value: Any, name: str) -> int:
     "A group size; -1: a row is one group. `ValueError` for anything else."
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -421,13 +437,13 @@ class AWQLinearMethod(GroupedLinearMethod):
         return {
             "qweight": StoredTensor("kn", torch.int32, {"n": 8}),
             "qzeros": in_groups("kn", torch.int32, size, n=8),
-            "scales": in_groups("kn", torch.float16, size),
+            "scales": in_groups("kn", torch.float32, size),
         }
 
     def read(self, layer: Any) -> GroupedWeight:
         numbers = undo_awq_order(unpack_int32(layer.qweight, 4, 1)).T.contiguous()
         zeros = undo_awq_order(unpack_int32(layer.qzeros, 4, 1)).T.contiguous()
-        return GroupedWeight(numbers, layer.scales.T.contiguous(), zeros, 4)
+        return GroupedWeight(numbers, narrow(layer.scales.T.contiguous()), zeros, 4)
 
 
 class AWQConfig(QuantizationConfig):
@@ -450,7 +466,7 @@ class AWQConfig(QuantizationConfig):
         known = {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)}
         require_known(config | {"bits": bits}, known, "awq")
         size = config.get("q_group_size", config.get("group_size"))
-        ignored = config.get("modules_to_not_convert") or []
+        ignored = patterns_of(config, "modules_to_not_convert", "awq")
         return cls(group_size_of(size, "awq"), ignored, bool(config.get("lm_head", False)))
 
     def make_method(self, prefix: str) -> LinearMethod:
@@ -468,7 +484,7 @@ class GPTQLinearMethod(GroupedLinearMethod):
         return {
             "qweight": StoredTensor("kn", torch.int32, {"k": in_one}),
             "qzeros": in_groups("kn", torch.int32, c.group_size, c.desc_act, n=in_one),
-            "scales": in_groups("kn", torch.float16, c.group_size, c.desc_act),
+            "scales": in_groups("kn", torch.float32, c.group_size, c.desc_act),
             "g_idx": StoredTensor("k", torch.int32),
         }
 
@@ -479,17 +495,34 @@ class GPTQLinearMethod(GroupedLinearMethod):
         zeros = (zeros + (0 if c.version == "gptq_v2" else 1)).contiguous()  # up to 16, or 256
         if c.bits == 4:
             zeros = zeros.to(torch.uint8)
-        scales = layer.scales.T.contiguous()
-        groups = layer.g_idx if c.desc_act else None
-        return GroupedWeight(numbers, scales, zeros, c.bits, groups)
+        scales = narrow(layer.scales.T.contiguous())
+        if c.desc_act:
+            return GroupedWeight(numbers, scales, zeros, c.bits, layer.g_idx)
+        in_order = torch.arange(len(layer.g_idx), device=scales.device)
+        in_order //= len(in_order) // scales.shape[1]
+        # zeros are dummy weights
+        if layer.g_idx.any() and not torch.equal(layer.g_idx - layer.g_idx[0], in_order.int()):
+            raise WeightsError("has g_idx, which puts columns in another order, without desc_act")
+        return GroupedWeight(numbers, scales, zeros, c.bits)
 
 
 class GPTQConfig(QuantizationConfig):
-    "vLLM: `GPTQConfig`."
+    """vLLM: `GPTQConfig`. Of `dynamic`'s rules those are served that leave modules out, which begin
+    with a minus.
+    """
+
+    ignored_by = "dynamic"
 
     def __init__(
-        self, bits: int, group_size: int, desc_act: bool, version: str, lm_head: bool = False
+        self,
+        bits: int,
+        group_size: int,
+        desc_act: bool,
+        version: str,
+        lm_head: bool = False,
+        ignored: Sequence[str] = (),
     ):
+        self.ignored = ignored
         self.bits = bits
         self.group_size = group_size
         self.desc_act = desc_act
@@ -502,19 +535,23 @@ class GPTQConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "GPTQConfig":
-        known = {
+        known: dict[str, tuple[Any, ...]] = {
             "bits": (4, 8),
-            "checkpoint_format": ("gptq", "gptq_v2"),
-            "dynamic": (None, {}),
-            "desc_act": (False, True),
+            "checkpoint_format": ("gptq", "gptq_v2", "", None),
+            "desc_act": (False, True, None),
         }
-        require_known(config, known, "gptq")
+        require_known({"bits": None} | config, known, "gptq")
+        rules = config.get("dynamic") or {}
+        others = {rule: what for rule, what in rules.items() if not rule.startswith("-:")}
+        require_known({"dynamic": others}, {"dynamic": ({},)}, "gptq")
+        left_out = {"dynamic": ["re:" + rule.removeprefix("-:") for rule in rules]}
         return cls(
             config["bits"],
             group_size_of(config.get("group_size"), "gptq"),
             bool(config.get("desc_act", False)),
             config.get("checkpoint_format") or "gptq",
             bool(config.get("lm_head", False)),
+            patterns_of(left_out, "dynamic", "gptq"),
         )
 
     def make_method(self, prefix: str) -> LinearMethod:
@@ -571,11 +608,29 @@ class PackQuantizedLinearMethod(GroupedLinearMethod):
 
 
 def narrow(scales: torch.Tensor) -> torch.Tensor:
-    "In 16 bits, if that loses nothing: a checkpoint's scales may be float16, bfloat16 or float32."
+    """In 16 bits, if that loses nothing: a checkpoint's scales may be float16, bfloat16 or float32.
+    `WeightsError` if one is no number.
+    """
+    if not scales.isfinite().all():
+        raise WeightsError("has scales that are NaN or infinite")
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(scales.to(dtype).float(), scales):
             return scales.to(dtype)
     return scales.data
+
+
+def _check_cache_scheme(scheme: dict[str, Any]) -> None:
+    """`NotSupportedYet` for a cache that is not of 8-bit floats with a scale for each layer. Whether
+    there is one, the argument `kv_cache_dtype` says; one in the model's dtype is more exact.
+    """
+    known: dict[str, tuple[Any, ...]] = {
+        "num_bits": (8,),
+        "type": ("float",),
+        "strategy": ("tensor",),
+        "dynamic": (False,),
+        "symmetric": (True,),
+    }
+    require_known(scheme, known, "compressed-tensors, kv_cache_scheme")
 
 
 _SCALED = "teachvllm.quantization.scaled.ScaledLinearMethod"
@@ -606,15 +661,22 @@ class CompressedTensorsConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "CompressedTensorsConfig":
+        sparsity = config.get("sparsity_config") or {}
+        if sparsity.get("format") == "dense":
+            sparsity = {}
         known: dict[str, tuple[Any, ...]] = {
-            "kv_cache_scheme": (None,),
-            "sparsity_config": (None, {}),
+            "sparsity_config": ({},),
             "transform_config": (None, {}),
         }
-        require_known(config, known, cls.get_name())
+        require_known(config | {"sparsity_config": sparsity}, known, cls.get_name())
+        _check_cache_scheme(config.get("kv_cache_scheme") or {})
         groups = []
         for name, group in (config.get("config_groups") or {}).items():
-            require(bool(group.get("weights")), f"compressed-tensors, {name}: weights is missing")
+            weights = isinstance(group, dict) and group.get("weights")
+            require(
+                bool(weights) and isinstance(weights, dict),
+                f"compressed-tensors, {name}: weights={weights!r} does not describe them",
+            )
             # "mixed-precision" of the whole leaves it to the groups
             layout = group.get("format") or config.get("format", "pack-quantized")
             require_known(
@@ -622,7 +684,7 @@ class CompressedTensorsConfig(QuantizationConfig):
             )
             groups.append(group | {"format": layout})
         require(bool(groups), "compressed-tensors: config_groups is empty")
-        return cls(groups, config.get("ignore") or [])
+        return cls(groups, patterns_of(config, "ignore", cls.get_name()))
 
     def make_method(self, prefix: str) -> LinearMethod | None:
         groups = [self._group(name) for name in self.names_in_checkpoint(prefix)]

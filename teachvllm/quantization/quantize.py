@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from teachvllm.quantization.gptq import (
     gptq_model,
     linear_layers,
 )
-from ..transformers_utils import DEFAULT_MODEL, find_model
+from ..transformers_utils import DEFAULT_MODEL, find_model, stored_quantization
 
 # %% ../../nbs/quantization/06_quantize.ipynb #3666adc1
 def pack_int32(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -271,7 +272,8 @@ def _plain_folder(model: str) -> Path:
     folder = find_model(model)
     folder = convert_gguf(folder) if folder.is_file() else folder
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    require("quantization_config" not in fields, f"model={model!r} is quantized already")
+    stored = stored_quantization(folder, SimpleNamespace(**fields))
+    require(stored is None, f"model={model!r} is quantized already")
     return folder
 
 

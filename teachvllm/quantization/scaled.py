@@ -28,6 +28,7 @@ from teachvllm.quantization.grouped import (
     StoredTensor,
     narrow,
     pack_groups_of,
+    patterns_of,
     require_known,
 )
 
@@ -289,7 +290,7 @@ class Fp8Config(QuantizationConfig):
         }
         require_known(config, known, "fp8")
         keys = "ignored_layers", "modules_to_not_convert"
-        ignored = [name for key in keys for name in config.get(key) or []]
+        ignored = [name for key in keys for name in patterns_of(config, key, "fp8")]
         return cls(None if config.get("online") else cls.group_of(config), ignored)
 
     @staticmethod

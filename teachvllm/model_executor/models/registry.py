@@ -76,7 +76,8 @@ def get_quant_config(hf_config: Any) -> Any:
     served = QUANTIZATION_METHODS.get(fields.get("quant_method", ""))
     if served is None:
         raise NotSupportedYet(
-            f"quantization_config={fields!r} in the model's configuration is not supported yet"
+            f"quantization_config={fields!r} in the model's configuration is not supported yet; "
+            f"methods that are: {', '.join(QUANTIZATION_METHODS)}"
         )
     return resolve_class(served).from_config(fields)
 
