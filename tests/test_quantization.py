@@ -4,6 +4,7 @@ computed by transformers with the same numbers unpacked.
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers import (
 from teachvllm import LLM
 from teachvllm.config import NotSupportedYet
 from teachvllm.distributed.parallel_state import ParallelState, run_ranks
+from teachvllm.kernels import KernelTable
 from teachvllm.model_executor.layers import LinearBase, attention_layers
 from teachvllm.model_executor.loader import get_model, make_context, quant_config_of
 from teachvllm.model_executor.models.parity import random_sequences
@@ -344,6 +346,33 @@ def test_experts(tmp_path: Path) -> None:
         tmp_path / "model.safetensors"
     )
     assert texts(tmp_path, PROMPTS) == [greedy(hf_model, prompt, 8) for prompt in PROMPTS]
+
+
+def test_a_stack_is_cut_into_experts() -> None:
+    numbers = torch.randint(16, (96, 64), dtype=torch.uint8)
+    scales, zeros = torch.rand(96, 2).half(), torch.randint(16, (96, 2), dtype=torch.uint8)
+    for more in ({}, {"minima": torch.rand(96, 2)}, {"groups": torch.randperm(64) // 32}):
+        stack = grouped.GroupedWeight(numbers, scales, zeros, 4, **more)
+        parts = stack.chunk(3)
+        whole = torch.cat([part.dequantize(torch.float32) for part in parts])
+        assert torch.equal(whole, stack.dequantize(torch.float32))
+        x = torch.randn(2, 64)
+        assert torch.equal(torch.cat([part(x) for part in parts], 1), stack(x))
+
+
+def test_only_chosen_experts_are_unpacked(tmp_path: Path) -> None:
+    make_mixtral(tmp_path)
+    quantize(tmp_path, "awq", left_out=("lm_head", ".gate"))
+    config = make_config(tmp_path, dtype="float32")
+    context = make_context(config)
+    model = get_model(config, replace(context, kernels=KernelTable()))
+    experts = model.model.layers[0].mlp.experts
+    called: list[int] = []
+    for i, packed in enumerate(experts.w13.packed):
+        packed.register_forward_hook(lambda *_, i=i: called.append(i))
+    logits = torch.tensor([[0.0, 5.0, 0.0, 4.0], [0.0, 4.0, 0.0, 5.0]])
+    experts(torch.randn(2, 64), logits)
+    assert called == [1, 3]
 
 
 def round_like_int8(matrix: torch.Tensor) -> torch.Tensor:

@@ -119,6 +119,22 @@ class GroupedWeight(nn.Module):
             weight = (grouped - zeros) * scales[..., None]
         return weight.flatten(1).to(dtype)
 
+    def chunk(self, count: int) -> list["GroupedWeight"]:
+        "As many parts with equally many rows: the experts of a stack."
+
+        def rows_of(values: torch.Tensor | int | None) -> Sequence[Any]:
+            return values.chunk(count) if isinstance(values, torch.Tensor) else [values] * count
+
+        parts = []
+        for numbers, scales, zeros, minima in zip(
+            *map(rows_of, (self.unpack(), self.scales, self.zeros, self.minima)), strict=True
+        ):
+            part = GroupedWeight(numbers, scales, zeros, self.bits, minima=minima)
+            part.order = self.order
+            part.groups = self.groups
+            parts.append(part)
+        return parts
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         "[tokens, k] -> [tokens, n]."
         x = x if self.order is None else x[:, self.order]
@@ -304,7 +320,11 @@ class GroupedLinearMethod(LinearMethod):
             weight = self.read(layer)
         except WeightsError as error:
             raise WeightsError(f"{self.prefix}: {error}") from None
-        layer.packed = pack_groups_of(layer, weight) or weight
+        experts = getattr(layer, "num_experts", 1)
+        if experts > 1 and not weight.scales.is_cuda:  # a GPU's host must not ask which have rows
+            layer.packed = [pack_groups_of(layer, one) or one for one in weight.chunk(experts)]
+        else:
+            layer.packed = pack_groups_of(layer, weight) or weight
         for name in names:
             layer.register_parameter(name, None)
 

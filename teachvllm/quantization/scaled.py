@@ -127,6 +127,11 @@ class ScaledWeight(nn.Module):
             sums = F.linear(codes.float(), weight.float())
         return sums * (of_tokens * scales)
 
+    def chunk(self, count: int) -> list["ScaledWeight"]:
+        "As many parts with equally many rows, the experts of a stack; their inputs are not rounded."
+        parts = zip(self.weight.chunk(count), self.scales.chunk(count), strict=True)
+        return [ScaledWeight(*part, self.block, weight_only=True) for part in parts]
+
     def _row_scales(self) -> torch.Tensor:
         "[n, blocks of columns]."
         if self.block is None:

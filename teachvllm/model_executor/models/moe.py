@@ -152,7 +152,8 @@ class ExpertsConfig:
 
     def get_quant_method(self, layer: Any, prefix: str) -> LinearMethod:
         """A method with an `apply_grouped`, as `UnquantizedFusedMoEMethod` has it, or with a
-        `dequantize(layer, dtype)`, which gives the stack as one matrix.
+        `dequantize(layer, dtype)`, which gives the stack as one matrix; it may also leave a list of
+        each expert's product in `layer.packed`.
         """
         if self.quant_config is not None:
             method: LinearMethod = self.quant_config.get_quant_method(layer, prefix)
@@ -167,6 +168,8 @@ def apply_grouped(layer: Any, x: torch.Tensor, ends: torch.Tensor) -> torch.Tens
     if hasattr(method, "apply_grouped"):
         y: torch.Tensor = method.apply_grouped(layer, x, ends)
         return y
+    if isinstance(layer.packed, list):
+        return rows_of_each_expert(x, layer.packed, ends, lambda x, packed: packed(x))
     return grouped_linear(x, method.dequantize(layer, x.dtype).unflatten(0, (len(ends), -1)), ends)
 
 
@@ -200,6 +203,8 @@ class FusedMoE(nn.Module):
         # of each expert gate, then up
         self.w13: Any = MergedColumnParallelLinear(hidden_size, sizes, experts)
         self.w2: Any = RowParallelLinear(intermediate_size, [hidden_size] * num_experts, experts)
+        for stack in (self.w13, self.w2):
+            stack.num_experts = num_experts
         self.act_fn = ActAndMul(act)
         self.tp = context.parallel.tp
 
