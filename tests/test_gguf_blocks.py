@@ -128,6 +128,25 @@ def test_scores_are_those_of_what_the_blocks_stand_for(
     assert not (tmp_path / "cache").exists()  # nothing was unpacked to a folder
 
 
+def test_matrices_of_two_formats_stay_as_small_as_they_are(tmp_path: Path) -> None:
+    "Each in its own form, and a decode step is recorded all the same."
+    pytest.importorskip("numba")
+    path = tmp_path / "model.gguf"
+    hf_model = write(path, KINDS["mixed"], True)
+    with LLM(str(path), **OPTIONS) as llm:
+        layer = runner_of(llm).model.model.layers[0].self_attn.qkv_proj
+        found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        assert runner_of(llm).graphs is not None
+    four, six = layer.packed.parts
+    assert (four.form.bits, six.form.bits) == (4, 8) and six.form.block == 16
+    assert not six.form.minimum
+    # 4 bits, and 2 numbers of 32 bits for 32 columns; 8 bits, and one for 16, and a zero point
+    q_and_k, v = layer.packed.sizes
+    assert layer.packed.nbytes == 256 * (q_and_k * 6 + v * 10) // 8 + six.seconds.nbytes
+    texts = [list(output.outputs[0].token_ids) for output in found]
+    assert texts == [greedy(hf_model, prompt, 8) for prompt in PROMPTS]
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["Q4_1", "mixed"])
 def test_two_ranks(tmp_path: Path, kind: str) -> None:

@@ -312,6 +312,7 @@ def _grouped_rows(words, dtype, code, exact):
     second_bytes = words[13]
     bias = words[14]
     out = words[15]
+    far = words[16]  # bytes of the output from a row to the next
     item = array_at(out, (1,), dtype).itemsize
     _code_rows(words[5], codes, facts, n * blocks, block, dtype, exact)
     barrier()
@@ -335,8 +336,7 @@ def _grouped_rows(words, dtype, code, exact):
         f = (facts + row * blocks * 8, blocks * 8)
         b = bias + i * COLUMNS * item if bias else 0
         ahead = 0 if row else AHEAD  # the rows behind find the panel in the cache
-        to = out + (row * size + i * COLUMNS) * item
-        far = size * item
+        to = out + row * far + i * COLUMNS * item
         if rows == 4:
             _multiply_groups(zeros(4, dtype), code, b, x, f, m, blocks, ahead, to, far)
         elif rows == 3:
@@ -483,9 +483,16 @@ class PackedGroups:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         "[n, width] -> [n, size]."
-        # the kernel gets addresses: what does not fit would be read past its end
-        assert x.dtype == self.dtype, f"{x.dtype} activations, packed for {self.dtype}"
+        out = x.new_empty(len(x), self.size + self.missing)
+        self.into(out, x, bias)
+        return out[:, : self.size]
+
+    def into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        "The same into `out` [n, whole panels], whose rows may be far from each other."
+        # the kernel gets addresses: what does not fit would be read or written past its end
+        assert x.dtype == out.dtype == self.dtype, f"{x.dtype} activations, packed for {self.dtype}"
         assert x.shape[1:] == (self.width,), f"{x.shape} does not fit {self.width} columns"
+        assert out.shape == (len(x), self.size + self.missing) and out.stride(1) == 1
         assert bias is None or (bias.dtype == x.dtype and bias.shape == (self.size,))
         if self.order is not None:
             x = x[:, self.order]
@@ -494,13 +501,11 @@ class PackedGroups:
         n = x.shape[0]
         block = self.form.block
         blocks = self.width // block
-        size = self.size + self.missing
         x = x.contiguous()
-        out = x.new_empty(n, size)
         seconds = self.seconds
         self.kernel(
             n,
-            size,
+            self.size + self.missing,
             blocks,
             block,
             blocks // self.scales.shape[1],
@@ -515,8 +520,8 @@ class PackedGroups:
             COLUMNS * seconds.itemsize if seconds.dim() > 1 else 0,
             0 if bias is None else bias,
             out,
+            out.stride(0) * out.itemsize,
         )
-        return out[:, : self.size]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         "Rows [n, width] of the matrix, which must not have its columns in another order."

@@ -322,11 +322,15 @@ class GroupedLinearMethod(LinearMethod):
             raise WeightsError(f"{self.prefix}: {error}") from None
         experts = getattr(layer, "num_experts", 1)
         if experts > 1 and not weight.scales.is_cuda:  # a GPU's host must not ask which have rows
-            layer.packed = [pack_groups_of(layer, one) or one for one in weight.chunk(experts)]
+            layer.packed = [self.pack(layer, one) for one in weight.chunk(experts)]
         else:
-            layer.packed = pack_groups_of(layer, weight) or weight
+            layer.packed = self.pack(layer, weight)
         for name in names:
             layer.register_parameter(name, None)
+
+    def pack(self, layer: Any, weight: Any) -> Any:
+        "The product of what was read; itself where no kernel serves."
+        return pack_groups_of(layer, weight) or weight
 
     def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = layer.packed(x, layer.bias)
