@@ -236,9 +236,9 @@ class GGUFLinearMethod(GroupedLinearMethod):
             kind = torch.float32 if block.wide else torch.float16
             every = slice(None, None, block.group // self.group)
             scales = weight.scales[first:last, every].to(kind)
-            minima = None
-            if block.zero is None:
-                minima = weight.minima[first:last, every].to(kind)
+            minima = weight.minima  # None: all have the same zero point
+            if minima is not None:
+                minima = minima[first:last, every].to(kind) if block.zero is None else None
             yield GroupedWeight(
                 numbers[first:last], scales, block.zero or 0, block.bits, minima=minima
             )

@@ -203,8 +203,7 @@ class FusedMoE(nn.Module):
         # of each expert gate, then up
         self.w13: Any = MergedColumnParallelLinear(hidden_size, sizes, experts)
         self.w2: Any = RowParallelLinear(intermediate_size, [hidden_size] * num_experts, experts)
-        for stack in (self.w13, self.w2):
-            stack.num_experts = num_experts
+        self.w13.num_experts = self.w2.num_experts = num_experts
         self.act_fn = ActAndMul(act)
         self.tp = context.parallel.tp
 
