@@ -155,6 +155,7 @@ class ExpertsConfig:
         `dequantize(layer, dtype)`, which gives the stack as one matrix; it may also leave a list of
         each expert's product in `layer.packed`.
         """
+        layer.num_experts = self.num_experts
         if self.quant_config is not None:
             method: LinearMethod = self.quant_config.get_quant_method(layer, prefix)
             if hasattr(method, "apply_grouped") or hasattr(method, "dequantize"):
@@ -203,7 +204,6 @@ class FusedMoE(nn.Module):
         # of each expert gate, then up
         self.w13: Any = MergedColumnParallelLinear(hidden_size, sizes, experts)
         self.w2: Any = RowParallelLinear(intermediate_size, [hidden_size] * num_experts, experts)
-        self.w13.num_experts = self.w2.num_experts = num_experts
         self.act_fn = ActAndMul(act)
         self.tp = context.parallel.tp
 
