@@ -27,6 +27,7 @@ from teachvllm.model_executor.layers import (
     ParallelLMHead,
     UnquantizedLinearMethod,
     WeightsError,
+    set_weight_attrs,
 )
 from ..model_executor.loader import gguf_tensor, hf_layout, hf_name
 from teachvllm.quantization.grouped import (
@@ -40,6 +41,7 @@ from teachvllm.quantization.grouped import (
     unpack_nibbles,
 )
 from ..transformers_utils import read_gguf_header
+from ..worker.memory_profiling import trim_heap
 
 logger = logging.getLogger("teachvllm")
 
@@ -338,9 +340,12 @@ class GGUFConfig(QuantizationConfig):
         return cls(Path(config["file"]))
 
     def get_quant_method(self, layer: Any, prefix: str) -> LinearMethod | None:
-        if isinstance(layer, ParallelLMHead) and layer.shares_weight:
-            return self._method(prefix, [EMBEDDING])
-        return self.make_method(prefix)
+        if not isinstance(layer, ParallelLMHead) or not layer.shares_weight:
+            return self.make_method(prefix)
+        method = self._method(prefix, [EMBEDDING])
+        if method is not None:  # the head has the matrix, and will lend it or lay it out
+            set_weight_attrs(layer.weight, {"weight_loader": lambda *_: None})
+        return method
 
     def make_method(self, prefix: str) -> LinearMethod | None:
         # a file may have the stacked matrix itself
@@ -370,6 +375,8 @@ class GGUFConfig(QuantizationConfig):
                 continue  # another stage of a pipeline has it
             try:
                 yield from self._read(name, data, place, hf_config)
+                if math.prod(place[0]) > 1 << 22:
+                    trim_heap()  # of what was needed on the way
             except NotSupportedYet as error:
                 raise NotSupportedYet(f"{self.file}: {gguf_name}: {error}") from None
             except (ValueError, IndexError) as error:
@@ -399,8 +406,8 @@ class GGUFConfig(QuantizationConfig):
                 yield f"{owner}.{part}", hf_layout(name, tensor, hf_config)
         if methods and path != EMBEDDING:
             return
-        if methods:  # the head has it, and will lend it or lay it out
-            yield name, torch.zeros(1).expand(shape)
+        if methods:
+            yield name, torch.zeros(1).expand(shape)  # only that it is there
             return
         plain = (0, 1, 30)  # float32, float16, bfloat16
         self.unpacked += kind not in plain and (path in self.asked or "{}" in path)

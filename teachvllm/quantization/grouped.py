@@ -28,6 +28,7 @@ from teachvllm.model_executor.layers import (
     default_weight_loader,
     set_weight_attrs,
 )
+from ..worker.memory_profiling import trim_heap
 
 # %% ../../nbs/quantization/01_grouped.ipynb #cfb0f6a6
 def pack_nibbles(numbers: torch.Tensor) -> torch.Tensor:
@@ -327,6 +328,8 @@ class GroupedLinearMethod(LinearMethod):
             layer.packed = self.pack(layer, weight)
         for name in names:
             layer.register_parameter(name, None)
+        del weight
+        trim_heap()  # else each layer leaves holes, as much as the model in all
 
     def pack(self, layer: Any, weight: Any) -> Any:
         "The product of what was read; itself where no kernel serves."
