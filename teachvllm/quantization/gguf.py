@@ -220,7 +220,7 @@ class GGUFLinearMethod(GroupedLinearMethod):
         return GroupedWeight(numbers, scales, 0, self.bits, minima=layer.minima.data)
 
     def pack(self, layer: Any, weight: Any) -> Any:
-        "Matrices of different formats each by itself, if all have a product that fits beside others."
+        "Matrices of several formats each by itself, if all have a product that fits beside others."
         if len({block.kind for block in self.blocks}) > 1:
             weights = list(self._apart(layer, weight))
             parts = [pack_groups_of(layer, one) for one in weights]

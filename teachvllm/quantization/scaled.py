@@ -128,7 +128,7 @@ class ScaledWeight(nn.Module):
         return sums * (of_tokens * scales)
 
     def chunk(self, count: int) -> list["ScaledWeight"]:
-        "As many parts with equally many rows, the experts of a stack; their inputs are not rounded."
+        "Parts with equally many rows, the experts of a stack; their inputs are not rounded."
         parts = zip(self.weight.chunk(count), self.scales.chunk(count), strict=True)
         return [ScaledWeight(*part, self.block, weight_only=True) for part in parts]
 
