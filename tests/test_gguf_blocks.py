@@ -21,6 +21,8 @@ from teachvllm.distributed.parallel_state import ParallelState, run_ranks
 from teachvllm.model_executor.layers import LinearBase, WeightsError, attention_layers
 from teachvllm.model_executor.loader import get_model, make_context
 from teachvllm.model_executor.models.parity import random_sequences
+from teachvllm.quantization.gguf import SideBySide
+from teachvllm.quantization.grouped import GroupedWeight
 from teachvllm.sampling_params import SamplingParams
 
 gguf = pytest.importorskip("gguf")
@@ -145,6 +147,18 @@ def test_matrices_of_two_formats_stay_as_small_as_they_are(tmp_path: Path) -> No
     assert layer.packed.nbytes == 256 * (q_and_k * 6 + v * 10) // 8 + six.seconds.nbytes
     texts = [list(output.outputs[0].token_ids) for output in found]
     assert texts == [greedy(hf_model, prompt, 8) for prompt in PROMPTS]
+
+
+def test_products_side_by_side_go_where_the_model_goes() -> None:
+    "As when an engine sleeps: what is in a plain list would stay on the GPU."
+    parts = [
+        GroupedWeight(torch.ones(64, 32, dtype=torch.uint8), torch.ones(64, 1), 8, 4)
+        for _ in range(2)
+    ]
+    both = SideBySide(parts, [64, 64])
+    x = torch.randn(3, 32)
+    assert torch.equal(both(x), torch.cat([part(x) for part in parts], 1))
+    assert {buffer.device.type for buffer in both.to("meta").buffers()} == {"meta"}
 
 
 @torch.inference_mode()

@@ -150,16 +150,20 @@ def read_blocks(name: str, data: np.ndarray, rows: int) -> Parts:
     return numbers.reshape(rows, -1), scales.reshape(rows, -1), minima.reshape(rows, -1)
 
 # %% ../../nbs/quantization/02_gguf.ipynb #94f5aed6
-class SideBySide:
-    "Products of matrices that are stacked, but have forms of their own; called as one of them."
+class SideBySide(nn.Module):
+    """Products of matrices that are stacked, but have forms of their own; called as one of them. A
+    GPU's, which are modules, go where the model goes.
+    """
 
     order = None
 
     def __init__(self, parts: Sequence[Any], sizes: Sequence[int]):
-        self.parts = parts
+        super().__init__()
+        modules = all(isinstance(part, nn.Module) for part in parts)
+        self.parts: Any = nn.ModuleList(parts) if modules else list(parts)
         self.sizes = list(sizes)  # rows of each
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         "[tokens, k] -> [tokens, the sum of all sizes]."
         biases = [None] * len(self.parts) if bias is None else bias.split(self.sizes)
         if not all(hasattr(part, "into") for part in self.parts):
