@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LLM', 'LLMEngine', 'AsyncLLM', 'AsyncLLMEngine', 'AsyncEngineArgs', 'EngineArgs', 'VllmConfig', 'SamplingParams',
-           'BeamSearchParams', 'RequestOutputKind', 'RequestOutput', 'CompletionOutput', 'PoolingParams',
+           'BeamSearchParams', 'RequestOutputKind', 'LoRARequest', 'RequestOutput', 'CompletionOutput', 'PoolingParams',
            'PoolingOutput', 'PoolingRequestOutput', 'EmbeddingOutput', 'EmbeddingRequestOutput', 'ClassificationOutput',
            'ClassificationRequestOutput', 'ScoringOutput', 'ScoringRequestOutput', 'TextPrompt', 'TokensPrompt',
            'Trace', 'as_vllm']
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` do
     from teachvllm.engine.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
     from teachvllm.engine.llm_engine import LLMEngine
     from teachvllm.llm import LLM
+    from teachvllm.messages import LoRARequest
     from teachvllm.sampling_params import (
         BeamSearchParams,
         PoolingParams,
@@ -55,6 +56,7 @@ _MODULE_OF = {
     "SamplingParams": "teachvllm.sampling_params",
     "BeamSearchParams": "teachvllm.sampling_params",
     "RequestOutputKind": "teachvllm.sampling_params",
+    "LoRARequest": "teachvllm.messages",
     "RequestOutput": "teachvllm.outputs",
     "CompletionOutput": "teachvllm.outputs",
     "PoolingParams": "teachvllm.sampling_params",
@@ -84,6 +86,7 @@ _all_ = [
     "SamplingParams",
     "BeamSearchParams",
     "RequestOutputKind",
+    "LoRARequest",
     "RequestOutput",
     "CompletionOutput",
     "PoolingParams",

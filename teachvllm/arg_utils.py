@@ -29,6 +29,7 @@ from teachvllm.config import (
     CacheConfig,
     DeviceConfig,
     LoadConfig,
+    LoRAConfig,
     ModelConfig,
     NotSupportedYet,
     ParallelConfig,
@@ -258,19 +259,14 @@ _BY_REASON: dict[str, dict[str, list[Any]]] = {
         "enable_cumem_allocator": [False],
         "enable_nccl_comm_suspend": [False],
     },
-    "LoRA is not there": {
-        "max_loras": [1],
-        "max_lora_rank": [16],
-        "lora_dtype": ["auto"],
+    "an adapter is LoRA's two matrices for each linear layer, whole on each worker": {
         "lora_extra_vocab_size": [256],
         "max_prompt_adapters": [1],
         "max_prompt_adapter_token": [0],
-        "max_cpu_loras": [],
         "long_lora_scaling_factors": [],
         "default_mm_loras": [],
         "lora_target_modules": [],
         "max_lora_cls_labels": [],
-        "enable_lora": [False],
         "enable_lora_bias": [False],
         "fully_sharded_loras": [False],
         "enable_prompt_adapter": [False],
@@ -523,6 +519,13 @@ class EngineArgs(ShowAsTable):
     worker_extension_cls: Any = arg(
         "", "qualified name or class whose methods each worker gets beside its own", cli=str
     )
+    enable_lora: bool = arg(False, "serve LoRA adapters beside the model: see lora_request")
+    max_loras: int = arg(1, "adapters in the running batch")
+    max_lora_rank: int = arg(16, "largest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320, 512")
+    max_cpu_loras: int | None = arg(
+        None, "adapters that are kept in the host's memory; default: max_loras"
+    )
+    lora_dtype: str = arg("auto", "dtype of the adapters' matrices; auto: the model's")
     disable_log_stats: bool = arg(True, "do not log the engine's statistics while it runs")
 
     NOT_YET: typing.ClassVar = NOT_YET
@@ -581,7 +584,8 @@ class EngineArgs(ShowAsTable):
         if device.device == "cpu":
             limit_threads()
             hint_if_busy()
-        return VllmConfig(model, cache, scheduler, parallel, device, load)
+        lora = pick(self, LoRAConfig) if self.enable_lora else None
+        return VllmConfig(model, cache, scheduler, parallel, device, load, lora)
 
     def _settled_limits(self, model: ModelConfig, device: str) -> dict[str, Any]:
         "Those fields of the `SchedulerConfig` that follow from model and device if not given."

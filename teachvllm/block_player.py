@@ -283,11 +283,18 @@ FRAME_HTML = Template("""<section class='frame' data-step='$label'><h2>$label</h
 
 # %% ../nbs/package/01_block_player.ipynb #787b853f
 class Looks:
-    "Draws each look of a block once, as an SVG symbol, and gives it a short name."
+    """Draws each look of a block once, as an SVG symbol, and gives it a short name. Where some
+    sequences have adapters, those of one adapter have one colour.
+    """
 
     def __init__(self, trace: Trace):
         self.block_size = trace.block_size
         self.names = sequence_names(trace)
+        kinds = {
+            name: trace.adapters.get(name, "") if trace.adapters else name for name in self.names
+        }
+        order = list(dict.fromkeys(kinds.values()))
+        self.colours = {name: order.index(kind) for name, kind in kinds.items()}
         # (kind, holders, filled slots) -> the id of its symbol
         self.ids: dict[tuple[str, tuple[str, ...], int], str] = {}
         self.symbols = [
@@ -299,17 +306,18 @@ class Looks:
 
     def fill(self, name: str) -> str:
         "Colour of a sequence; from the eighth on, striped."
-        index = self.names.index(name)
+        index = self.colours[name]
         return PALETTE[index] if index < 7 else f"url(#p{index})"
 
     def swatches(self) -> str:
         "The same for the small squares in the tables, as CSS."
         rules = ""
-        for i in range(len(self.names)):
-            background = PALETTE[i % 7]
-            if i >= 7:
+        for i, name in enumerate(self.names):
+            colour = self.colours[name]
+            background = PALETTE[colour % 7]
+            if colour >= 7:
                 stripes = f"{background} 0 4px, #fff 4px 6px"
-                background = f"repeating-linear-gradient({45 * (i // 7)}deg, {stripes})"
+                background = f"repeating-linear-gradient({45 * (colour // 7)}deg, {stripes})"
             rules += f".s{i} {{ background: {background}; opacity: .6; }}"
         return rules
 

@@ -6,7 +6,7 @@
 __all__ = ['KV_CACHE_DTYPES', 'LOAD_FORMATS', 'NotSupportedYet', 'UnknownArgument', 'require', 'kinds_of', 'check_number',
            'check_not_yet', 'check_names', 'html_table', 'ShowAsTable', 'defined_fields', 'PlainConfig', 'PoolerConfig',
            'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'resolve_class', 'ParallelConfig', 'DeviceConfig',
-           'LoadConfig', 'tensor_parallel_sizes', 'VllmConfig']
+           'LoadConfig', 'tensor_parallel_sizes', 'LoRAConfig', 'VllmConfig']
 
 # %% ../nbs/03_config.ipynb #4a8b318c
 import dataclasses
@@ -557,6 +557,40 @@ def tensor_parallel_sizes(num_heads: int, num_kv_heads: int) -> list[int]:
 
 @check_names
 @dataclass(frozen=True)
+class LoRAConfig(ShowAsTable):
+    "How many adapters are served at once, and of which size. vLLM: `LoRAConfig`."
+
+    max_lora_rank: int = 16
+    max_loras: int = 1  # in the running batch
+    max_cpu_loras: int | None = None  # kept in the host's memory; None: `max_loras`
+    lora_dtype: str = "auto"  # "auto" = the model's
+    fully_sharded_loras: bool = False
+    NOT_YET = {
+        "fully_sharded_loras": (False, "each of several workers has the first matrices whole"),
+    }
+
+    def __post_init__(self) -> None:
+        ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+        require(
+            self.max_lora_rank in ranks,
+            f"max_lora_rank ({self.max_lora_rank}) must be one of {ranks}.",
+        )
+        require(self.max_loras >= 1, f"max_loras ({self.max_loras}) must be >= 1.")
+        if self.max_cpu_loras is None:
+            object.__setattr__(self, "max_cpu_loras", self.max_loras)
+        kept = self.max_cpu_loras or 0
+        require(
+            kept >= self.max_loras,
+            f"max_cpu_loras ({kept}) must be >= max_loras ({self.max_loras})",
+        )
+        dtypes = ("auto", "float32", "float16", "bfloat16")
+        require(
+            self.lora_dtype in dtypes, f"lora_dtype={self.lora_dtype!r}: choose {', '.join(dtypes)}"
+        )
+
+
+@check_names
+@dataclass(frozen=True)
 class VllmConfig:
     """All configuration of one engine. vLLM: `VllmConfig` in `config.py`.
 
@@ -569,6 +603,7 @@ class VllmConfig:
     parallel_config: ParallelConfig
     device_config: DeviceConfig
     load_config: LoadConfig
+    lora_config: LoRAConfig | None = None  # None: there are no adapters
 
     def __post_init__(self) -> None:
         num_stages = self.parallel_config.pipeline_parallel_size
@@ -597,4 +632,5 @@ class VllmConfig:
         )
 
     def _repr_html_(self) -> str:
-        return "".join(getattr(self, f.name)._repr_html_() for f in dataclasses.fields(self))
+        parts = [getattr(self, f.name) for f in dataclasses.fields(self)]
+        return "".join(part._repr_html_() for part in parts if part is not None)

@@ -24,6 +24,7 @@ KERNELS = {
         "linear": "teachvllm.cpu_kernels.linear.PackedLinear",
         "grouped_linear": "teachvllm.cpu_kernels.grouped.PackedGroups",
         "scaled_linear": "teachvllm.cpu_kernels.grouped.PackedScaled",
+        "lora_stack": "teachvllm.cpu_kernels.lora.PackedLoRA",
         "embedding": "teachvllm.cpu_kernels.fused_ops.embedding",
         "rms_norm": "teachvllm.cpu_kernels.fused_ops.rms_norm",
         "rotary_embedding": "teachvllm.cpu_kernels.fused_ops.rotary_embedding",

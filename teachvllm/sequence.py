@@ -62,7 +62,7 @@ class Sequence:
         # What its blocks hold depends on these, too, beside the tokens:
         self.cache_salt: str | None = None  # only sequences with the same one share blocks
         self.cache_owner: int | None = None  # the same, for the sequences of one request
-        self.adapter_id = 0  # which adapter the model uses for it; 0: none
+        self.adapter_id = 0  # which adapter the model uses for it, a number; 0: none
         # `PromptEmbedding`s, in the place of some of its tokens
         self.prompt_embeddings: list[Any] = []
 
@@ -178,6 +178,7 @@ class SequenceGroup:
         self.fork_rule = fork_rule
         self.prerequisites: list[Any] = []  # what it waits for before it may run: `Prerequisite`s
         self.grammar: Any = None  # which tokens it may write: a `Grammar`; None: all
+        self.lora_request: Any = None  # the adapter that it asks for; None: the plain model
         self.wants_drafts = False  # whether its steps wait for guesses of what comes next
         self.seqs = [first_seq]  # all that it has, finished ones too
         self.unfinished = [first_seq]  # those of them that are still being written

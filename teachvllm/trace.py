@@ -63,6 +63,8 @@ class StepTrace(ShowAsTable):
     not_ready: dict[str, str] = field(default_factory=dict)
     # of the sequences that are new in this step
     num_prompt_tokens: dict[str, int] = field(default_factory=dict)
+    # of these, the names of the adapters that they ask for
+    adapters: dict[str, str] = field(default_factory=dict)
     # of those that finished in it: prompt and output
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     process_start: float | None = None  # None: right after the execution
@@ -99,6 +101,8 @@ class Trace:
     memory: dict[str, int] = field(default_factory=dict)
     # sequence -> tokens of its prompt
     num_prompt_tokens: dict[str, int] = field(default_factory=dict)
+    # sequence -> the name of its adapter, if it has one
+    adapters: dict[str, str] = field(default_factory=dict)
     # sequence -> text of each token, where known
     texts: dict[str, list[str]] = field(default_factory=dict)
     steps: list[StepTrace] = field(default_factory=list)

@@ -49,8 +49,13 @@ def new_axes(width: float = 7.0, height: float = 3.5, ax: Any = None) -> Any:
 
 # %% ../nbs/09_viz.ipynb #3d73d290
 def request_style(trace: Trace, request_id: str) -> dict[str, Any]:
-    "Colour and hatch of a request, as options of a matplotlib patch: one in all figures."
-    index = list(trace.num_prompt_tokens).index(request_id)
+    """Colour and hatch of a request, as options of a matplotlib patch: one in all figures. Where some
+    requests have adapters, those of one adapter look alike.
+    """
+    looks = {name: name for name in trace.num_prompt_tokens}
+    if trace.adapters:
+        looks = {name: trace.adapters.get(name, "") for name in looks}
+    index = list(dict.fromkeys(looks.values())).index(looks[request_id])
     hatch = HATCHES[index // 7 % len(HATCHES)]
     return {
         "facecolor": PALETTE[index % 7],

@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = "tools.run_tests"
 MOST_FAILURES = 5
+LINES_SHOWN = 12  # of a failure, when it happens
 TESTS_FAILED = 1  # pytest's exit status; the others are no failures of tests
 # pytest-xdist's words about a worker that died, and pytest-timeout's about a test that hung
 NOT_FLAKY = ("crashed while running", "Timeout (>")
@@ -43,6 +44,12 @@ class Outcomes:
         test = report.nodeid
         if report.failed:
             self.tests[test] = "failed"
+            # at once: a run that is cut off never comes to pytest's summary
+            last_lines = "\n".join(str(report.longrepr).splitlines()[-LINES_SHOWN:])
+            print(
+                f"\nFAILED {test} ({report.when}, {report.duration:.0f} s)\n{last_lines}",
+                flush=True,
+            )
             if any(words in str(report.longrepr) for words in NOT_FLAKY):
                 self.hopeless.append(test)
         elif self.tests.get(test) != "failed" and (report.when == "call" or report.skipped):

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['aten', 'MAKES', 'carry_out', 'WORDS', 'RUN_ORDERS', 'Pool', 'NotRecordable', 'Recorder', 'ModelWatch', 'attempt',
-           'CpuGraphRunner', 'record']
+           'CpuGraphRunner', 'AnyOf', 'record']
 
 # %% ../../nbs/cpu/07_cpu_graph.ipynb #af273dad
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import llvmlite.ir
@@ -31,7 +32,7 @@ from teachvllm.cpu_kernels.utils import (
     compiled,
     operation,
 )
-from ..model_executor.layers import ForwardContext, LinearBase
+from ..model_executor.layers import ForwardContext, LinearBase, set_forward_context
 from ..worker.model_runner import Batch, ModelRunner, to_device
 
 # %% ../../nbs/cpu/07_cpu_graph.ipynb #0a2e6dc0
@@ -220,7 +221,8 @@ def attempt(make: Callable[[], Any]) -> Any:
 
 
 class CpuGraphRunner:
-    """Steps in which up to `max_num_seqs` sequences decode, as one recorded list of orders.
+    """Steps in which up to `max_num_seqs` sequences decode, as one recorded list of orders. `extras`
+    names what these steps have that others have not: "adapter_ids".
 
     `NotRecordable` if the model needs more than our kernels. `kv_caches` must stay where they are. A
     model that has changed is recorded anew: before the first such step after any other step, and
@@ -233,7 +235,15 @@ class CpuGraphRunner:
     PLANNED = slice(1, 12)
     SCRATCH = 8
 
-    def __init__(self, runner: ModelRunner, kv_caches: list[torch.Tensor], max_num_seqs: int):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        kv_caches: list[torch.Tensor],
+        max_num_seqs: int,
+        extras: tuple[str, ...] = (),
+    ):
+        self.extras = set(extras)
+        self.inputs = (*self.INPUTS, *extras)
         self.runner = runner
         self.kv_caches = kv_caches
         self.max_num_seqs = max_num_seqs
@@ -256,7 +266,7 @@ class CpuGraphRunner:
             raise NotRecordable("a forward hook is called in every step")
         x = {
             name: torch.zeros(max_num_seqs, dtype=torch.int64)
-            for name in (*self.INPUTS, "token_indices")
+            for name in (*self.inputs, "token_indices")
         }
         x |= {
             "seq_lens": torch.ones(max_num_seqs, dtype=torch.int64),
@@ -268,8 +278,9 @@ class CpuGraphRunner:
             if not isinstance(plan, NumbaPlan):
                 raise NotRecordable("attention is not chapter cpu/05's")
             plan.splits = 2  # so that merging is noted; with one split it returns at once
-        with Recorder() as recorder:
-            step = ForwardContext(x["positions"], meta, self.kv_caches)
+        adapters = x.get("adapter_ids")
+        step = ForwardContext(x["positions"], meta, self.kv_caches, adapter_ids=adapters)
+        with Recorder() as recorder, set_forward_context(step):
             self.hidden = runner.model(x["token_ids"], step)
         if self.watch.changed():
             self.restless += 1
@@ -286,7 +297,7 @@ class CpuGraphRunner:
                     "a kernel was called with other rows than one for each sequence"
                 )
         self.places = {
-            name: np.nonzero(self.orders.ravel() == x[name].data_ptr())[0] for name in self.INPUTS
+            name: np.nonzero(self.orders.ravel() == x[name].data_ptr())[0] for name in self.inputs
         }
         attending = {*DECODE.values(), *MERGE.values()}
         attends = np.array([kernel in attending for kernel in self.kernels])
@@ -299,12 +310,12 @@ class CpuGraphRunner:
         self.recorded = True
 
     def can_run(self, batch: Batch) -> bool:
-        """Whether all sequences of `batch` decode, with no embeddings and no adapters, and are not
-        too many; and there are orders for the model as it is now.
+        """Whether all sequences of `batch` decode, with no embeddings, and are not too many; and
+        there are orders for the model as it is now.
         """
         decoded = self.decoded
         self.decoded = len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs
-        if not self.decoded or batch.extras or self.restless == self.TRIES:
+        if not self.decoded or batch.extras.keys() != self.extras or self.restless == self.TRIES:
             return False
         if self.changed(everything=not decoded):
             attempt(self.record)
@@ -332,7 +343,8 @@ class CpuGraphRunner:
         x = to_device(inputs | sampling, "cpu")
         n = batch.num_decodes
         token_ids, meta = self.runner.model_inputs(x, n, batch)
-        for name, tensor in zip(self.INPUTS, (token_ids, x["positions"], x["slot_mapping"])):
+        for name in self.inputs:
+            tensor = token_ids if name == "token_ids" else x[name]
             self.orders.ravel()[self.places[name]] = tensor.data_ptr()
         self.orders[:, 1] = n
         for key, rows in self.planned.items():
@@ -345,10 +357,38 @@ class CpuGraphRunner:
         return self.hidden[:n], x
 
 # %% ../../nbs/cpu/07_cpu_graph.ipynb #93d57863
-def record(runner: ModelRunner, kv_caches: list[torch.Tensor]) -> CpuGraphRunner | None:
-    "A runner for this model's decode steps; None if there can be none: the log says why."
+class AnyOf:
+    "Several recordings of one model's steps, each of another kind of steps, as one."
+
+    def __init__(self, recordings: list[CpuGraphRunner]):
+        self.recordings = recordings
+        self.kv_caches = recordings[0].kv_caches
+        self.chosen = recordings[0]
+
+    def can_run(self, batch: Batch) -> bool:
+        "Whether one of them can; `run` is then for that batch."
+        able = [one for one in self.recordings if one.can_run(batch)]
+        self.chosen = able[0] if able else self.chosen
+        return bool(able)
+
+    def run(
+        self, inputs: dict[str, np.ndarray], sampling: dict[str, np.ndarray], batch: Batch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        "See `CpuGraphRunner.run`."
+        return self.chosen.run(inputs, sampling, batch)
+
+
+def record(runner: ModelRunner, kv_caches: list[torch.Tensor]) -> Any:
+    """A runner for this model's decode steps, with adapters another one beside it; None if there can
+    be none: the log says why.
+    """
     scheduler = runner.config.scheduler_config
     if runner.parallel.size > 1 or not runner.attention_layers:
         return None
     most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    return attempt(lambda: CpuGraphRunner(runner, kv_caches, most))
+    kinds: list[tuple[str, ...]] = [(), ("adapter_ids",)] if runner.lora else [()]
+    recordings = [attempt(partial(CpuGraphRunner, runner, kv_caches, most, kind)) for kind in kinds]
+    recordings = [one for one in recordings if one]
+    if len(recordings) > 1:
+        return AnyOf(recordings)
+    return recordings[0] if recordings else None

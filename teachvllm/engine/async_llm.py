@@ -26,7 +26,7 @@ from teachvllm.executor.executor_base import (
     get_executor_class,
 )
 from ..inputs import Prompt, whole_tokenizer
-from ..messages import EngineCoreOutputs, EngineCoreRequest
+from ..messages import EngineCoreOutputs, EngineCoreRequest, LoRARequest
 from ..outputs import PoolingRequestOutput, RequestOutput
 from ..plugins import load_general_plugins
 from teachvllm.sampling_params import (
@@ -175,6 +175,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | BeamSearchParams,
         request_id: str,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come, in the form that `sampling_params.output_kind` asks
@@ -184,7 +185,7 @@ class AsyncLLM:
         by the next step. `ValueError` if the request is wrong, or can never run.
         """
         # not an async generator of our own: `aclose()` must reach `_run`
-        return self._run(prompt, sampling_params, request_id, priority)
+        return self._run(prompt, sampling_params, request_id, priority, lora_request)
 
     def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
@@ -193,9 +194,9 @@ class AsyncLLM:
         return self._run(prompt, pooling_params, request_id, priority)
 
     async def _run(
-        self, prompt: Prompt, params: Any, request_id: str, priority: int
+        self, prompt: Prompt, params: Any, request_id: str, priority: int, lora: Any = None
     ) -> AsyncGenerator[Any, None]:
-        collector = await self._add_request(request_id, prompt, params, priority)
+        collector = await self._add_request(request_id, prompt, params, priority, lora)
         try:
             is_finished = False
             while not is_finished:
@@ -207,10 +208,10 @@ class AsyncLLM:
                 self._abort(request_id)
 
     async def _add_request(
-        self, request_id: str, prompt: Prompt, params: Any, priority: int
+        self, request_id: str, prompt: Prompt, params: Any, priority: int, lora: Any = None
     ) -> RequestOutputCollector:
         self._check()
-        args = request_id, prompt, params, priority
+        args = request_id, prompt, params, priority, lora
         if isinstance(prompt, str) and len(prompt) > LONG_PROMPT:
             request, text = await asyncio.to_thread(self.processor, *args)
             self._check()
@@ -364,6 +365,11 @@ class AsyncLLM:
         self._check()
         done: bool = await self.engine_core.call_utility_async("reset_prefix_cache")
         return done
+
+    async def call_lora(self, method: str, *args: Any) -> Any:
+        "`LLMEngine`'s `add_lora`, `remove_lora`, `pin_lora` or `list_loras`, between two steps."
+        self._check()
+        return await self.engine_core.call_utility_async("call_lora", method, *args)
 
     async def start_trace(self) -> Trace:
         """Record every step from now on: what a stat logger is given has the steps' `StepTrace`s.

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ..config import NotSupportedYet, VllmConfig, require
+from ..config import NotSupportedYet, VllmConfig, require, resolve_class
 from ..core.beam_search import BeamSearch
 from ..core.block_manager import num_blocks_for
 from ..core.extensions import LookAhead, ParallelSampling, make_scheduler
@@ -37,6 +37,7 @@ from ..trace import StepTrace, Trace
 
 # %% ../../nbs/52_engine_core.ipynb #2ee5c36f
 logger = logging.getLogger("teachvllm")
+LORA_MANAGER = "teachvllm.lora.manager.LoRAManager"
 
 # %% ../../nbs/52_engine_core.ipynb #1ce119d7
 def make_group(
@@ -50,12 +51,12 @@ def make_group(
     )
     seq = scheduler.make_seq(request.prompt_token_ids, request.seed, max_len)
     seq.cache_salt = request.cache_salt
-    seq.adapter_id = request.adapter_id
     seq.prompt_embeddings = request.prompt_embeddings
     group = SequenceGroup(
         request.request_id, seq, params, frozenset(request.stop_token_ids), request.priority
     )
     group.num_logprobs = params.logprobs
+    group.lora_request = request.lora_request
     if request.pooling_params is not None:
         group.num_samples = 0
     if params.prompt_logprobs is not None:
@@ -242,6 +243,11 @@ class StepRecorder:
             evicted_blocks=[block for kind, block, _ in events if kind == "evict"],
             cached_blocks=manager.gpu_allocator.get_cached_blocks(),
             num_prompt_tokens={name: seq.num_prompt_tokens for name, seq in new.items()},
+            adapters={
+                name: seqs[seq.seq_id][0].lora_request.lora_name
+                for name, seq in new.items()
+                if seq.adapter_id
+            },
             block_events=events,
         )
 
@@ -309,6 +315,8 @@ class EngineCore:
         # Called with each request and its group before that is queued: a capability sets what the
         # group needs, its grammar say, and what must be ready before it runs.
         self.preparers: list[Callable[[EngineCoreRequest, SequenceGroup], None]] = []
+        # which adapters are where, with `enable_lora`
+        self.lora = resolve_class(LORA_MANAGER)(self) if config.lora_config else None
         # Called after each step: guesses of the next tokens of running sequences, by seq_id,
         # beside those that the workers may send. Groups that get some want them: `wants_drafts`.
         self.drafter: Callable[[Scheduler], dict[int, list[int]]] | None = None
@@ -545,6 +553,12 @@ class EngineCore:
         self._check()
         by_scheduler = [msgspec.structs.astuple(one.get_stats()) for one in self.schedulers]
         return SchedulerStats(*map(sum, zip(*by_scheduler)))
+
+    def call_lora(self, method: str, *args: Any) -> Any:
+        "Call a method of the `LoRAManager`; `ValueError` if there is none."
+        self._check()
+        require(self.lora is not None, "LoRA is not enabled: pass enable_lora=True")
+        return getattr(self.lora, method)(*args)
 
     def reset_prefix_cache(self) -> bool:
         "See `Scheduler.reset_prefix_cache`."

@@ -30,7 +30,7 @@ from teachvllm.executor.executor_base import (
 )
 from ..executor.multiproc_executor import to_bytes
 from ..inputs import InputProcessor, Prompt, get_eos_token_ids, get_tokenizer
-from ..messages import EngineCoreRequest
+from ..messages import EngineCoreRequest, LoRARequest
 from ..plugins import load_general_plugins
 from teachvllm.sampling_params import (
     BeamSearchParams,
@@ -86,6 +86,20 @@ def check_priority(priority: Any, policy: Any) -> None:
     )
 
 
+def check_lora(lora_request: Any, lora_config: Any) -> None:
+    "Raise `ValueError` for a wrong `lora_request`, or where the engine serves none."
+    if lora_request is None:
+        return
+    require(
+        isinstance(lora_request, LoRARequest),
+        f"lora_request={lora_request!r:.80} must be a LoRARequest",
+    )
+    require(
+        lora_config is not None,
+        f"Got lora_request {lora_request} but LoRA is not enabled! Pass enable_lora=True",
+    )
+
+
 def check_plain(name: str, value: Any) -> None:
     """Raise `ValueError` if `value` is not plain data, which a message can hold: the same request
     must do in one process and in two.
@@ -127,6 +141,7 @@ class Processor:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | PoolingParams,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> tuple[EngineCoreRequest, str | None]:
         """The request, and the prompt's text if it has one; `ValueError` if anything about it is
         wrong.
@@ -134,6 +149,7 @@ class Processor:
         check_request_id(request_id)
         check_priority(priority, self.config.scheduler_config.policy)
         self.check_task(params)
+        check_lora(lora_request, self.config.lora_config)
         salt = self.input_processor.get_cache_salt(prompt)
         if isinstance(params, PoolingParams):
             request, text = self._pooling_request(request_id, prompt, params)
@@ -141,6 +157,7 @@ class Processor:
             request, text = self._generation_request(request_id, prompt, params)
         request.priority = priority
         request.cache_salt = salt
+        request.lora_request = lora_request
         return request, text
 
     def _pooling_request(
@@ -267,6 +284,7 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | PoolingParams,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a prompt (text, ids, or a dict with `prompt` or `prompt_token_ids`); `ValueError`
         if it can never run.
@@ -276,7 +294,7 @@ class LLMEngine:
         if self.closed:
             raise EngineClosedError
         # tokenizing does not hold up a step
-        request, text = self.processor(request_id, prompt, params, priority)
+        request, text = self.processor(request_id, prompt, params, priority, lora_request)
         with self._lock, HoldInterrupts():
             if self.closed:
                 raise EngineClosedError
@@ -381,6 +399,7 @@ class LLMEngine:
         texts.
         """
         trace.num_prompt_tokens |= step.num_prompt_tokens
+        trace.adapters |= step.adapters
         step.process_seconds += seconds
         if self.tokenizer:
             for name, token_ids in step.token_ids.items():
@@ -394,6 +413,32 @@ class LLMEngine:
         with self._lock:  # of one socket's two answers, two threads might each read the other's
             stats = self.engine_core.call_utility("get_stats")
         return {name: getattr(stats, name) for name in stats.__struct_fields__}
+
+    # Adapters, with `enable_lora`
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before a request asks for it; False if it was there. `ValueError` if it
+        cannot be served.
+        """
+        return bool(self._call_lora("add_lora", lora_request))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        "Forget an adapter; requests that have it go on with it. False if there is none."
+        return bool(self._call_lora("remove_lora", lora_id))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Give an adapter a place on the device that no other takes; `ValueError` if it was not
+        added, or no place is free.
+        """
+        return bool(self._call_lora("pin_lora", lora_id))
+
+    def list_loras(self) -> set[int]:
+        "The numbers (`lora_int_id`) of the adapters that were added."
+        return set(self._call_lora("list_loras"))
+
+    def _call_lora(self, method: str, *args: Any) -> Any:
+        with self._lock:
+            return self.engine_core.call_utility("call_lora", method, *args)
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached of earlier prompts; False, and nothing is forgotten, while requests

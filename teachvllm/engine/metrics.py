@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GAUGES', 'COUNTERS', 'FIRST_TOKEN', 'NEXT_TOKEN', 'REQUEST', 'HISTOGRAMS', 'OLDER_NAMES', 'logger', 'one_two_five',
-           'RequestStats', 'import_prometheus', 'OlderName', 'make_metrics', 'PrometheusStatLogger',
+           'RequestStats', 'import_prometheus', 'OlderName', 'LoRAInfo', 'make_metrics', 'PrometheusStatLogger',
            'LoggingStatLogger']
 
 # %% ../../nbs/63_metrics.ipynb #392c2b01
@@ -121,6 +121,7 @@ class RequestStats:
     num_prompt_tokens: int
     n: int = 1
     max_tokens: int | None = None
+    adapter: str | None = None  # its name
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     # by index of the sequence, as the next two
@@ -183,6 +184,35 @@ class OlderName:
             yield renamed
 
 # %% ../../nbs/63_metrics.ipynb #f39560ed
+class LoRAInfo:
+    """Which adapters run and which wait, in the labels of one gauge, whose value is the time: a
+    collector for a Prometheus registry.
+    """
+
+    def __init__(self, requests: dict[str, Any], max_loras: int):
+        self.requests = requests
+        self.max_loras = max_loras
+
+    def collect(self) -> Iterator[Any]:
+        "Asked when the metrics are read."
+        import_prometheus()
+        from prometheus_client.core import GaugeMetricFamily
+
+        names: dict[bool, set[str]] = {False: set(), True: set()}
+        for one in list(self.requests.values()):
+            if one.adapter is not None:
+                names[one.first_scheduled_time is not None].add(one.adapter)
+        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters that requests run with, or wait for.",
+            labels=labels,
+        )
+        waiting, running = (",".join(sorted(some)) for some in names.values())
+        family.add_metric([str(self.max_loras), waiting, running], time.time())
+        yield family
+
+
 def make_metrics(registry: Any, model_name: str, max_model_len: int) -> dict[str, Any]:
     "All metrics of a model, empty, in a Prometheus registry: by their names without `vllm:`."
     prometheus = import_prometheus()
@@ -222,6 +252,8 @@ class PrometheusStatLogger:
             ["num_preemptions", "prefix_cache_queries", "prefix_cache_hits"], 0
         )
         self.knows_blocks = False
+        if vllm_config.lora_config:
+            self.registry.register(LoRAInfo(self.requests, vllm_config.lora_config.max_loras))
         self.metrics = make_metrics(
             self.registry, self.model_name, vllm_config.model_config.max_model_len
         )
@@ -246,6 +278,7 @@ class PrometheusStatLogger:
         one = RequestStats(
             time.monotonic(), len(request.prompt_token_ids), params.n, params.max_tokens
         )
+        one.adapter = request.lora_request.lora_name if request.lora_request else None
         self.requests[request.request_id] = one
 
     def abort_request(self, request_id: str) -> None:

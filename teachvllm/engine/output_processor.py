@@ -295,6 +295,7 @@ class RequestState:
             self.finished,
             prompt_logprobs,
             metrics=self.metrics,
+            lora_request=self.request.lora_request,
             num_cached_tokens=self.num_cached_tokens,
         )
 

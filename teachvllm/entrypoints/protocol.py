@@ -8,8 +8,9 @@ __all__ = ['logger', 'Int', 'Absent', 'TokenIds', 'Texts', 'warned', 'NOT_SERVED
            'ChatMessage', 'ChatFields', 'ChatCompletionRequest', 'EmbeddingRequest', 'TokenizeRequest',
            'DetokenizeRequest', 'new_id', 'UsageInfo', 'CompletionLogprobs', 'CompletionChoice', 'CompletionResponse',
            'ChatLogprob', 'ChatLogprobs', 'AnswerMessage', 'ChatChoice', 'ChatDeltaChoice', 'ChatCompletionResponse',
-           'EmbeddingData', 'EmbeddingResponse', 'TokenizeResponse', 'DetokenizeResponse', 'ModelCard', 'ModelList',
-           'ErrorInfo', 'ErrorResponse', 'RequestError', 'make_error', 'say_plainly', 'describe_validation']
+           'EmbeddingData', 'EmbeddingResponse', 'TokenizeResponse', 'DetokenizeResponse', 'ModelCard',
+           'LoadLoRAAdapterRequest', 'UnloadLoRAAdapterRequest', 'ModelList', 'ErrorInfo', 'ErrorResponse',
+           'RequestError', 'make_error', 'say_plainly', 'describe_validation']
 
 # %% ../../nbs/64_protocol.ipynb #7124799b
 import logging
@@ -66,7 +67,7 @@ _NOT_SERVED_BY_REASON: dict[str, dict[str, Any]] = {
     },
     "text is only continued, not inserted before a suffix": {"suffix": ""},
     "code from requests is never run": {"logits_processors": []},
-    "LoRA is not supported": {"lora_request": None},
+    "an adapter is asked for by its name, in place of the model's": {"lora_request": None},
     "vectors are not shortened": {"dimensions": None},
     "chat templates get messages only, no documents": {"documents": []},
     "a chat template writes the special tokens itself": {"add_special_tokens": False},
@@ -523,7 +524,23 @@ class ModelCard(BaseModel):
     created: int = Field(default_factory=lambda: int(time.time()))
     owned_by: str = "teachvllm"
     root: str | None = None
+    parent: str | None = None  # of an adapter: the model that it changes
     max_model_len: int | None = None
+
+
+class LoadLoRAAdapterRequest(RequestModel):
+    "An adapter that shall be served under a name of its own."
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadLoRAAdapterRequest(RequestModel):
+    "An adapter that shall be served no more."
+
+    lora_name: str
+    lora_int_id: int | None = None  # not needed
 
 
 class ModelList(BaseModel):

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['logger', 'MANY_PROMPTS', 'LOWEST', 'MAX_TOTAL_LENGTH', 'merge', 'event', 'describe_failure', 'as_server_fault',
            'finite', 'token_name', 'completion_logprobs', 'chat_logprobs', 'prompt_logprobs_json', 'CompletionWriter',
-           'ChatWriter', 'Usage', 'stream_events', 'is_single', 'run_or_thread', 'PromptReader', 'OpenAIServing']
+           'ChatWriter', 'Usage', 'stream_events', 'is_single', 'run_or_thread', 'PromptReader', 'OpenAIServingModels',
+           'OpenAIServing']
 
 # %% ../../nbs/65_serving.ipynb #95855cc6
 import asyncio
@@ -16,6 +17,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from itertools import count
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -41,6 +43,7 @@ from teachvllm.entrypoints.protocol import (
     EmbeddingRequest,
     EmbeddingResponse,
     GenerationRequest,
+    LoadLoRAAdapterRequest,
     ModelCard,
     ModelList,
     Prompts,
@@ -59,6 +62,7 @@ from teachvllm.inputs import (
     load_generation_config,
     too_long,
 )
+from ..messages import LoRARequest
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from ..sampling_params import PoolingParams
 
@@ -587,6 +591,75 @@ class PromptReader:
         return token_ids
 
 # %% ../../nbs/65_serving.ipynb #a363712e
+class OpenAIServingModels:
+    """By which names clients may call the model, and which adapters have names. vLLM:
+    `entrypoints/openai/serving_models.py`.
+    """
+
+    def __init__(self, engine: AsyncLLM, names: list[str]):
+        self.engine = engine
+        self.names = names  # of the model; the first stands in responses
+        self.loras: dict[str, LoRARequest] = {}
+        self.numbers = count(1)
+
+    def find(self, name: str | None, adapters: bool = True) -> str:
+        """What a response calls the model that a request names, which may be one of the `adapters`.
+        `RequestError` with status 404 for one that is not here.
+        """
+        if name is None or name in self.names:
+            return self.names[0]
+        if adapters and name in self.loras:
+            return name
+        known = ", ".join([*self.names, *(self.loras if adapters else ())])
+        raise RequestError(
+            f"the model {name!r:.100} does not exist: there is {known}", "model", 404
+        )
+
+    def show_available_models(self) -> ModelList:
+        "The model under each of its names, and the adapters."
+        model = self.engine.model_config
+        longest = model.max_model_len
+        cards = [ModelCard(id=one, root=model.model, max_model_len=longest) for one in self.names]
+        for name, lora in self.loras.items():
+            cards.append(
+                ModelCard(id=name, root=lora.lora_path, parent=self.names[0], max_model_len=longest)
+            )
+        return ModelList(data=cards)
+
+    def load_static(self, modules: dict[str, str]) -> None:
+        "Before there are requests: adapters by name, with their folders."
+        for name, path in modules.items():
+            lora = self._new_request(name, path)
+            self.engine.engine_core.call_utility("call_lora", "add_lora", lora)
+            self.loras[name] = lora
+
+    def _new_request(self, name: str, path: str, in_place: bool = False) -> LoRARequest:
+        known = self.loras.get(name)
+        if known and not in_place:
+            raise RequestError(f"The lora adapter '{name}' has already been loaded.", "lora_name")
+        if name in self.names:
+            raise RequestError(f"lora_name={name!r:.100} is the model's name", "lora_name")
+        number = known.lora_int_id if known else next(self.numbers)
+        return LoRARequest(name, number, path, load_inplace=in_place)
+
+    async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> str:
+        "Serve an adapter from now on; what the client is told."
+        name = request.lora_name
+        if not (name and request.lora_path):
+            raise RequestError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
+        lora = self._new_request(name, request.lora_path, request.load_inplace)
+        await self.engine.call_lora("add_lora", lora)
+        self.loras[name] = lora
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def unload_lora_adapter(self, name: str) -> str:
+        "Serve an adapter no more, but for requests that are there; what the client is told."
+        if name not in self.loras:
+            raise RequestError(f"The lora adapter '{name}' cannot be found.", "lora_name", 404)
+        await self.engine.call_lora("remove_lora", self.loras.pop(name).lora_int_id)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+
 # how long these lists may be, times the prompts: each prompt's request carries them to the core's
 # process
 MAX_TOTAL_LENGTH = {
@@ -618,7 +691,7 @@ class OpenAIServing:
         model = self.model_config = engine.model_config
         self.engine = engine
         self.tokenizer = engine.tokenizer
-        self.names = model_names or [model.model]
+        self.models = OpenAIServingModels(engine, model_names or [model.model])
         self.reader = PromptReader(
             model, self.tokenizer, chat_template, trust_request_chat_template, max_num_prompts
         )
@@ -628,15 +701,6 @@ class OpenAIServing:
         self.longest = load_generation_config(model).get("max_new_tokens")
 
     # Before the engine
-
-    def check_model(self, name: str | None) -> None:
-        "`RequestError` with status 404 for a model that is not here."
-        if name is not None and name not in self.names:
-            raise RequestError(
-                f"the model {name!r:.100} does not exist: there is {', '.join(self.names)}",
-                "model",
-                404,
-            )
 
     def room(
         self,
@@ -699,7 +763,13 @@ class OpenAIServing:
             if request.cache_salt is not None:  # after the log, which is not to have it
                 prompt = {**prompt, "cache_salt": request.cache_salt}
             streams.append(
-                self.engine.generate(prompt, params, inner_id, priority=request.priority)
+                self.engine.generate(
+                    prompt,
+                    params,
+                    inner_id,
+                    lora_request=self.models.loras.get(request.model or ""),
+                    priority=request.priority,
+                )
             )
         return merge(*streams)
 
@@ -726,7 +796,7 @@ class OpenAIServing:
         self, request: CompletionRequest
     ) -> CompletionResponse | AsyncIterator[str]:
         "Continue one or more prompts."
-        self.check_model(request.model)
+        name = self.models.find(request.model)
         if request.max_tokens == 0:
             alone = bool(request.echo) and request.n in (None, 1)
             require(alone, "max_tokens=0 gives the prompt back: it needs echo=true and n=1")
@@ -738,7 +808,7 @@ class OpenAIServing:
         rooms = [
             self.room(len(prompt["prompt_token_ids"]), request.max_tokens) for prompt in prompts
         ]
-        writer = CompletionWriter(request, self.names[0], self.tokenizer)
+        writer = CompletionWriter(request, name, self.tokenizer)
         outputs = self.outputs(request, writer.head["id"], prompts, [room or 1 for room in rooms])
         answer: CompletionResponse | AsyncIterator[str] = await self.respond(
             outputs, writer, Usage(request.max_tokens != 0)
@@ -749,7 +819,7 @@ class OpenAIServing:
         self, request: ChatCompletionRequest
     ) -> ChatCompletionResponse | AsyncIterator[str]:
         "Answer a conversation."
-        self.check_model(request.model)
+        model_name = self.models.find(request.model)
         ids = await self.reader.read_messages(request)
         keep = self.reader.num_kept(request.truncate_prompt_tokens, 1)
         ids = ids if keep is None else ids[-keep:]
@@ -759,7 +829,7 @@ class OpenAIServing:
         ok = asked is None or most < 0 or 0 <= asked <= most
         require(ok, f"top_logprobs={asked} must be between 0 and max_logprobs={most}")
         most = self.room(len(ids), getattr(request, name), name, "messages")
-        writer = ChatWriter(request, self.names[0], self.tokenizer)
+        writer = ChatWriter(request, model_name, self.tokenizer)
         outputs = self.outputs(request, writer.head["id"], [{"prompt_token_ids": ids}], [most])
         answer: ChatCompletionResponse | AsyncIterator[str] = await self.respond(
             outputs, writer, Usage()
@@ -770,7 +840,7 @@ class OpenAIServing:
 
     async def create_embedding(self, request: EmbeddingRequest) -> EmbeddingResponse:
         "The vectors of one or more texts."
-        self.check_model(request.model)
+        name = self.models.find(request.model, adapters=False)
         pooler = self.model_config.pooler_config
         ok = pooler is None or (pooler.task == "embed" and not pooler.has_labels)
         require(
@@ -796,13 +866,11 @@ class OpenAIServing:
                 data[i] = EmbeddingData(index=i, embedding=vector)
         num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
         usage = UsageInfo(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        return EmbeddingResponse(
-            data=[data[i] for i in sorted(data)], model=self.names[0], usage=usage
-        )
+        return EmbeddingResponse(data=[data[i] for i in sorted(data)], model=name, usage=usage)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         "The tokens of a text or a conversation."
-        self.check_model(request.model)
+        self.models.find(request.model)
         if request.prompt is None:
             ids = await self.reader.read_messages(request)
         else:
@@ -820,7 +888,7 @@ class OpenAIServing:
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
         "The text of tokens."
-        self.check_model(request.model)
+        self.models.find(request.model)
         vocab_size = self.model_config.vocab_size
         require(
             self.tokenizer is not None,
@@ -832,14 +900,4 @@ class OpenAIServing:
         )
         return DetokenizeResponse(
             prompt=await run_or_thread(len(request.tokens), self.tokenizer.decode, request.tokens)
-        )
-
-    def models(self) -> ModelList:
-        "The model, under each of its names."
-        model = self.model_config
-        return ModelList(
-            data=[
-                ModelCard(id=name, root=model.model, max_model_len=model.max_model_len)
-                for name in self.names
-            ]
         )

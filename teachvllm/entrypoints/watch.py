@@ -114,7 +114,7 @@ class StepEncoder:
 
     def __init__(self, trace: Trace):
         # knows the living sequences only
-        self.trace = replace(trace, num_prompt_tokens={}, texts={}, steps=[])
+        self.trace = replace(trace, num_prompt_tokens={}, adapters={}, texts={}, steps=[])
         self.ids: dict[str, int] = {}
         self.looks: dict[str, int] = {}
         self.known: dict[str, int] = {}  # tokens that the next decode of a sequence comes after
@@ -166,6 +166,7 @@ class StepEncoder:
     def _meet(self, step: StepTrace) -> list[str]:
         "Forget the sequences that have ended, and number those that are new: their names."
         self.trace.num_prompt_tokens |= step.num_prompt_tokens
+        self.trace.adapters |= step.adapters
         queues = (
             step.waiting,
             step.running,
@@ -177,13 +178,23 @@ class StepEncoder:
         for name in [name for name in self.ids if name not in living]:
             del self.ids[name], self.looks[name]
             self.known.pop(name, None)
+            self.trace.adapters.pop(name, None)
             if not any(request_of(self.trace, other) == name for other in self.ids):
                 self.trace.num_prompt_tokens.pop(name, None)
         new = sorted((name for name in living if name not in self.ids), key=self._arrival)
         for name in new:
             self.ids[name] = next(self.numbers)
-            self.looks[name] = next(look for look in count() if look not in self.looks.values())
+            self.looks[name] = self._look_of(name)
         return new
+
+    def _look_of(self, name: str) -> int:
+        "The colour of a new sequence: that of its adapter, if another one shows it."
+        adapters = self.trace.adapters
+        if name in adapters:
+            for other, look in self.looks.items():
+                if adapters.get(other) == adapters[name]:
+                    return look
+        return next(look for look in count() if look not in self.looks.values())
 
     def _arrival(self, name: str) -> tuple[int, int]:
         "Sorts sequences as their requests came, and a request before its forks."

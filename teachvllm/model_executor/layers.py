@@ -703,12 +703,16 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     kernels = KernelTable()  # see `use_kernels`
+    # (rows [num_tokens, size], ids) -> the rows with what adapters add
+    add_adapters: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, num_embeddings: int, size: int, context: ModelContext | None = None):
         super().__init__()
         parallel = context.parallel if context else ParallelState()
         self.tp = parallel.tp
         self.ids = vocab_part(num_embeddings, parallel)
+        self.num_embeddings = num_embeddings
+        self.size = size
         self.weight = nn.Parameter(torch.empty(len(self.ids), size), requires_grad=False)
         if self.tp:
             set_weight_attrs(self.weight, {"output_dim": 0})
@@ -716,8 +720,12 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         "[num_tokens] -> [num_tokens, size]."
-        if self.tp is None:
-            return self.rows(ids)
+        x = self.rows(ids) if self.tp is None else self._rows_of_all(ids)
+        return x if self.add_adapters is None else self.add_adapters(x, ids)
+
+    def _rows_of_all(self, ids: torch.Tensor) -> torch.Tensor:
+        "Each row is one rank's: the others have zeros in its place, and all are added up."
+        assert self.tp is not None
         elsewhere = (ids < self.ids.start) | (ids >= self.ids.stop)
         x = self.rows((ids - self.ids.start).masked_fill_(elsewhere, 0))
         return self.tp.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
@@ -945,7 +953,8 @@ class ForwardContext:
     hidden_states: torch.Tensor | None = None
     # (rows int64 [k], values [k, embedding's size]): embeddings in place of these rows' tokens
     input_embeds: tuple[torch.Tensor, torch.Tensor] | None = None
-    # [num_tokens] int64: the adapter of each token's request, 0: none; None: none in this step
+    # [num_tokens] int64: the adapter of each token's request, with `enable_lora` the place where it
+    # lies; 0: none; None: none in this step
     adapter_ids: torch.Tensor | None = None
 
 
