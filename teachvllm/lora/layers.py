@@ -295,6 +295,18 @@ class LoRAModelManager:
                 layer.lora.set(place, adapter.get(name, {}))
         self.places[number] = place
 
+    @staticmethod
+    def side_by_side(num_scheduled_tokens: dict[int, int], state: Any) -> dict[int, int]:
+        """The step's sequences, those that decode ordered by adapter: neighbours share what a
+        product reads. `state` is the worker's `InputBatch`.
+        """
+        seqs = list(num_scheduled_tokens.items())
+        num_decodes = next((i for i, (_, n) in enumerate(seqs) if n > 1), len(seqs))
+        decodes = sorted(
+            seqs[:num_decodes], key=lambda one: state.adapter_ids[state.slot_of[one[0]]]
+        )
+        return dict(decodes + seqs[num_decodes:])
+
     def find_places(self, extras: dict[str, np.ndarray]) -> None:
         "What a step has in `adapter_ids`, the adapters' numbers, becomes their places, from 1 on."
         if "adapter_ids" in extras:

@@ -226,7 +226,11 @@ class LoRAManager:
         while len(self.host) >= self.config.max_cpu_loras:
             oldest, _ = self.host.popitem(last=False)
             self._call(unload_adapter_on, oldest)
-        self._call(load_adapter_on, adapter.number, adapter.request)
+        try:
+            self._call(load_adapter_on, adapter.number, adapter.request)
+        except Exception:  # of several workers some may have read it
+            self._call(unload_adapter_on, adapter.number)
+            raise
         self.host[adapter.number] = None
 
     def _load_again(self, adapter: Adapter) -> None:

@@ -696,8 +696,11 @@ class ModelRunner:
         state.update(out)
         if not out.num_scheduled_tokens:
             return _empty_output()
+        scheduled = out.num_scheduled_tokens
+        if self.lora:
+            scheduled = self.lora.side_by_side(scheduled, state)
         drafts = out.scheduled_spec_decode_tokens
-        batch = Batch(state, out.num_scheduled_tokens, drafts, out.virtual_engine)
+        batch = Batch(state, scheduled, drafts, out.virtual_engine)
         if self.lora:
             self.lora.find_places(batch.extras)
         sampling = {}
