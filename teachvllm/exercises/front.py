@@ -577,7 +577,7 @@ def _methods(engine: _Any) -> dict[str, _Any]:
 
 # %% ../../nbs/exercises/14_front.ipynb #a20942e2
 def _serve_in_order(answer: _Any) -> str:
-    def run(engine: _Any, requests: dict, use_tqdm: _Any = False, priority: _Any = None) -> list:
+    def run(engine: _Any, requests: dict, *others: _Any) -> list:
         return answer(engine, requests)
 
     params = [_SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 2, 5)]
