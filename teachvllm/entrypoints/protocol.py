@@ -67,7 +67,7 @@ _NOT_SERVED_BY_REASON: dict[str, dict[str, Any]] = {
     },
     "text is only continued, not inserted before a suffix": {"suffix": ""},
     "code from requests is never run": {"logits_processors": []},
-    "an adapter is asked for by its name, in place of the model's": {"lora_request": None},
+    "a LoRA adapter is asked for by its name, in place of the model's": {"lora_request": None},
     "vectors are not shortened": {"dimensions": None},
     "chat templates get messages only, no documents": {"documents": []},
     "a chat template writes the special tokens itself": {"add_special_tokens": False},

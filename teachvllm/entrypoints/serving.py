@@ -738,6 +738,8 @@ class OpenAIServing:
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         "Send the prompts to the engine; what it says of each, as it comes."
         vocab_size = self.model_config.vocab_size
+        lora = self.models.loras.get(request.model or "")
+        adapter = {"lora_request": lora} if lora else {}
         streams = []
         outside = [i for i in request.stop_token_ids or () if i >= vocab_size]
         require(
@@ -763,13 +765,7 @@ class OpenAIServing:
             if request.cache_salt is not None:  # after the log, which is not to have it
                 prompt = {**prompt, "cache_salt": request.cache_salt}
             streams.append(
-                self.engine.generate(
-                    prompt,
-                    params,
-                    inner_id,
-                    lora_request=self.models.loras.get(request.model or ""),
-                    priority=request.priority,
-                )
+                self.engine.generate(prompt, params, inner_id, priority=request.priority, **adapter)
             )
         return merge(*streams)
 

@@ -38,7 +38,7 @@ def activate_adapter_on(worker: Any, number: int, place: int) -> None:
 
 # %% ../../nbs/lora/03_manager.ipynb #1f686185
 def stamp_of(folder: str) -> tuple[tuple[str, int, int], ...]:
-    "Names, sizes and times of an adapter's files: another stamp, another adapter. Empty: no folder."
+    "Names, sizes and times of an adapter's files: another stamp, another adapter."
     try:
         files = sorted(Path(folder).glob("adapter_*"))
         return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
@@ -182,7 +182,7 @@ class LoRAManager:
         group.prerequisites.append(AdapterPlace(self, adapter, group))
 
     def is_ready(self, adapter: Adapter, group: SequenceGroup) -> bool:
-        "Whether the request may run now, because its adapter has a place; then that is kept for it."
+        "Whether the request may run now: its adapter has a place, which is kept for it."
         if self._must_wait(group) or not self._has_place(adapter):
             self.parked.setdefault(group, self.num_granted)
             return False
@@ -226,7 +226,11 @@ class LoRAManager:
         while len(self.host) >= self.config.max_cpu_loras:
             oldest, _ = self.host.popitem(last=False)
             self._call(unload_adapter_on, oldest)
-        self._call(load_adapter_on, adapter.number, adapter.request)
+        try:
+            self._call(load_adapter_on, adapter.number, adapter.request)
+        except Exception:  # of several workers some may have read it
+            self._call(unload_adapter_on, adapter.number)
+            raise
         self.host[adapter.number] = None
 
     def _load_again(self, adapter: Adapter) -> None:
