@@ -525,7 +525,8 @@ def narrow(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def other_rank(tensors: dict[str, torch.Tensor]) -> None:
-    a, b = first_of(tensors, "A"), first_of(tensors, "B")
+    a = first_of(tensors, "A")
+    b = first_of(tensors, "B")
     tensors[a] = tensors[a][:3]
     tensors[b] = tensors[b][:, :3]
 

@@ -92,6 +92,15 @@ def spread(builder, x):
         builder.insert_element(nothing, x, llvmlite.ir.Constant(I32, 0)), nothing, in_each_lane(0)
     )
 
+
+def floats_at(builder, address, j, dtype):
+    "The jth sixteen of the numbers at an address, as float32."
+    if dtype != types.uint16:
+        return builder.load(pointer_at(builder, address, 64 * j, FLOATS), align=4)
+    halves = builder.load(pointer_at(builder, address, 32 * j, HALVES), align=2)
+    bits = builder.shl(builder.zext(halves, WORDS), in_each_lane(16))
+    return builder.bitcast(bits, FLOATS)
+
 # %% ../../nbs/cpu/02_numba_linear.ipynb #d8cf843a
 @operation(prefer_literal=True)
 def zeros(typing_context, rows, dtype):
@@ -111,33 +120,46 @@ def biased(typing_context, tile, bias):
     def build(context, builder, sig, args):
         sums, bias = args
         for j in range(VECTORS):
-            if tile.dtype == types.uint16:
-                bits = builder.zext(
-                    builder.load(pointer_at(builder, bias, 32 * j, HALVES), align=2), WORDS
-                )
-                x = builder.bitcast(builder.shl(bits, in_each_lane(16)), FLOATS)
-            else:
-                x = builder.load(pointer_at(builder, bias, 64 * j, FLOATS), align=4)
+            x = floats_at(builder, bias, j, tile.dtype)
             for row in range(tile.rows):
                 sums = builder.insert_value(sums, x, row * VECTORS + j)
         return sums
 
     return tile(tile, types.intp), build
 
-# %% ../../nbs/cpu/02_numba_linear.ipynb #d35c8a59
-def _factors(builder, words, dtype, pairs):
-    """Sixteen words of four bytes as what is multiplied: pairs of bfloat16 where the processor has the
-    instruction for pairs, else one or two registers of float32.
+# %% ../../nbs/cpu/02_numba_linear.ipynb #fbdc4f23
+class Products:
+    """How this processor multiplies numbers of a dtype, sixteen words of four bytes at a time: pairs
+    of bfloat16 where it has the instruction for pairs, else one or two registers of float32.
     """
-    if pairs:
-        return [builder.bitcast(words, PAIRS)]
-    if dtype != types.uint16:
-        return [builder.bitcast(words, FLOATS)]
-    first = builder.shl(words, in_each_lane(16))
-    second = builder.and_(words, in_each_lane(-1 << 16))
-    return [builder.bitcast(bits, FLOATS) for bits in (first, second)]
 
+    def __init__(self, builder, dtype):
+        self.builder = builder
+        self.dtype = dtype
+        pairs = dtype == types.uint16 and host_features().get("avx512bf16")
+        name = "llvm.x86.avx512bf16.dpbf16ps.512" if pairs else "llvm.fma.v16f32"
+        form = llvmlite.ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS] if pairs else [FLOATS] * 3)
+        self.multiply = cgutils.get_or_insert_function(builder.module, form, name)
+        self.pairs = pairs
 
+    def factors(self, words):
+        "Sixteen words as what is multiplied."
+        builder = self.builder
+        if self.pairs:
+            return [builder.bitcast(words, PAIRS)]
+        if self.dtype != types.uint16:
+            return [builder.bitcast(words, FLOATS)]
+        first = builder.shl(words, in_each_lane(16))
+        second = builder.and_(words, in_each_lane(-1 << 16))
+        return [builder.bitcast(bits, FLOATS) for bits in (first, second)]
+
+    def add(self, sums, numbers, column):
+        "Sixteen sums with the products of two words' factors."
+        for one in zip(numbers, column):
+            sums = self.builder.call(self.multiply, [sums, *one] if self.pairs else [*one, sums])
+        return sums
+
+# %% ../../nbs/cpu/02_numba_linear.ipynb #d35c8a59
 @operation
 def add_products(typing_context, tile, x, stride, weights):
     """Add one step's products: 4 bytes of each row of x, whose rows are `stride` bytes apart, times
@@ -146,29 +168,25 @@ def add_products(typing_context, tile, x, stride, weights):
 
     def build(context, builder, sig, args):
         sums, x, stride, weights = args
-        pairs = tile.dtype == types.uint16 and host_features().get("avx512bf16")
-        name = "llvm.x86.avx512bf16.dpbf16ps.512" if pairs else "llvm.fma.v16f32"
-        form = llvmlite.ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS] if pairs else [FLOATS] * 3)
-        multiply = cgutils.get_or_insert_function(builder.module, form, name)
+        products = Products(builder, tile.dtype)
         loaded = [
             builder.load(pointer_at(builder, weights, 64 * j, WORDS), align=4)
             for j in range(VECTORS)
         ]
-        columns = [_factors(builder, words, tile.dtype, pairs) for words in loaded]
+        columns = [products.factors(words) for words in loaded]
         for row in range(tile.rows):
             place = builder.add(x, builder.mul(stride, llvmlite.ir.Constant(I64, row)))
             words = spread(builder, builder.load(pointer_at(builder, place, 0, I32), align=4))
-            numbers = _factors(builder, words, tile.dtype, pairs)
+            numbers = products.factors(words)
             for j, column in enumerate(columns):
-                new = builder.extract_value(sums, row * VECTORS + j)
-                for one in zip(numbers, column):
-                    new = builder.call(multiply, [new, *one] if pairs else [*one, new])
+                old = builder.extract_value(sums, row * VECTORS + j)
+                new = products.add(old, numbers, column)
                 sums = builder.insert_value(sums, new, row * VECTORS + j)
         return sums
 
     return tile(tile, types.intp, types.intp, types.intp), build
 
-# %% ../../nbs/cpu/02_numba_linear.ipynb #c87f4b91
+# %% ../../nbs/cpu/02_numba_linear.ipynb #8037a75b
 def _rounded(builder, x):
     """bfloat16 bits of sixteen float32 numbers: one instruction, which every processor with
     `vdpbf16ps` has, else the few that chapter cpu/01 has for one number.
@@ -183,6 +201,15 @@ def _rounded(builder, x):
     return builder.trunc(builder.lshr(nearest, in_each_lane(16)), HALVES)
 
 
+def put_floats(builder, x, address, j, dtype):
+    "Store sixteen float32 as the jth sixteen of the numbers at an address, rounded to their dtype."
+    if dtype == types.uint16:
+        halves = _rounded(builder, x)
+        builder.store(halves, pointer_at(builder, address, 32 * j, HALVES), align=2)
+    else:
+        builder.store(x, pointer_at(builder, address, 64 * j, FLOATS), align=4)
+
+# %% ../../nbs/cpu/02_numba_linear.ipynb #c87f4b91
 @operation
 def put(typing_context, tile, out, stride):
     """Write the sums to rows `stride` bytes apart, from the address `out` on, rounded to the tile's
@@ -195,12 +222,7 @@ def put(typing_context, tile, out, stride):
             place = builder.add(out, builder.mul(stride, llvmlite.ir.Constant(I64, row)))
             for j in range(VECTORS):
                 x = builder.extract_value(sums, row * VECTORS + j)
-                if tile.dtype == types.uint16:
-                    builder.store(
-                        _rounded(builder, x), pointer_at(builder, place, 32 * j, HALVES), align=2
-                    )
-                else:
-                    builder.store(x, pointer_at(builder, place, 64 * j, FLOATS), align=4)
+                put_floats(builder, x, place, j, tile.dtype)
         return context.get_dummy_value()
 
     return types.void(tile, types.intp, types.intp), build

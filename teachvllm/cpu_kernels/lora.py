@@ -10,26 +10,22 @@ import llvmlite.ir
 import numpy as np
 import torch
 from numba import types
-from numba.core import cgutils
 from torch import nn
 
 from teachvllm.cpu_kernels.linear import (
     COLUMNS,
-    FLOATS,
-    HALVES,
     LANES,
-    PAIRS,
     ROWS,
     VECTORS,
     WORDS,
-    _factors,
-    _rounded,
+    Products,
     add_products,
     dtypes_served,
-    in_each_lane,
+    floats_at,
     pack,
     pointer_at,
     put,
+    put_floats,
     spread,
     zeros,
 )
@@ -41,7 +37,6 @@ from teachvllm.cpu_kernels.utils import (
     array_at,
     barrier,
     compiled,
-    host_features,
     operation,
     share,
 )
@@ -56,21 +51,17 @@ def add_quarters(typing_context, tile, x, stride, weights, apart):
 
     def build(context, builder, sig, args):
         sums, x, stride, weights, apart = args
-        pairs = tile.dtype == types.uint16 and host_features().get("avx512bf16")
-        name = "llvm.x86.avx512bf16.dpbf16ps.512" if pairs else "llvm.fma.v16f32"
-        form = llvmlite.ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS] if pairs else [FLOATS] * 3)
-        multiply = cgutils.get_or_insert_function(builder.module, form, name)
+        products = Products(builder, tile.dtype)
         for j in range(VECTORS):
             words = builder.load(pointer_at(builder, weights, 64 * j, WORDS), align=4)
-            column = _factors(builder, words, tile.dtype, pairs)
+            column = products.factors(words)
             quarter = builder.add(x, builder.mul(apart, llvmlite.ir.Constant(apart.type, j)))
             for row in range(tile.rows):
                 i = llvmlite.ir.Constant(stride.type, row)
                 place = builder.add(quarter, builder.mul(stride, i))
                 four = builder.load(pointer_at(builder, place, 0, I32), align=4)
-                new = builder.extract_value(sums, row * VECTORS + j)
-                for one in zip(_factors(builder, spread(builder, four), tile.dtype, pairs), column):
-                    new = builder.call(multiply, [new, *one] if pairs else [*one, new])
+                old = builder.extract_value(sums, row * VECTORS + j)
+                new = products.add(old, products.factors(spread(builder, four)), column)
                 sums = builder.insert_value(sums, new, row * VECTORS + j)
         return sums
 
@@ -89,11 +80,7 @@ def put_folded(typing_context, tile, out, stride):
             total = builder.extract_value(sums, row * VECTORS)
             for j in range(1, VECTORS):
                 total = builder.fadd(total, builder.extract_value(sums, row * VECTORS + j))
-            if tile.dtype == types.uint16:
-                halves = _rounded(builder, total)
-                builder.store(halves, pointer_at(builder, place, 0, HALVES), align=2)
-            else:
-                builder.store(total, pointer_at(builder, place, 0, FLOATS), align=4)
+            put_floats(builder, total, place, 0, tile.dtype)
         return context.get_dummy_value()
 
     return types.void(tile, types.intp, types.intp), build
@@ -126,12 +113,7 @@ def loaded(typing_context, tile, place, stride):
             i = llvmlite.ir.Constant(stride.type, row)
             at = builder.add(place, builder.mul(stride, i))
             for j in range(VECTORS):
-                if tile.dtype == types.uint16:
-                    halves = builder.load(pointer_at(builder, at, 32 * j, HALVES), align=2)
-                    bits = builder.shl(builder.zext(halves, WORDS), in_each_lane(16))
-                    x = builder.bitcast(bits, FLOATS)
-                else:
-                    x = builder.load(pointer_at(builder, at, 64 * j, FLOATS), align=4)
+                x = floats_at(builder, at, j, tile.dtype)
                 sums = builder.insert_value(sums, x, row * VECTORS + j)
         return sums
 

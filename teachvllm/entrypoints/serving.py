@@ -649,7 +649,8 @@ class OpenAIServingModels:
             raise RequestError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
         lora = self._new_request(name, request.lora_path, request.load_inplace)
         await self.engine.call_lora("add_lora", lora)
-        self.loras[name] = lora
+        # later requests for it look at no file
+        self.loras[name] = LoRARequest(name, lora.lora_int_id, lora.lora_path)
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload_lora_adapter(self, name: str) -> str:

@@ -219,11 +219,10 @@ class LoRAModelManager:
     def __init__(self, config: VllmConfig, context: ModelContext):
         assert config.lora_config is not None
         self.config = config.lora_config
-        self.parallel = context.parallel
         dtype = self.config.lora_dtype
         self.dtype = context.dtype if dtype == "auto" else getattr(torch, dtype)
         self.host: dict[int, dict[str, Pairs]] = {}  # number -> layer's name -> what it adds
-        self.requests: dict[int, LoRARequest] = {}  # those that have a place, to be found again
+        self.requests: dict[int, LoRARequest] = {}  # of all these, to be found again
         self.places: dict[int, int] = {}  # number -> place
 
     # The model
@@ -294,18 +293,23 @@ class LoRAModelManager:
             if hasattr(layer, "lora"):
                 layer.lora.set(place, adapter.get(name, {}))
         self.places[number] = place
+        known = self.host.keys() | self.places.keys()
+        self.requests = {other: one for other, one in self.requests.items() if other in known}
 
     @staticmethod
     def side_by_side(num_scheduled_tokens: dict[int, int], state: Any) -> dict[int, int]:
         """The step's sequences, those that decode ordered by adapter: neighbours share what a
         product reads. `state` is the worker's `InputBatch`.
         """
-        seqs = list(num_scheduled_tokens.items())
-        num_decodes = next((i for i, (_, n) in enumerate(seqs) if n > 1), len(seqs))
-        decodes = sorted(
-            seqs[:num_decodes], key=lambda one: state.adapter_ids[state.slot_of[one[0]]]
-        )
-        return dict(decodes + seqs[num_decodes:])
+        seq_ids = list(num_scheduled_tokens)
+        numbers = state.adapter_ids[[state.slot_of[seq_id] for seq_id in seq_ids]]
+        if not numbers.any():
+            return num_scheduled_tokens
+        decodes = [n == 1 for n in num_scheduled_tokens.values()]
+        num_decodes = decodes.index(False) if False in decodes else len(decodes)
+        order = numbers[:num_decodes].argsort(kind="stable").tolist()
+        seq_ids[:num_decodes] = [seq_ids[i] for i in order]
+        return {seq_id: num_scheduled_tokens[seq_id] for seq_id in seq_ids}
 
     def find_places(self, extras: dict[str, np.ndarray]) -> None:
         "What a step has in `adapter_ids`, the adapters' numbers, becomes their places, from 1 on."

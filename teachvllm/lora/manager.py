@@ -130,18 +130,22 @@ class LoRAManager:
         """Load an adapter; False if it is loaded, and with `load_inplace` has not changed since.
         `ValueError` if it cannot be served.
         """
-        stamp = stamp_of(request.lora_path)
+        stamp = None
         if request.lora_int_id in self.adapters:
             known = self.adapters[request.lora_int_id]
             was = known.request.lora_name, known.request.lora_path
             same = was == (request.lora_name, request.lora_path)
-            if same and (known.stamp == stamp or not request.load_inplace):
+            if same and not request.load_inplace:  # so most requests look at no file
+                return False
+            stamp = stamp_of(request.lora_path)
+            if same and known.stamp == stamp:
                 return False
             require(
                 request.load_inplace,
                 f"lora_int_id={request.lora_int_id} is {was[0]!r} in {was[1]}: give "
                 f"{request.lora_name!r} another one, or call remove_lora first",
             )
+        stamp = stamp_of(request.lora_path) if stamp is None else stamp
         adapter = Adapter(next(self.numbers), request, stamp)
         self._load(adapter)
         self.adapters[request.lora_int_id] = adapter
