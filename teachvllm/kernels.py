@@ -35,6 +35,7 @@ KERNELS = {
         "attention": "teachvllm.gpu_kernels.attention.TritonBackend",
         "grouped_linear": "teachvllm.gpu_kernels.grouped.TritonGroups",
         "scaled_linear": "teachvllm.gpu_kernels.grouped.TritonScaled",
+        "lora_stack": "teachvllm.gpu_kernels.lora.TritonLoRA",
         "sample": "teachvllm.gpu_kernels.sampler.sample_rows",
         "sample_sorted": "teachvllm.gpu_kernels.sampler.sample_sorted",
         "rms_norm": "teachvllm.gpu_kernels.fused_ops.rms_norm",

@@ -18,6 +18,8 @@ import torch
 from browser import CHROMIUM, Browser
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
+# Ray's processes are as urgent as others: at its default they starve beside the other tests
+os.environ.setdefault("RAY_worker_niceness", "0")
 PRETENDED = "TEACHVLLM_PRETEND" in os.environ
 if not torch.cuda.is_available():
     # kernels run in Python; it counts when Triton is imported

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 VOCAB = 128
@@ -81,12 +82,14 @@ TINY = {
 }
 
 
-def make_tiny(name: str, folder: Path, **save: Any) -> Any:
-    """Write the tiny model `name` into `folder` with weights large enough that no two tokens tie;
-    returns transformers' model.
+def make_tiny(name: str, folder: Path, layers: int | None = None, **save: Any) -> Any:
+    """Write the tiny model `name`, perhaps with fewer layers, into `folder`, with weights large
+    enough that no two tokens tie; returns transformers' model.
     """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(TINY[name]()).eval().float()
+    config: Any = TINY[name]()
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    model = AutoModelForCausalLM.from_config(config).eval().float()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -150,3 +153,38 @@ def from_chapter(name: str, *wanted: str) -> list[Any]:
         ]
         exec(compile(ast.Module(kept, []), str(path), "exec"), scope)
     return [scope[one] for one in wanted]
+
+
+def write_adapter(
+    folder: Path, seed: int, rank: int = 4, embedding: bool = False, layers: int = 3
+) -> dict[str, torch.Tensor]:
+    """A folder as PEFT writes it, without PEFT, for a Llama of `layers`, 128 wide, 192 in its MLPs;
+    what it adds to q_proj, down_proj and perhaps the embedding, by name.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    added = {}
+
+    def pair(width: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        a = torch.randn(rank, width, generator=generator) / 4
+        return a, torch.randn(size, rank, generator=generator) / 4
+
+    for i in range(layers):
+        for module, width, size in (("self_attn.q_proj", 128, 128), ("mlp.down_proj", 192, 128)):
+            name = f"model.layers.{i}.{module}"
+            a, b = pair(width, size)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b
+            added[f"{name}.weight"] = 2 * b @ a
+    config: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    config |= {"bias": "none", "target_modules": ["q_proj", "down_proj"]}
+    if embedding:
+        a, b = pair(VOCAB, 128)
+        tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = a
+        tensors["base_model.model.model.embed_tokens.lora_embedding_B"] = b
+        added["model.embed_tokens.weight"] = 2 * (b @ a).T
+        config["target_modules"].append("embed_tokens")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return added

@@ -68,6 +68,7 @@ NOTHING_TO_WRITE = {
     "gpu/04_pretend_device",
     "gpu/05_pretend",
     "gpu/09_mixed_graphs",
+    "gpu/11_lora",
     "cpu/09_numba_lora",
     "lora/02_layers",
     "lora/03_manager",

@@ -420,7 +420,7 @@ def test_a_row_that_is_no_number_is_none_afterwards(target: torch.dtype) -> None
 # On a card
 
 
-@pytest.mark.parametrize("card", ["T4", "H100"])
+@pytest.mark.parametrize("card", ["T4", pytest.param("H100", marks=pytest.mark.slow)])
 def test_an_engine_on_a_pretended_card(card: str) -> None:
     "Eagerly and in recorded steps: the CPU's tokens, by these products."
     if torch.cuda.is_available():

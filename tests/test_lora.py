@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TINY, VOCAB
+from helpers import TINY, VOCAB, write_adapter
 from safetensors.torch import load_file, save_file
 from test_models import FAMILIES
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig
@@ -292,34 +292,13 @@ def test_several_answers_and_beams_keep_their_adapter(
             assert [one.tokens for one in a.sequences] == [one.tokens for one in b.sequences]
 
 
-def write_adapter(folder: Path, base: Path, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
-    "A folder as PEFT writes it, without PEFT; what it adds to q_proj and down_proj, by name."
-    generator = torch.Generator().manual_seed(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    added = {}
-    for i in range(3):
-        for module, width, size in (("self_attn.q_proj", 128, 128), ("mlp.down_proj", 192, 128)):
-            name = f"model.layers.{i}.{module}"
-            a = torch.randn(rank, width, generator=generator) / 4
-            b = torch.randn(size, rank, generator=generator) / 4
-            tensors[f"base_model.model.{name}.lora_A.weight"] = a
-            tensors[f"base_model.model.{name}.lora_B.weight"] = b
-            added[f"{name}.weight"] = 2 * b @ a
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
-    config["target_modules"] = ["q_proj", "down_proj"]
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return added
-
-
 def test_two_hundred_adapters_in_four_places(base: Path, tmp_path: Path) -> None:
     "Random requests in random order: no wrong token, and nothing is left behind."
     rng = random.Random(3)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = []
     for i in range(200):
-        added = write_adapter(tmp_path / str(i), base, i)
+        added = write_adapter(tmp_path / str(i), i)
         weights = dict(model.named_parameters())
         for sign in (1, -1):
             for name, delta in added.items():
@@ -395,7 +374,7 @@ def test_a_reload_computes_anew(base: Path, tmp_path: Path) -> None:
     before = dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"].clone()
     answers = []
     for seed in (1, 2):
-        added = write_adapter(tmp_path / str(seed), base, seed)
+        added = write_adapter(tmp_path / str(seed), seed)
         adapted = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         for name, parameter in adapted.named_parameters():
             parameter.data += added.get(name, 0)
@@ -416,7 +395,7 @@ def test_a_reload_computes_anew(base: Path, tmp_path: Path) -> None:
         # and in its place, on the disk
         second = LoRARequest("mine", 1, str(tmp_path / "2"), load_inplace=True)
         assert not engine.add_lora(second)
-        write_adapter(tmp_path / "2", base, 1)
+        write_adapter(tmp_path / "2", 1)
         assert engine.add_lora(second) and engine.list_loras() == {1}
         [output] = run(llm, second)
         assert (tokens(output), output.num_cached_tokens) == ([answers[0]], 0)
@@ -426,12 +405,12 @@ def test_a_file_that_changed_while_it_was_away(base: Path, tmp_path: Path) -> No
     "It was dropped from the host's memory, and is another one now: its request ends, once."
     loras = []
     for i in (1, 2):
-        write_adapter(tmp_path / str(i), base, i)
+        write_adapter(tmp_path / str(i), i)
         loras.append(LoRARequest(str(i), i, str(tmp_path / str(i))))
     with LLM(str(base), **OPTIONS) as llm:
         run(llm, loras[0])
         run(llm, loras[1])
-        write_adapter(tmp_path / "1", base, 3)
+        write_adapter(tmp_path / "1", 3)
         [output] = run(llm, loras[0])
         assert output.outputs[0].finish_reason == "error"
         assert "has changed" in str(output.outputs[0].stop_reason)
@@ -575,7 +554,7 @@ def test_a_broken_adapter_is_refused_and_the_engine_goes_on(
     llm: LLM, base: Path, tmp_path: Path, number: int
 ) -> None:
     change, message = BROKEN[number]
-    write_adapter(tmp_path, base, 1)
+    write_adapter(tmp_path, 1)
     change(tmp_path)
     before = tokens(run(llm, None)[0])
     with pytest.raises(ValueError, match=message):
@@ -591,7 +570,7 @@ def test_a_part_that_does_not_match_is_said(
         more = {name.replace("layers.0", "layers.7"): x.clone() for name, x in tensors.items()}
         return tensors | more
 
-    write_adapter(tmp_path, base, 1)
+    write_adapter(tmp_path, 1)
     break_tensors(add)(tmp_path)
     caplog.set_level("WARNING", "teachvllm")
     run(llm, LoRARequest("half", 200, str(tmp_path)))
@@ -674,7 +653,7 @@ def test_all_forms_of_the_product_agree(sizes: list[int], dtype: torch.dtype) ->
 
 def test_reading_alone(base: Path, tmp_path: Path) -> None:
     "The scaling is in the second matrix."
-    added = write_adapter(tmp_path, base, 1)
+    added = write_adapter(tmp_path, 1)
     adapter = LoRAModel.from_local_checkpoint(tmp_path, LoRAConfig())
     assert not adapter.embeddings and {f"{name}.weight" for name in adapter.layers} == set(added)
     for name, one in adapter.layers.items():

@@ -80,14 +80,15 @@ def test_padding(new_tokens: list[int], more_tokens: int, more_seqs: int, rng: A
     inputs["seq_lens"] = np.array(new_tokens) + rng.randrange(9)
     inputs["block_table"] = np.full((num_seqs, 2), rng.randrange(99), np.int32)
     inputs["query_start_loc"] = np.cumsum([0, *new_tokens])
-    static = MixedInputs(num_tokens + more_tokens, num_seqs + more_seqs, 3, "cpu")
+    extras = ("adapter_ids",)
+    static = MixedInputs(num_tokens + more_tokens, num_seqs + more_seqs, 3, "cpu", extras)
     size = num_tokens + more_tokens
     more_seqs = min(more_seqs, size - num_seqs)  # there is no room for more than tokens
     seen = static.views(size)
     assert seen["slot_mapping"].tolist() == [-1] * size and not seen["seq_lens"].any()
     on_device = static.load(size, inputs, {"top_k": np.arange(3)})
     assert on_device["top_k"].tolist() == [0, 1, 2]
-    assert list(seen) == list(Batch.NAMES)
+    assert list(seen) == [*Batch.NAMES, *extras]
     for name, array in inputs.items():
         kept = seen[name].numpy()[tuple(map(slice, array.shape))]
         assert np.array_equal(kept, array)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['aten', 'MAKES', 'carry_out', 'WORDS', 'RUN_ORDERS', 'Pool', 'NotRecordable', 'Recorder', 'ModelWatch', 'attempt',
-           'CpuGraphRunner', 'AnyOf', 'record']
+           'CpuGraphRunner', 'record']
 
 # %% ../../nbs/cpu/07_cpu_graph.ipynb #af273dad
 import logging
@@ -33,6 +33,7 @@ from teachvllm.cpu_kernels.utils import (
     operation,
 )
 from ..model_executor.layers import ForwardContext, LinearBase, set_forward_context
+from ..worker.cuda_graph import AnyOf, step_kinds
 from ..worker.model_runner import Batch, ModelRunner, to_device
 
 # %% ../../nbs/cpu/07_cpu_graph.ipynb #0a2e6dc0
@@ -357,27 +358,6 @@ class CpuGraphRunner:
         return self.hidden[:n], x
 
 # %% ../../nbs/cpu/07_cpu_graph.ipynb #93d57863
-class AnyOf:
-    "Several recordings of one model's steps, each of another kind of steps, as one."
-
-    def __init__(self, recordings: list[CpuGraphRunner]):
-        self.recordings = recordings
-        self.kv_caches = recordings[0].kv_caches
-        self.chosen = recordings[0]
-
-    def can_run(self, batch: Batch) -> bool:
-        "Whether one of them can; `run` is then for that batch."
-        able = [one for one in self.recordings if one.can_run(batch)]
-        self.chosen = able[0] if able else self.chosen
-        return bool(able)
-
-    def run(
-        self, inputs: dict[str, np.ndarray], sampling: dict[str, np.ndarray], batch: Batch
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        "See `CpuGraphRunner.run`."
-        return self.chosen.run(inputs, sampling, batch)
-
-
 def record(runner: ModelRunner, kv_caches: list[torch.Tensor]) -> Any:
     """A runner for this model's decode steps, with adapters another one beside it; None if there can
     be none: the log says why.
@@ -386,9 +366,11 @@ def record(runner: ModelRunner, kv_caches: list[torch.Tensor]) -> Any:
     if runner.parallel.size > 1 or not runner.attention_layers:
         return None
     most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    kinds: list[tuple[str, ...]] = [(), ("adapter_ids",)] if runner.lora else [()]
-    recordings = [attempt(partial(CpuGraphRunner, runner, kv_caches, most, kind)) for kind in kinds]
-    recordings = [one for one in recordings if one]
+    found = [
+        attempt(partial(CpuGraphRunner, runner, kv_caches, most, kind))
+        for kind in step_kinds(runner)
+    ]
+    recordings = [one for one in found if one]
     if len(recordings) > 1:
         return AnyOf(recordings)
     return recordings[0] if recordings else None

@@ -32,7 +32,7 @@ def mixed_sizes(most: int) -> list[GraphSize]:
     return [GraphSize(size, True) for size in sorted(sizes, reverse=True) if size <= most]
 
 # %% ../../nbs/gpu/09_mixed_graphs.ipynb #183df6df
-PER_TOKEN = ("token_ids", "token_indices", "positions", "slot_mapping")
+PER_TOKEN = ("token_ids", "token_indices", "positions", "slot_mapping", "adapter_ids")
 
 
 class MixedInputs(StaticInputs):
@@ -40,9 +40,16 @@ class MixedInputs(StaticInputs):
     `num_seqs` sequences, which have up to `width` blocks.
     """
 
-    def __init__(self, num_tokens: int, num_seqs: int, width: int, device: str):
+    def __init__(
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        width: int,
+        device: str,
+        extras: tuple[str, ...] = (),
+    ):
         self.num_seqs = num_seqs
-        super().__init__(num_tokens, width, device)
+        super().__init__(num_tokens, width, device, extras)
 
     def pad(self, inputs: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
         """What a graph of `size` tokens reads for `inputs`, a mixed step.
@@ -52,7 +59,7 @@ class MixedInputs(StaticInputs):
         """
         padded = {}
         num_seqs = min(self.num_seqs, size)  # each brings a token
-        for name in Batch.NAMES:
+        for name in (*Batch.NAMES, *self.extras):
             shape: tuple[int, ...] = (size if name in PER_TOKEN else num_seqs,)
             dtype: Any = np.int64
             fill = -1 if name in ("slot_mapping", "token_indices") else 0
@@ -69,7 +76,7 @@ class MixedInputs(StaticInputs):
         return padded
 
     def views(self, size: int) -> dict[str, torch.Tensor]:
-        "What a graph of `size` tokens reads: the tensors of `Batch.NAMES`. All is padding now."
+        "What a graph of `size` tokens reads. All is padding now."
         return self.place(self.pad({}, size))
 
 # %% ../../nbs/gpu/09_mixed_graphs.ipynb #a7a717cf
@@ -90,20 +97,23 @@ class MixedGraphRunner:
         sizes: list[GraphSize],
         kv_caches: LayerCaches,
         graph_class: Any = CudaGraph,
+        pool: Any = None,
+        extras: tuple[str, ...] = (),
     ):
         model = runner.config.model_config
+        self.extras = set(extras)
         self.kv_caches = kv_caches
         self.longest = min(self.LONGEST, model.max_seq_len_to_capture, model.max_model_len)
         self.num_seqs = runner.config.scheduler_config.max_num_seqs
         self.graphs: dict[int, Any] = {}
-        pool = graph_class.new_pool()
+        pool = graph_class.new_pool() if pool is None else pool
         decodes = [size.num_tokens for size in sizes if not size.mixed]
-        record = partial(CudaGraphRunner, runner, decodes, kv_caches, graph_class, pool)
+        record = partial(CudaGraphRunner, runner, decodes, kv_caches, graph_class, pool, extras)
         self.decodes = record() if decodes and not sizes[0].mixed else None
         mixed = [size.num_tokens for size in sizes if size.mixed]
         if mixed:
             width = num_blocks_for(self.longest, runner.block_size)
-            self.inputs = MixedInputs(mixed[0], self.num_seqs, width, runner.device)
+            self.inputs = MixedInputs(mixed[0], self.num_seqs, width, runner.device, extras)
         for num_tokens in mixed:
             run = partial(runner.forward, self.inputs.views(num_tokens), -1, kv_caches)
             self.graphs[num_tokens] = graph_class(run, pool)
@@ -121,20 +131,22 @@ class MixedGraphRunner:
         return sorted(sizes, reverse=True)
 
     def can_run(self, batch: Batch) -> bool:
-        """Whether a graph can run `batch`: no embeddings, no adapters, not too many tokens, no text
-        too long.
+        """Whether a graph can run `batch`: no embeddings, adapters if they were recorded, not too
+        many tokens, no text too long.
         """
         if batch.num_decodes == len(batch.req_indices):
             return self.decodes is not None and self.decodes.can_run(batch)
-        if batch.extras or len(batch.positions) > max(self.graphs, default=0):
+        if batch.extras.keys() != self.extras:
+            return False
+        if len(batch.positions) > max(self.graphs, default=0):
             return False
         return len(batch.req_indices) <= self.num_seqs and batch.seq_lens.max() <= self.longest
 
     def run(
         self, inputs: dict[str, np.ndarray], sampling: dict[str, np.ndarray], batch: Batch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Hidden states [num_tokens, hidden_size] of a batch that `can_run` accepts, and `sampling`
-        on the device. Both are overwritten by the next run.
+        """Hidden states [num_tokens, hidden_size] of a batch that `can_run` accepts, and on the
+        device `inputs`, padded, and `sampling`. All are overwritten by the next run.
         """
         if self.decodes and batch.num_decodes == len(batch.req_indices):
             return self.decodes.run(inputs, sampling)

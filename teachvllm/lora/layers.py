@@ -283,11 +283,14 @@ class LoRAModelManager:
         "Free the host's copy; where the adapter has a place, it keeps that."
         self.host.pop(number, None)
 
-    def activate(self, number: int, place: int) -> None:
-        "Copy an adapter into a place of the stacks, in which no running sequence's may lie."
+    def activate(self, number: int, place: int) -> bool:
+        """Copy an adapter into a place of the stacks, in which no running sequence's may lie. True if
+        the model's forward has a stack more than before: what was recorded does not know it.
+        """
         self.places = {other: used for other, used in self.places.items() if used != place}
         adapter = self.host[number]
-        for name in adapter:
+        new = [name for name in adapter if not hasattr(self.layers[name], "lora")]
+        for name in new:
             self._stack(name)
         for name, layer in self.layers.items():
             if hasattr(layer, "lora"):
@@ -295,6 +298,7 @@ class LoRAModelManager:
         self.places[number] = place
         known = self.host.keys() | self.places.keys()
         self.requests = {other: one for other, one in self.requests.items() if other in known}
+        return any(not isinstance(self.layers[name], ParallelLMHead) for name in new)
 
     @staticmethod
     def side_by_side(num_scheduled_tokens: dict[int, int], state: Any) -> dict[int, int]:

@@ -34,7 +34,8 @@ def unload_adapter_on(worker: Any, number: int) -> None:
 def activate_adapter_on(worker: Any, number: int, place: int) -> None:
     "Copy an adapter into a place on the device."
     with worker.on_device():
-        worker.model_runner.lora.activate(number, place)
+        if worker.model_runner.lora.activate(number, place):
+            worker.record_steps()
 
 # %% ../../nbs/lora/03_manager.ipynb #1f686185
 def stamp_of(folder: str) -> tuple[tuple[str, int, int], ...]:
@@ -114,14 +115,15 @@ class LoRAManager:
     def __init__(self, core: Any):
         self.executor = core.executor
         self.config = core.config.lora_config
-        # a request that waits for a place is overtaken by no more than so many
+        # the first request that waits for a place is overtaken by no more than so many
         self.max_overtaken = 4 * core.config.scheduler_config.max_num_seqs
         self.adapters: dict[int, Adapter] = {}  # by the user's number
         self.host: OrderedDict[int, None] = OrderedDict()  # numbers; used last: last
         self.places = Places(self.config.max_loras)
         self.numbers = count(1)
         self.num_granted = 0
-        self.parked: dict[SequenceGroup, int] = {}  # request -> `num_granted` when it came
+        # request -> `num_granted` when it came, or when one before it had its turn
+        self.parked: dict[SequenceGroup, int] = {}
         core.preparers.append(self.prepare)
 
     # What the user may ask
@@ -190,8 +192,10 @@ class LoRAManager:
         if self._must_wait(group) or not self._has_place(adapter):
             self.parked.setdefault(group, self.num_granted)
             return False
-        self.parked.pop(group, None)
         self.num_granted += 1
+        if group is next(iter(self.parked), None):  # its turn: now the next one's count begins
+            self.parked = dict.fromkeys(self.parked, self.num_granted)
+        self.parked.pop(group, None)
         self.places.use(adapter.number, group)
         return True
 

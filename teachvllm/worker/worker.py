@@ -33,7 +33,7 @@ from ..messages import ModelRunnerOutput
 from ..model_executor.sampler import SamplerOutput
 from ..plugins import load_general_plugins
 from .cache_engine import CacheEngine
-from .cuda_graph import CudaGraphRunner, graph_memory
+from .cuda_graph import CudaGraphRunner, graph_memory, record_graphs, step_kinds
 from teachvllm.worker.memory_profiling import (
     GiB,
     MemoryProfile,
@@ -258,36 +258,37 @@ class Worker:
         run without would.
         """
         runner = self.model_runner
-        kv_caches = self.cache_engines[0].gpu_cache
+        most = 1
+        if self.device != "cpu" and not self.graph_sizes():  # recording compiles for its sizes
+            most = self.config.scheduler_config.max_num_seqs
         with self.on_device(), self.memory_profiler.explain_out_of_memory("warming up"):
             runner.graphs = None
-            sizes = self.graph_sizes()
-            eager = self.device != "cpu" and not sizes  # a graph's recording compiles for its size
-            runner.warm_up(kv_caches, self.config.scheduler_config.max_num_seqs if eager else 1)
-            if sizes:
-                free = torch.cuda.mem_get_info(self.device)[0]
-                runner.graphs = self.graph_runner(runner, sizes, kv_caches)
-                taken = free - torch.cuda.mem_get_info(self.device)[0]
-                kept = self.memory_profiler.graphs
-                logger.info(
-                    "%d CUDA graphs take %.2f GiB; %.2f GiB were kept for them",
-                    len(sizes),
-                    taken / GiB,
-                    kept / GiB,
-                )
-            elif self.device == "cpu":
-                self.record_on_cpu()
+            runner.warm_up(self.cache_engines[0].gpu_cache, most)
+            self.record_steps()
         torch.manual_seed(self.config.model_config.seed)
 
-    def record_on_cpu(self) -> None:
-        "Record decode steps for chapter cpu/07's runner, if they can be."
+    def record_steps(self) -> None:
+        "Record what steps can be replayed: as CUDA graphs, or on a CPU by chapter cpu/07's runner."
         runner = self.model_runner
         runner.graphs = None
-        if self.config.model_config.enforce_eager:
+        if not self.cache_engines:
+            return  # asleep: it records when it wakes up
+        kv_caches = self.cache_engines[0].gpu_cache
+        if self.device == "cpu":
+            record = runner.context.kernels.find("record")
+            if record and not self.config.model_config.enforce_eager:
+                runner.graphs = record(runner, kv_caches)
             return
-        record = runner.context.kernels.find("record")
-        if record:
-            runner.graphs = record(runner, self.cache_engines[0].gpu_cache)
+        if sizes := self.graph_sizes():
+            free = torch.cuda.mem_get_info(self.device)[0]
+            runner.graphs = record_graphs(runner, sizes, kv_caches, runner_class=self.graph_runner)
+            taken = free - torch.cuda.mem_get_info(self.device)[0]
+            logger.info(
+                "%d CUDA graphs take %.2f GiB; %.2f GiB were kept for them",
+                len(sizes) * len(step_kinds(runner)),
+                taken / GiB,
+                self.memory_profiler.graphs / GiB,
+            )
 
     def submit(self, out: SchedulerOutput) -> None:
         """Launch a step: move blocks as ordered, then run the batch. On a GPU this returns before
@@ -375,8 +376,8 @@ class Worker:
             with plain_weights(model):
                 return func(model)
         finally:
-            if self.device == "cpu" and self.cache_engines:
-                self.record_on_cpu()
+            if self.device == "cpu":
+                self.record_steps()
             elif self.model_runner.graphs and before != [p.data_ptr() for p in model.parameters()]:
                 self.compile_or_warm_up_model()
 
