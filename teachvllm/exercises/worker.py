@@ -518,7 +518,10 @@ def _replay_with(answer: Any) -> str:
     sizes = []
     padded_rows = [0]
 
-    def pad(inputs: dict[str, Any], size: int, width: int) -> dict[str, Any]:
+    def pad(
+        inputs: dict[str, Any], size: int, width: int, extras: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        assert not extras, "this engine has no adapters"
         if not inputs:  # while it records
             sizes.append(size)
             return _pad_inputs(inputs, size, width)

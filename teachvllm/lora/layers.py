@@ -116,7 +116,8 @@ def add_lora(
     y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, adapter_ids: torch.Tensor
 ) -> torch.Tensor:
     "The faster of the two: on a GPU always the one that does not wait."
-    if x.is_cuda or len(x) * len(stack.a) <= MOST_STACKED:
+    places = len(stack.a)
+    if x.is_cuda or places == 1 or len(x) * places <= MOST_STACKED:
         return add_stacked(y, x, stack, adapter_ids)
     return add_by_segments(y, x, stack, adapter_ids)
 
