@@ -619,6 +619,11 @@ class VllmConfig:
             )
         if self.parallel_config.tensor_parallel_size > 1:
             self._check_heads(self.parallel_config.tensor_parallel_size)
+        if self.lora_config and self.model_config.pooler_config:
+            raise NotSupportedYet(
+                "enable_lora=True with a pooling task is not in teachvllm yet: adapters are for "
+                "engines that generate"
+            )
 
     def _check_heads(self, size: int) -> None:
         "`ValueError` lists the sizes of a group that can share the model's heads."

@@ -315,8 +315,9 @@ class CpuGraphRunner:
         there are orders for the model as it is now.
         """
         decoded = self.decoded
-        self.decoded = len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs
-        if not self.decoded or batch.extras.keys() != self.extras or self.restless == self.TRIES:
+        few = len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs
+        self.decoded = few and batch.extras.keys() == self.extras
+        if not self.decoded or self.restless == self.TRIES:
             return False
         if self.changed(everything=not decoded):
             attempt(self.record)

@@ -601,6 +601,7 @@ class OpenAIServingModels:
         self.names = names  # of the model; the first stands in responses
         self.loras: dict[str, LoRARequest] = {}
         self.numbers = count(1)
+        self.lock = asyncio.Lock()  # adapters come and go one at a time
 
     def find(self, name: str | None, adapters: bool = True) -> str:
         """What a response calls the model that a request names, which may be one of the `adapters`.
@@ -629,35 +630,40 @@ class OpenAIServingModels:
     def load_static(self, modules: dict[str, str]) -> None:
         "Before there are requests: adapters by name, with their folders."
         for name, path in modules.items():
-            lora = self._new_request(name, path)
+            self._check_name(name)
+            lora = LoRARequest(name, next(self.numbers), path)
             self.engine.engine_core.call_utility("call_lora", "add_lora", lora)
             self.loras[name] = lora
 
-    def _new_request(self, name: str, path: str, in_place: bool = False) -> LoRARequest:
-        known = self.loras.get(name)
-        if known and not in_place:
+    def _check_name(self, name: str, in_place: bool = False) -> None:
+        if name in self.loras and not in_place:
             raise RequestError(f"The lora adapter '{name}' has already been loaded.", "lora_name")
         if name in self.names:
             raise RequestError(f"lora_name={name!r:.100} is the model's name", "lora_name")
-        number = known.lora_int_id if known else next(self.numbers)
-        return LoRARequest(name, number, path, load_inplace=in_place)
 
     async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> str:
-        "Serve an adapter from now on; what the client is told."
+        """Serve an adapter from now on; what the client is told. What it takes the place of has another
+        number: requests that came before keep it.
+        """
         name = request.lora_name
         if not (name and request.lora_path):
             raise RequestError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
-        lora = self._new_request(name, request.lora_path, request.load_inplace)
-        await self.engine.call_lora("add_lora", lora)
-        # later requests for it look at no file
-        self.loras[name] = LoRARequest(name, lora.lora_int_id, lora.lora_path)
+        async with self.lock:
+            self._check_name(name, request.load_inplace)
+            lora = LoRARequest(name, next(self.numbers), request.lora_path)
+            await self.engine.call_lora("add_lora", lora)
+            old = self.loras.get(name)
+            self.loras[name] = lora
+            if old:
+                await self.engine.call_lora("remove_lora", old.lora_int_id)
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload_lora_adapter(self, name: str) -> str:
         "Serve an adapter no more, but for requests that are there; what the client is told."
-        if name not in self.loras:
-            raise RequestError(f"The lora adapter '{name}' cannot be found.", "lora_name", 404)
-        await self.engine.call_lora("remove_lora", self.loras.pop(name).lora_int_id)
+        async with self.lock:
+            if name not in self.loras:
+                raise RequestError(f"The lora adapter '{name}' cannot be found.", "lora_name", 404)
+            await self.engine.call_lora("remove_lora", self.loras.pop(name).lora_int_id)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
 

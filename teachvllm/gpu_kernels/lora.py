@@ -148,7 +148,7 @@ def lora_tiles(
     rows: int, width: int, num_ranks: int, rank: int, tensor_cores: bool, num_sms: int
 ) -> LoRATiles:
     """For x [rows, width] times A [width, num_ranks], of matrices of `rank`: as many splits as give each
-    multiprocessor a program, with two steps or more in each.
+    multiprocessor a program, with two steps or more in each; 8 at most, for expand reads them all.
     """
     block_r = next(size for size in (64, 32, 16) if rank % size == 0) if tensor_cores else 16
     many = tensor_cores and rows > 64
@@ -160,7 +160,7 @@ def lora_tiles(
         block_m, block_k, num_warps, num_stages = 16, 32, 8, 1
     steps = triton.cdiv(width, block_k)
     programs = triton.cdiv(rows, block_m) * (num_ranks // block_r)
-    splits = max(1, min(num_sms // max(1, programs), steps // 2, 16))
+    splits = max(1, min(num_sms // max(1, programs), steps // 2, 8))
     each = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, each)
     return LoRATiles(block_m, block_r, block_k, 64, num_warps, num_stages, splits, each)

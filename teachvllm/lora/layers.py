@@ -160,9 +160,11 @@ def add_to_embedding(y: torch.Tensor, ids: torch.Tensor, stack: LoRAStack) -> to
     adapter_ids = get_forward_context().adapter_ids
     if adapter_ids is None:
         return y
-    place = (adapter_ids - 1).clamp(min=0)
-    low = stack.a[place, ids].masked_fill((adapter_ids < 1)[:, None], 0)  # [n, rank]
-    return y + torch.einsum("nr,nrs->ns", low, stack.b[place]).to(y.dtype)
+    low = stack.a[(adapter_ids - 1).clamp(min=0), ids]  # [n, rank]
+    places = torch.arange(1, len(stack.b) + 1, device=y.device)
+    own = adapter_ids[:, None] == places
+    line = low[:, None].masked_fill(~own[..., None], 0).flatten(1)  # as in `add_stacked`
+    return y + (line @ stack.b.flatten(0, 1)).to(y.dtype)
 
 # %% ../../nbs/lora/02_layers.ipynb #96cb8adf
 def linear_places(model: nn.Module) -> dict[str, tuple[str, int | None]]:
@@ -225,15 +227,21 @@ class LoRAModelManager:
         self.host: dict[int, dict[str, Pairs]] = {}  # number -> layer's name -> what it adds
         self.requests: dict[int, LoRARequest] = {}  # of all these, to be found again
         self.places: dict[int, int] = {}  # number -> place
+        self.detach()
 
     # The model
+
+    def detach(self) -> None:
+        "Let go of the model, which is given up: adapters stay, for the one that is attached next."
+        self.model: Any = None
+        self.linears: dict[str, tuple[str, int | None]] = {}
+        self.layers: dict[str, Any] = {}
 
     def attach(self, model: Any, device: str) -> None:
         "Give every linear layer of a new model its stack, and each adapter its place again."
         self.model = model
         self.device = device
         self.linears = linear_places(model)
-        self.layers: dict[str, Any] = {}
         for name in {name for name, _ in self.linears.values()}:
             layer = self.layers[name] = model.get_submodule(name)
             layer.linear_method = LoRALinearMethod(layer.linear_method)
@@ -249,7 +257,7 @@ class LoRAModelManager:
 
     def _stack(self, name: str) -> nn.Module:
         "The stack beside a layer; it is made where there is none."
-        layer = self.layers[name]
+        layer = self.layers.setdefault(name, self.model.get_submodule(name))
         if not hasattr(layer, "lora"):
             is_linear = isinstance(layer, LinearBase)
             width = len(layer.columns) if is_linear else layer.num_embeddings
@@ -273,10 +281,13 @@ class LoRAModelManager:
         """Read an adapter into the host's memory, this rank's part of it. `ValueError` if it cannot
         be served, or does not fit the model.
         """
+        require(
+            self.model is not None, "the worker sleeps, and has no weights: call wake_up() first"
+        )
         adapter = load_adapter(request, self.config)
         try:
             self.host[number] = self._fit(adapter, request.lora_path)
-        except ValueError as error:
+        except Exception as error:  # what does not fit fails in many ways
             raise ValueError(f"Loading lora {request.lora_name} failed: {error}") from error
         self.requests[number] = request
 
@@ -290,7 +301,7 @@ class LoRAModelManager:
         """
         self.places = {other: used for other, used in self.places.items() if used != place}
         adapter = self.host[number]
-        new = [name for name in adapter if not hasattr(self.layers[name], "lora")]
+        new = [name for name in adapter if not hasattr(self.model.get_submodule(name), "lora")]
         for name in new:
             self._stack(name)
         for name, layer in self.layers.items():
@@ -344,9 +355,10 @@ class LoRAModelManager:
                 0: (weights.lora_a.T.to(self.dtype), weights.lora_b.T.to(self.dtype))
             }
         here = [module for module in missing if not self._is_elsewhere(module)]
-        if not found and here:
-            expected = sorted({name.rpartition(".")[2] for name in self.linears})
-            given = sorted({name.rpartition(".")[2] for name in here})
+        expected = sorted({name.rpartition(".")[2] for name in self.linears})
+        given = sorted({name.rpartition(".")[2] for name in here})
+        experts = any(".experts." in module for module in here)
+        if (here and not found) or experts or {*given} - {*expected}:
             raise ValueError(
                 f"While loading {path}, expected target modules in {expected} but received {given}"
             )

@@ -130,7 +130,7 @@ class LoRAManager:
 
     def add_lora(self, request: LoRARequest) -> bool:
         """Load an adapter; False if it is loaded, and with `load_inplace` has not changed since.
-        `ValueError` if it cannot be served.
+        `ValueError` if it cannot be served. What replaces another is not pinned.
         """
         stamp = None
         if request.lora_int_id in self.adapters:
@@ -150,7 +150,10 @@ class LoRAManager:
         stamp = stamp_of(request.lora_path) if stamp is None else stamp
         adapter = Adapter(next(self.numbers), request, stamp)
         self._load(adapter)
+        old = self.adapters.get(request.lora_int_id)
         self.adapters[request.lora_int_id] = adapter
+        if old:
+            self._forget(old)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
@@ -158,7 +161,7 @@ class LoRAManager:
         adapter = self.adapters.pop(lora_id, None)
         if adapter is None:
             return False
-        self.places.pinned.discard(adapter.number)
+        self._forget(adapter)
         return True
 
     def pin_lora(self, lora_id: int) -> bool:
@@ -224,22 +227,34 @@ class LoRAManager:
             raise
         return True
 
+    def _forget(self, adapter: Adapter) -> None:
+        "No request can ask for it any more: what no request has is free for others."
+        number = adapter.number
+        self.places.pinned.discard(number)
+        if any(group.first_seq.adapter_id == number for group in self.parked):
+            return
+        if number in self.places.place_of and not self.places.is_used(number):
+            self.places.give_up(number)
+        if number in self.host and number not in self.places.place_of:
+            del self.host[number]
+            self._call(unload_adapter_on, number)
+
     # The workers
 
     def _call(self, method: Any, *args: Any) -> None:
         self.executor.collective_rpc(method, args=args)
 
     def _load(self, adapter: Adapter) -> None:
-        "Read an adapter into the host's memory; what was used longest ago makes room."
-        while len(self.host) >= self.config.max_cpu_loras:
-            oldest, _ = self.host.popitem(last=False)
-            self._call(unload_adapter_on, oldest)
+        "Read an adapter into the host's memory; then what was used longest ago makes room."
         try:
             self._call(load_adapter_on, adapter.number, adapter.request)
         except Exception:  # of several workers some may have read it
             self._call(unload_adapter_on, adapter.number)
             raise
         self.host[adapter.number] = None
+        while len(self.host) > self.config.max_cpu_loras:
+            oldest, _ = self.host.popitem(last=False)
+            self._call(unload_adapter_on, oldest)
 
     def _load_again(self, adapter: Adapter) -> None:
         "It was dropped from the host's memory: what is read now must be what was read then."

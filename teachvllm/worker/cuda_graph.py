@@ -275,8 +275,9 @@ def graph_memory(
     free = []
     # padded batches touch no block
     kv_caches = runner.make_cache(1).gpu_cache
+    record = partial(runner_class, runner, kv_caches=kv_caches, graph_class=graph_class)
     for some in ([], sizes[:1], sizes[:2]):
-        graphs = runner_class(runner, some, kv_caches, graph_class) if some else None
+        graphs = record(some, extras=step_kinds(runner)[-1]) if some else None
         torch.cuda.empty_cache()  # what the runs before recording took, not what graphs hold
         free.append(torch.cuda.mem_get_info(runner.device)[0])
         del graphs

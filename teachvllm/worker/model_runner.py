@@ -661,6 +661,13 @@ class ModelRunner:
         backends = [layer.backend for layer in self.attention_layers.values()]
         self.planners = list({backend.plan_key: backend for backend in backends}.values())
 
+    def unload_model(self) -> None:
+        "Let go of the model; adapters are kept for the next one."
+        self.model = None
+        self.attention_layers = {}
+        if self.lora:
+            self.lora.detach()
+
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer keeps of a token, by the layer's name, in the order in which
         they run.

@@ -344,8 +344,7 @@ class Worker:
             if level == 1:
                 self.model_runner.model.to("cpu")
             else:
-                self.model_runner.model = None
-                self.model_runner.attention_layers = {}
+                self.model_runner.unload_model()
             release_memory()
 
     def wake_up(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
