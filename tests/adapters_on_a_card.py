@@ -12,10 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from helpers import VOCAB, write_adapter
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers import make_wide, write_adapter
 
 from teachvllm.llm import LLM
 from teachvllm.messages import LoRARequest
@@ -35,18 +32,6 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def make_model(folder: Path, layers: int = 1) -> None:
-    "As wide as the adapters, with weights so large that no two tokens tie."
-    torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape, **heads))
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder)
-
-
 def look(worker: Any) -> tuple[str, bool]:
     "By what adapters are added, and whether steps were recorded."
     runner = worker.model_runner
@@ -58,7 +43,7 @@ def serve(embedding: bool, **options: Any) -> str:
     "Two adapters and none in one batch, twice; then a third adapter in the place of one."
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder / "model")
+        make_wide(folder / "model")
         loras: list[LoRARequest | None] = []
         for i in (1, 2, 3):
             write_adapter(folder / str(i), i, embedding=embedding and i == 2, layers=1)

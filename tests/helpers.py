@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig
 
+ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 128
 # where two workers have a device each: a machine's one GPU is not enough
 FOR_TWO = "cpu" if torch.cuda.device_count() == 1 else "auto"
@@ -137,9 +138,38 @@ def run_compiling(*argv: str, **more: str) -> subprocess.CompletedProcess[str]:
     return child
 
 
+def on_card(
+    card: str, *command: str, seconds: float = 800, **more: str
+) -> subprocess.CompletedProcess[str]:
+    "A command in a process whose card is pretended, until it has ended. `card` may be two."
+    full = [sys.executable, "-m", "teachvllm.pretend", "--num-sms", "4", *card.split(), *command]
+    env = compiling_env(PYTHONPATH=str(ROOT / "tests"), OMP_NUM_THREADS="1", **more)
+    return subprocess.run(full, env=env, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
+
+
+def answers_on_card(card: str, script: str, *names: str) -> dict[str, str]:
+    "What a script of this folder found there: task -> what went wrong, or an empty text."
+    done = on_card(card, sys.executable, "-W", "ignore", f"tests/{script}", *names)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def make_wide(folder: Path, layers: int = 1) -> None:
+    "A Llama wide enough for groups of 32, and for `write_adapter`; no two of its tokens tie."
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape, **heads))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+
+
 def from_chapter(name: str, *wanted: str) -> list[Any]:
     "Classes that a chapter defines for itself and does not export, made with its imports."
-    path = Path(__file__).resolve().parents[1] / "nbs" / f"{name}.ipynb"
+    path = ROOT / "nbs" / f"{name}.ipynb"
     scope: dict[str, Any] = {"__name__": path.stem}
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])

@@ -15,10 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from helpers import VOCAB
+from helpers import make_wide
 from test_quantization import OPTIONS, PROMPTS, kinds_of_products, quantize
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from teachvllm.gpu_kernels import grouped
 from teachvllm.llm import LLM
@@ -26,18 +24,6 @@ from teachvllm.quantization.online import round_to_nearest
 from teachvllm.sampling_params import SamplingParams
 
 LIMITS = OPTIONS | {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64}
-
-
-def make_model(folder: Path) -> None:
-    "Wide enough for groups of 32, with weights so large that no two tokens tie."
-    torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape, **heads))
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder)
 
 
 def tokens(folder: str, **options: Any) -> tuple[list[list[int]], set[str]]:
@@ -52,7 +38,7 @@ def tokens(folder: str, **options: Any) -> tuple[list[list[int]], set[str]]:
 
 def serve(name: str, **options: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
+        make_wide(Path(folder))
         quantize(Path(folder), name, size=32)
         expected, _ = tokens(folder, device="cpu")
         found, kinds = tokens(folder, **options)

@@ -2,11 +2,8 @@
 adapters and without; the same tokens from an engine on a pretended card.
 """
 
-import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +15,7 @@ if not torch.cuda.is_available():  # Triton must know before it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from adapters_on_a_card import make_model  # noqa: E402
-from helpers import compiling_env, write_adapter  # noqa: E402
+from helpers import answers_on_card, make_wide, write_adapter  # noqa: E402
 from test_cuda_graph import Poison, PoisonedOracle  # noqa: E402
 
 from teachvllm import LLM, SamplingParams  # noqa: E402
@@ -32,7 +28,6 @@ from teachvllm.messages import LoRARequest  # noqa: E402
 from teachvllm.worker.cuda_graph import AnyOf, CudaGraphRunner, record_graphs  # noqa: E402
 from teachvllm.worker.worker import Worker  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LARGE = attention.DeviceProperties((9, 0), 132, 227 * 1024)
 OLD = attention.DeviceProperties((7, 5), 40, 64 * 1024)
@@ -174,7 +169,7 @@ def test_steps_with_adapters_are_recorded(
     """Each kind of steps is run by its own recording; the tokens are those of eager steps. A stack that
     is made later is recorded, too.
     """
-    make_model(tmp_path / "model", layers=3)
+    make_wide(tmp_path / "model", layers=3)
     loras: list[LoRARequest | None] = [None]
     for i in (1, 2):
         write_adapter(tmp_path / str(i), i, embedding=embedding and i == 2)
@@ -225,15 +220,5 @@ def test_an_engine_on_a_pretended_card() -> None:
     "Eagerly and in recorded steps: the CPU's tokens."
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is in the way")
-    command = ["-m", "teachvllm.pretend", "--num-sms", "4", "T4", sys.executable]
-    done = subprocess.run(
-        [sys.executable, *command, "-W", "ignore", "tests/adapters_on_a_card.py"],
-        env=compiling_env(PYTHONPATH=str(ROOT / "tests"), OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=800,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    wrong = json.loads(done.stdout.splitlines()[-1])
+    wrong = answers_on_card("T4", "adapters_on_a_card.py")
     assert len(wrong) == 2 and not any(wrong.values()), wrong

@@ -4,8 +4,6 @@ from an engine on a pretended card, and compiled for four chips.
 
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ if not torch.cuda.is_available():  # Triton must know before it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from helpers import compiling_env, run_compiling  # noqa: E402
+from helpers import answers_on_card, run_compiling  # noqa: E402
 
 from teachvllm.gpu_kernels import attention, grouped  # noqa: E402
 from teachvllm.gpu_kernels.utils import interpreted  # noqa: E402
@@ -425,17 +423,7 @@ def test_an_engine_on_a_pretended_card(card: str) -> None:
     "Eagerly and in recorded steps: the CPU's tokens, by these products."
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is in the way")
-    command = ["-m", "teachvllm.pretend", "--num-sms", "4", card, sys.executable]
-    done = subprocess.run(
-        [sys.executable, *command, "-W", "ignore", "tests/products_on_a_card.py"],
-        env=compiling_env(PYTHONPATH=str(ROOT / "tests"), OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=800,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    wrong = json.loads(done.stdout.splitlines()[-1])
+    wrong = answers_on_card(card, "products_on_a_card.py")
     assert len(wrong) >= 8 and not any(wrong.values()), wrong
 
 

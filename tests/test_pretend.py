@@ -1,9 +1,7 @@
 """The pretended card: that it refuses what a GPU refuses, and that an engine runs on it in each of its settings."""
 
-import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -13,7 +11,7 @@ from typing import Any
 import on_a_card
 import pytest
 import torch
-from helpers import compiling_env
+from helpers import answers_on_card, on_card
 from torch.nn import functional as F
 
 from teachvllm import pretend
@@ -321,24 +319,12 @@ def test_streams_of_a_capture(gpu: GPU) -> None:
                 x.sum().item()
 
 
-def on_card(
-    card: str, *command: str, seconds: float = 800, **more: str
-) -> subprocess.CompletedProcess[str]:
-    "A command in a process whose card is pretended, until it has ended. `card` may be two."
-    full = [sys.executable, "-m", "teachvllm.pretend", "--num-sms", "4", *card.split(), *command]
-    env = compiling_env(PYTHONPATH=str(ROOT / "tests"), OMP_NUM_THREADS="1", **more)
-    return subprocess.run(full, env=env, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
-
-
 @pytest.fixture(scope="module")
 def settings() -> dict[tuple[str, str], str]:
     "What went wrong in each setting: the engine in all of them on an H100, in the most used on a T4."
     found = {}
     for card, names in {"H100": [], "T4": on_a_card.ON_EACH_CARD}.items():
-        two = f"--count 2 {card}"
-        done = on_card(two, sys.executable, "-W", "ignore", "tests/on_a_card.py", *names)
-        assert done.returncode == 0, done.stderr[-3000:]
-        answers = json.loads(done.stdout.splitlines()[-1])
+        answers = answers_on_card(f"--count 2 {card}", "on_a_card.py", *names)
         found |= {(card, name): wrong for name, wrong in answers.items()}
     return found
 

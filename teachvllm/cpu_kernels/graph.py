@@ -215,7 +215,7 @@ def attempt(make: Callable[[], Any]) -> Any:
     try:
         return make()
     except NotRecordable as error:
-        log.info("steps are run operation by operation: %s", error)
+        log.info("steps are run operation by operation: %s", str(error))  # it knows the model
     except Exception:  # whatever a model does that a recording has not got: without one it runs
         log.warning("steps are run operation by operation: recording failed", exc_info=True)
     return None
