@@ -6,6 +6,7 @@ import gc
 import json
 import random
 import shutil
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +23,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaC
 from teachvllm import LLM, BeamSearchParams, SamplingParams
 from teachvllm.config import LoRAConfig, NotSupportedYet
 from teachvllm.lora.adapter import LoRAModel
-from teachvllm.lora.layers import LoRAStack, add_by_segments, add_lora, add_stacked
+from teachvllm.lora.layers import (
+    AdapterReader,
+    LoRAStack,
+    add_by_segments,
+    add_lora,
+    add_stacked,
+)
 from teachvllm.lora.manager import LoRAManager
 from teachvllm.messages import LoRARequest
 
@@ -686,6 +693,56 @@ def test_what_is_replaced_or_removed_makes_room(base: Path, tmp_path: Path) -> N
         with pytest.raises(ValueError, match="Loading lora broken failed"):
             engine.add_lora(LoRARequest("broken", 2, str(broken)))
         assert len(manager.host) == 1
+
+
+def test_an_adapter_is_read_while_others_run(
+    base: Path, adapters: dict[str, tuple[Path, Any]], tmp_path: Path, monkeypatch: Any
+) -> None:
+    "They get their tokens meanwhile; a broken adapter ends its own request, then and later."
+    may_read = threading.Event()
+    read = AdapterReader.read
+
+    def slow(self: Any, request: LoRARequest) -> Any:
+        assert may_read.wait(60)
+        return read(self, request)
+
+    write_adapter(tmp_path, 1)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no")
+    wanted = {**requests_for(adapters), "broken": LoRARequest("broken", 9, str(tmp_path))}
+    kinds = {"plain": None, "all": "all", "some": "some", "first": "broken", "second": "broken"}
+    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with LLM(str(base), **OPTIONS | {"max_loras": 2, "max_num_seqs": 4}) as llm:
+        expected = [run(llm, wanted[kind])[0] for kind in ("all", "some")]
+        for lora in ("all", "some"):
+            llm.llm_engine.remove_lora(wanted[lora].lora_int_id)
+        monkeypatch.setattr(AdapterReader, "read", slow)
+        engine = llm.llm_engine
+        ended: dict[str, Any] = {}
+
+        def step() -> None:
+            ended.update({one.request_id: one for one in engine.step() if one.finished})
+
+        for name, kind in kinds.items():
+            lora = wanted[kind] if kind else None
+            params = GREEDY if kind else long
+            engine.add_request(name, {"prompt_token_ids": PROMPT}, params, lora_request=lora)
+            for _ in range(4):
+                step()
+        assert not ended and engine.get_num_unfinished_requests() == 5
+        may_read.set()
+        while engine.has_unfinished_requests():
+            step()
+        assert [tokens(ended[name]) for name in ("all", "some")] == list(map(tokens, expected))
+        assert len(tokens(ended["plain"])[0]) == 30
+        for name in ("first", "second"):
+            answer = ended[name].outputs[0]
+            assert answer.finish_reason == "error"
+            assert "Loading lora broken failed" in str(answer.stop_reason)
+        assert manager_of(llm).reading is None and engine.list_loras() == {
+            wanted[kind].lora_int_id for kind in ("all", "some")
+        }
+        with pytest.raises(ValueError, match="Loading lora broken failed"):
+            run(llm, wanted["broken"])
 
 
 def test_adapters_of_experts_are_refused(base: Path, tmp_path: Path) -> None:

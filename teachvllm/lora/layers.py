@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['MOST_STACKED', 'Pairs', 'LoRAStack', 'add_one', 'add_by_segments', 'add_stacked', 'add_lora', 'LoRALinearMethod',
-           'add_to_embedding', 'linear_places', 'shard_pair', 'LoRAModelManager']
+           'add_to_embedding', 'linear_places', 'shard_pair', 'AdapterReader', 'LoRAModelManager']
 
 # %% ../../nbs/lora/02_layers.ipynb #3618dd70
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..config import VllmConfig, require
-from .adapter import LoRALayerWeights, LoRAModel, load_adapter
+from ..config import LoRAConfig, VllmConfig, require
+from .adapter import LoRALayerWeights, LoRAModel, load_adapter, stamp_of
 from ..messages import LoRARequest
 from teachvllm.model_executor.layers import (
     LinearBase,
@@ -213,126 +214,26 @@ def shard_pair(
 Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-class LoRAModelManager:
-    """A worker's adapters, by the numbers that the core gave them: those in the host's memory, and
-    which of them has which place in the layers' stacks. What goes where is decided in the core.
-    vLLM: `LoRAModelManager` in `lora/models.py`.
+class AdapterReader:
+    """Reads adapters for a model: of each this rank's part, cut and laid out for the layers. It changes
+    nothing, so a thread may read while the model computes.
     """
 
-    def __init__(self, config: VllmConfig, context: ModelContext):
-        assert config.lora_config is not None
-        self.config = config.lora_config
-        dtype = self.config.lora_dtype
-        self.dtype = context.dtype if dtype == "auto" else getattr(torch, dtype)
-        self.host: dict[int, dict[str, Pairs]] = {}  # number -> layer's name -> what it adds
-        self.requests: dict[int, LoRARequest] = {}  # of all these, to be found again
-        self.places: dict[int, int] = {}  # number -> place
-        self.detach()
-
-    # The model
-
-    def detach(self) -> None:
-        "Let go of the model, which is given up: adapters stay, for the one that is attached next."
-        self.model: Any = None
-        self.linears: dict[str, tuple[str, int | None]] = {}
-        self.layers: dict[str, Any] = {}
-
-    def attach(self, model: Any, device: str) -> None:
-        "Give every linear layer of a new model its stack, and each adapter its place again."
+    def __init__(self, model: Any, config: LoRAConfig, dtype: torch.dtype):
         self.model = model
-        self.device = device
+        self.config = config
+        self.dtype = dtype
         self.linears = linear_places(model)
-        for name in {name for name, _ in self.linears.values()}:
-            layer = self.layers[name] = model.get_submodule(name)
-            layer.linear_method = LoRALinearMethod(layer.linear_method)
-            if not isinstance(layer, ParallelLMHead):  # few adapters change the head
-                self._stack(name)
-        for number, place in list(self.places.items()):
-            kept = number in self.host
-            if not kept:
-                self.load(number, self.requests[number])
-            self.activate(number, place)
-            if not kept:
-                self.unload(number)
 
-    def _stack(self, name: str) -> nn.Module:
-        "The stack beside a layer; it is made where there is none."
-        layer = self.layers.setdefault(name, self.model.get_submodule(name))
-        if not hasattr(layer, "lora"):
-            is_linear = isinstance(layer, LinearBase)
-            width = len(layer.columns) if is_linear else layer.num_embeddings
-            sizes = layer.output_partition_sizes if is_linear else [layer.size]
-            most = self.config.max_loras, self.config.max_lora_rank
-            where: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-            packed = None
-            if is_linear and self.dtype == layer.context.dtype:
-                packed = layer.kernels.get("lora_stack", width, sizes, most[1], self.dtype)
-            layer.lora = (packed or LoRAStack)(width, sizes, *most, **where)
-            if is_linear:
-                layer.linear_method.stack = layer.lora
-            else:
-                layer.add_adapters = partial(add_to_embedding, stack=layer.lora)
-        stack: nn.Module = layer.lora
-        return stack
-
-    # Adapters
-
-    def load(self, number: int, request: LoRARequest) -> None:
-        """Read an adapter into the host's memory, this rank's part of it. `ValueError` if it cannot
-        be served, or does not fit the model.
+    def read(self, request: LoRARequest) -> dict[str, Pairs]:
+        """What an adapter adds to the layers, by their names. `ValueError` if it cannot be served, or
+        does not fit the model.
         """
-        require(
-            self.model is not None, "the worker sleeps, and has no weights: call wake_up() first"
-        )
         adapter = load_adapter(request, self.config)
         try:
-            self.host[number] = self._fit(adapter, request.lora_path)
+            return self._fit(adapter, request.lora_path)
         except Exception as error:  # what does not fit fails in many ways
             raise ValueError(f"Loading lora {request.lora_name} failed: {error}") from error
-        self.requests[number] = request
-
-    def unload(self, number: int) -> None:
-        "Free the host's copy; where the adapter has a place, it keeps that."
-        self.host.pop(number, None)
-
-    def activate(self, number: int, place: int) -> bool:
-        """Copy an adapter into a place of the stacks, in which no running sequence's may lie. True if
-        the model's forward has a stack more than before: what was recorded does not know it.
-        """
-        self.places = {other: used for other, used in self.places.items() if used != place}
-        adapter = self.host[number]
-        new = [name for name in adapter if not hasattr(self.model.get_submodule(name), "lora")]
-        for name in new:
-            self._stack(name)
-        for name, layer in self.layers.items():
-            if hasattr(layer, "lora"):
-                layer.lora.set(place, adapter.get(name, {}))
-        self.places[number] = place
-        known = self.host.keys() | self.places.keys()
-        self.requests = {other: one for other, one in self.requests.items() if other in known}
-        return any(not isinstance(self.layers[name], ParallelLMHead) for name in new)
-
-    @staticmethod
-    def side_by_side(num_scheduled_tokens: dict[int, int], state: Any) -> dict[int, int]:
-        """The step's sequences, those that decode ordered by adapter: neighbours share what a
-        product reads. `state` is the worker's `InputBatch`.
-        """
-        seq_ids = list(num_scheduled_tokens)
-        numbers = state.adapter_ids[[state.slot_of[seq_id] for seq_id in seq_ids]]
-        if not numbers.any():
-            return num_scheduled_tokens
-        decodes = [n == 1 for n in num_scheduled_tokens.values()]
-        num_decodes = decodes.index(False) if False in decodes else len(decodes)
-        order = numbers[:num_decodes].argsort(kind="stable").tolist()
-        seq_ids[:num_decodes] = [seq_ids[i] for i in order]
-        return {seq_id: num_scheduled_tokens[seq_id] for seq_id in seq_ids}
-
-    def find_places(self, extras: dict[str, np.ndarray]) -> None:
-        "What a step has in `adapter_ids`, the adapters' numbers, becomes their places, from 1 on."
-        if "adapter_ids" in extras:
-            numbers, index = np.unique(extras["adapter_ids"], return_inverse=True)
-            places = [self.places[number] + 1 if number else 0 for number in numbers.tolist()]
-            extras["adapter_ids"] = np.array(places)[index]
 
     def _fit(self, adapter: LoRAModel, path: str) -> dict[str, Pairs]:
         "What the adapter adds to this rank's layers, by name; the log says what has no place."
@@ -344,16 +245,15 @@ class LoRAModelManager:
                 missing.append(module)
                 continue
             try:
-                pairs = shard_pair(self.layers[name], weights, part, self.dtype)
+                pairs = shard_pair(self.model.get_submodule(name), weights, part, self.dtype)
             except ValueError as error:
                 raise ValueError(f"{module} {error}") from error
             found.setdefault(name, {}).update(pairs)
         for module, weights in adapter.embeddings.items():
             if self._is_elsewhere(module):
                 continue
-            found[self._find_embedding(module, weights)] = {
-                0: (weights.lora_a.T.to(self.dtype), weights.lora_b.T.to(self.dtype))
-            }
+            self._check_embedding(module, weights)
+            found[module] = {0: (weights.lora_a.T.to(self.dtype), weights.lora_b.T.to(self.dtype))}
         here = [module for module in missing if not self._is_elsewhere(module)]
         expected = sorted({name.rpartition(".")[2] for name in self.linears})
         given = sorted({name.rpartition(".")[2] for name in here})
@@ -383,16 +283,14 @@ class LoRAModelManager:
         place = self.linears.get(name) or self.linears.get(f"{outer}.{name}")
         return (*place, weights) if place else (None, None, weights)
 
-    def _find_embedding(self, module: str, weights: LoRALayerWeights) -> str:
-        "The embedding of that name, with a place among the layers from now on."
+    def _check_embedding(self, module: str, weights: LoRALayerWeights) -> None:
+        "`ValueError` if the model has no embedding of that name, or not of that size."
         embedding: Any = dict(self.model.named_modules()).get(module)
         ok = type(embedding) is VocabParallelEmbedding
         require(ok, f"{module}: an adapter for this embedding is not supported")
         given = weights.lora_a.shape[1], len(weights.lora_b)
         needed = embedding.num_embeddings, embedding.size
         require(given == needed, f"{module} is for an embedding {given}, this one is {needed}")
-        self.layers[module] = embedding
-        return module
 
     def _is_elsewhere(self, module: str) -> bool:
         "Whether another stage of a pipeline has it."
@@ -400,3 +298,138 @@ class LoRAModelManager:
             isinstance(other, PPMissingLayer) and f"{module}.".startswith(f"{name}.")
             for name, other in self.model.named_modules()
         )
+
+# %% ../../nbs/lora/02_layers.ipynb #f566570c
+class LoRAModelManager:
+    """A worker's adapters, by the numbers that the core gave them: those in the host's memory, and
+    which of them has which place in the layers' stacks. What goes where is decided in the core.
+    vLLM: `LoRAModelManager` in `lora/models.py`.
+    """
+
+    def __init__(self, config: VllmConfig, context: ModelContext):
+        assert config.lora_config is not None
+        self.config = config.lora_config
+        dtype = self.config.lora_dtype
+        self.dtype = context.dtype if dtype == "auto" else getattr(torch, dtype)
+        self.thread = ThreadPoolExecutor(1, "adapters")
+        # number -> layer's name -> what it adds, once it is read
+        self.host: dict[int, Future[dict[str, Pairs]]] = {}
+        # number -> request and stamp, of all that are here, to be found again
+        self.origins: dict[int, tuple[LoRARequest, Any]] = {}
+        self.places: dict[int, int] = {}  # number -> place
+        self.detach()
+
+    # The model
+
+    def detach(self) -> None:
+        "Let go of the model, which is given up: adapters stay, for the one that is attached next."
+        self.model: Any = None
+        self.reader: AdapterReader | None = None
+        self.layers: dict[str, Any] = {}
+
+    def attach(self, model: Any, device: str) -> None:
+        """Give every linear layer of a new model its stack, and each adapter its place again.
+        `ValueError` if one must be read for that, and its files are others by now.
+        """
+        self.model = model
+        self.device = device
+        self.reader = AdapterReader(model, self.config, self.dtype)
+        for name in {name for name, _ in self.reader.linears.values()}:
+            layer = self.layers[name] = model.get_submodule(name)
+            layer.linear_method = LoRALinearMethod(layer.linear_method)
+            if not isinstance(layer, ParallelLMHead):  # few adapters change the head
+                self._stack(name)
+        for number, place in list(self.places.items()):
+            kept = number in self.host
+            if not kept:
+                request, stamp = self.origins[number]
+                path = request.lora_path
+                require(stamp_of(path) == stamp, f"{path} has changed since it was loaded")
+                self.load(number, request)
+            self.activate(number, place)
+            if not kept:
+                self.unload(number)
+
+    def _stack(self, name: str) -> nn.Module:
+        "The stack beside a layer; it is made where there is none."
+        layer = self.layers.setdefault(name, self.model.get_submodule(name))
+        if not hasattr(layer, "lora"):
+            is_linear = isinstance(layer, LinearBase)
+            width = len(layer.columns) if is_linear else layer.num_embeddings
+            sizes = layer.output_partition_sizes if is_linear else [layer.size]
+            most = self.config.max_loras, self.config.max_lora_rank
+            where: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+            packed = None
+            if is_linear and self.dtype == layer.context.dtype:
+                packed = layer.kernels.get("lora_stack", width, sizes, most[1], self.dtype)
+            layer.lora = (packed or LoRAStack)(width, sizes, *most, **where)
+            if is_linear:
+                layer.linear_method.stack = layer.lora
+            else:
+                layer.add_adapters = partial(add_to_embedding, stack=layer.lora)
+        stack: nn.Module = layer.lora
+        return stack
+
+    # Adapters
+
+    def load(self, number: int, request: LoRARequest) -> None:
+        """Begin to read an adapter into the host's memory, this rank's part of it, in a thread:
+        `is_loaded` tells what came of it.
+        """
+        if self.reader is None:
+            raise ValueError("the worker sleeps, and has no weights: call wake_up() first")
+        self.origins[number] = request, stamp_of(request.lora_path)
+        self.host[number] = self.thread.submit(self.reader.read, request)
+
+    def is_loaded(self, number: int, wait: bool) -> bool:
+        "Whether an adapter is read, if need be after waiting for it; `ValueError` if it cannot be."
+        reading = self.host[number]
+        if not (wait or reading.done()):
+            return False
+        reading.result()
+        return True
+
+    def unload(self, number: int) -> None:
+        "Free the host's copy; where the adapter has a place, it keeps that."
+        self.host.pop(number, None)
+        if number not in self.places:
+            self.origins.pop(number, None)
+
+    def activate(self, number: int, place: int) -> bool:
+        """Copy an adapter into a place of the stacks, in which no running sequence's may lie. True if
+        the model's forward has a stack more than before: what was recorded does not know it.
+        """
+        self.places = {other: used for other, used in self.places.items() if used != place}
+        adapter = self.host[number].result()
+        new = [name for name in adapter if not hasattr(self.model.get_submodule(name), "lora")]
+        for name in new:
+            self._stack(name)
+        for name, layer in self.layers.items():
+            if hasattr(layer, "lora"):
+                layer.lora.set(place, adapter.get(name, {}))
+        self.places[number] = place
+        known = self.host.keys() | self.places.keys()
+        self.origins = {other: one for other, one in self.origins.items() if other in known}
+        return any(not isinstance(self.layers[name], ParallelLMHead) for name in new)
+
+    @staticmethod
+    def side_by_side(num_scheduled_tokens: dict[int, int], state: Any) -> dict[int, int]:
+        """The step's sequences, those that decode ordered by adapter: neighbours share what a
+        product reads. `state` is the worker's `InputBatch`.
+        """
+        seq_ids = list(num_scheduled_tokens)
+        numbers = state.adapter_ids[[state.slot_of[seq_id] for seq_id in seq_ids]]
+        if not numbers.any():
+            return num_scheduled_tokens
+        decodes = [n == 1 for n in num_scheduled_tokens.values()]
+        num_decodes = decodes.index(False) if False in decodes else len(decodes)
+        order = numbers[:num_decodes].argsort(kind="stable").tolist()
+        seq_ids[:num_decodes] = [seq_ids[i] for i in order]
+        return {seq_id: num_scheduled_tokens[seq_id] for seq_id in seq_ids}
+
+    def find_places(self, extras: dict[str, np.ndarray]) -> None:
+        "What a step has in `adapter_ids`, the adapters' numbers, becomes their places, from 1 on."
+        if "adapter_ids" in extras:
+            numbers, index = np.unique(extras["adapter_ids"], return_inverse=True)
+            places = [self.places[number] + 1 if number else 0 for number in numbers.tolist()]
+            extras["adapter_ids"] = np.array(places)[index]
