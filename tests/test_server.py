@@ -1159,12 +1159,13 @@ SCRIPT = """
 import argparse, sys
 from teachvllm import EngineArgs
 from teachvllm.entrypoints.api_server import Server, add_server_args, run_server
+from teachvllm.entrypoints.watch import make_watch_router
 
 Server.GRACE = 10.0  # a busy machine needs longer to ask, and to end its streams
 
 def extend(engine):
     print("core", engine.engine_core.process.pid, flush=True)
-    return {}
+    return {"routers": [make_watch_router(engine)]}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
@@ -1187,7 +1188,9 @@ def server_process(speaker: str, *argv: str) -> Iterator[tuple[subprocess.Popen,
         assert core.startswith("core ") and "ready at http://127.0.0.1:" in ready, (
             process.stderr and process.stderr.read()
         )
-        yield process, int(core.split()[1]), ready.split()[-1]
+        url = ready.split()[-1]
+        assert process.stdout.readline().endswith(f" {url}/watch\n")
+        yield process, int(core.split()[1]), url
     finally:
         process.kill()
         process.communicate(timeout=20)
@@ -1271,6 +1274,7 @@ def test_a_server_that_is_told_to_stop_when_its_core_has_died_stops(
     app = FastAPI()
     app.state.engine = SimpleNamespace(errored=False)
     app.state.traffic = SimpleNamespace(is_draining=False, num_requests=0)
+    app.state.prefixes = []
     with bind(ServerArgs(port=0)) as sock:
         server = Server(app, ServerArgs(port=0), sock)
         assert not asyncio.run(server.on_tick(1))

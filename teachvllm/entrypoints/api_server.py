@@ -558,6 +558,8 @@ def build_app(
     if os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true"):
         add_lora_routes(app, serving)
     add_state_routes(app, engine, registry)
+    routers = list(routers)
+    app.state.prefixes = [router.prefix for router in routers if router.prefix]
     for router in routers:
         app.include_router(router)
     add_middleware(app, args)
@@ -688,6 +690,7 @@ class Server(UvicornServer):
         self.exit_code = 0
         self.deadline = float("inf")
         self.print_ready = print_ready
+        self.prefixes = app.state.prefixes
         self.connections = set[TimedConnection]()
         protocol: Any = functools.partial(TimedConnection, self.connections, args.request_timeout)
         grace: Any = self.GRACE
@@ -716,6 +719,8 @@ class Server(UvicornServer):
         await super().startup(sockets)
         if self.print_ready:
             print(f"teachvllm: ready at {self.url}", flush=True)
+            for prefix in self.prefixes:
+                print(f"teachvllm: {prefix[1:]} at {self.url}{prefix}", flush=True)
 
     def drain(self, seconds: float) -> None:
         "Take no more requests, and stop in at most so many seconds."
