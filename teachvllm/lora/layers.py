@@ -334,7 +334,7 @@ class LoRAModelManager:
         self.model = model
         self.device = device
         self.reader = AdapterReader(model, self.config, self.dtype)
-        for name in {name for name, _ in self.reader.linears.values()}:
+        for name in dict.fromkeys(name for name, _ in self.reader.linears.values()):
             layer = self.layers[name] = model.get_submodule(name)
             layer.linear_method = LoRALinearMethod(layer.linear_method)
             if not isinstance(layer, ParallelLMHead):  # few adapters change the head
