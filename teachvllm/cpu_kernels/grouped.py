@@ -450,7 +450,7 @@ def serves(weight: Any, dtype: torch.dtype) -> bool:
         return False
     return form_of(weight, dtype) is not None
 
-
+# %% ../../nbs/cpu/08_numba_grouped.ipynb #fb7c9779
 class PackedGroups:
     """A `GroupedWeight` (chapter quantization/01) as panels; called, `F.linear` with it, for
     activations of one dtype. It takes what `serves` takes.

@@ -149,7 +149,7 @@ def read_blocks(name: str, data: np.ndarray, rows: int) -> Parts:
     numbers, scales, minima = block.read(data.reshape(rows, -1, block.num_bytes))
     return numbers.reshape(rows, -1), scales.reshape(rows, -1), minima.reshape(rows, -1)
 
-# %% ../../nbs/quantization/02_gguf.ipynb #94f5aed6
+# %% ../../nbs/quantization/02_gguf.ipynb #d0b6f209
 class SideBySide(nn.Module):
     """Products of matrices that are stacked, but have forms of their own; called as one of them. A
     GPU's, which are modules, go where the model goes.
@@ -182,7 +182,7 @@ class SideBySide(nn.Module):
         "Bytes of all that is kept."
         return sum(part.nbytes for part in self.parts)
 
-
+# %% ../../nbs/quantization/02_gguf.ipynb #3dfcbbe3
 class GGUFLinearMethod(GroupedLinearMethod):
     "A layer's matrices in a form that all of their formats can be said in."
 
@@ -294,7 +294,7 @@ class GGUFLinearMethod(GroupedLinearMethod):
         layer.weight.data = layer.packed.dequantize(layer.weight.dtype)
         return True
 
-
+# %% ../../nbs/quantization/02_gguf.ipynb #792778fd
 EMBEDDING = "model.embed_tokens"
 
 
