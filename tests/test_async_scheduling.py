@@ -705,6 +705,28 @@ def test_a_step_that_fails_in_the_thread(
         assert answer(llm, make_requests()) == expected
 
 
+def test_a_call_comes_after_the_steps_that_were_sent(folder: str) -> None:
+    "What the core asks of the worker is asked in its order, though steps are in a thread."
+    with tiny(folder) as llm:
+        executor = llm.llm_engine.engine_core.engine_core.executor
+        runner = runner_of(llm)
+        run = runner.execute_model
+        may_run = threading.Event()
+        done = []
+
+        def noted(*args: Any) -> Any:
+            done.append("step")
+            return run(*args)
+
+        executor.thread.submit(may_run.wait, 60)
+        with patch.object(runner, "execute_model", noted):
+            executor.submit(SchedulerOutput())
+            threading.Timer(0.2, may_run.set).start()
+            executor.collective_rpc(lambda worker: done.append("call"))
+        assert done == ["step", "call"]
+        executor.collect()
+
+
 def test_every_step_fails_now_and_then(folder: str, expected: Answers) -> None:
     """In the worker, in the scheduler, on the way between them, and among the outputs before any of
     them is touched.

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaC
 
 from teachvllm import LLM, BeamSearchParams, SamplingParams
 from teachvllm.config import LoRAConfig, NotSupportedYet
+from teachvllm.core.scheduler import WorkersFailed
 from teachvllm.lora.adapter import LoRAModel
 from teachvllm.lora.layers import (
     AdapterReader,
@@ -323,12 +324,12 @@ def test_two_hundred_adapters_in_four_places(base: Path, tmp_path: Path) -> None
             outputs = run(llm, loras, [PROMPT[: 5 + i % 20] for i in chosen], params)
             assert [tokens(one)[0] for one in outputs] == [expected[i] for i in chosen]
         manager = manager_of(llm)
-        assert len(manager.places.place_of) == 4 and len(manager.host) <= 10
+        assert len(manager.places.place_of) == 4 and len(manager.host.numbers) <= 10
         assert not manager.parked and not any(map(manager.places.is_used, range(1, 500)))
         [(on_host, placed)] = llm.collective_rpc(
             lambda worker: (set(worker.model_runner.lora.host), worker.model_runner.lora.places)
         )
-        assert on_host == set(manager.host) and placed == dict(manager.places.place_of)
+        assert on_host == set(manager.host.numbers) and placed == dict(manager.places.place_of)
 
 
 def test_a_request_without_a_place_stops_no_other(
@@ -680,11 +681,11 @@ def test_what_is_replaced_or_removed_makes_room(base: Path, tmp_path: Path) -> N
         write_adapter(tmp_path, 2)
         assert engine.add_lora(LoRARequest("mine", 1, str(tmp_path), load_inplace=True))
         manager = manager_of(llm)
-        assert not manager.places.pinned and len(manager.host) == 1
+        assert not manager.places.pinned and len(manager.host.numbers) == 1
         [output] = run(llm, lora)
         assert output.outputs[0].finish_reason == "length"
         engine.remove_lora(1)
-        assert not manager.host and not manager.places.place_of
+        assert not manager.host.numbers and not manager.places.place_of
         assert len(manager.places.free) == 1
         broken = tmp_path / "broken"
         write_adapter(broken, 3)
@@ -692,7 +693,7 @@ def test_what_is_replaced_or_removed_makes_room(base: Path, tmp_path: Path) -> N
         (broken / "adapter_model.safetensors").write_bytes(b"no")
         with pytest.raises(ValueError, match="Loading lora broken failed"):
             engine.add_lora(LoRARequest("broken", 2, str(broken)))
-        assert len(manager.host) == 1
+        assert len(manager.host.numbers) == 1
 
 
 def test_an_adapter_is_read_while_others_run(
@@ -738,11 +739,64 @@ def test_an_adapter_is_read_while_others_run(
             answer = ended[name].outputs[0]
             assert answer.finish_reason == "error"
             assert "Loading lora broken failed" in str(answer.stop_reason)
-        assert manager_of(llm).reading is None and engine.list_loras() == {
+        assert manager_of(llm).host.reading is None and engine.list_loras() == {
             wanted[kind].lora_int_id for kind in ("all", "some")
         }
         with pytest.raises(ValueError, match="Loading lora broken failed"):
             run(llm, wanted["broken"])
+
+
+def test_what_goes_wrong_while_an_adapter_is_read(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are written meanwhile are half of each, and end the request. A question to the workers
+    that fails is no request's fault.
+    """
+    write_adapter(tmp_path, 1)
+    lora = LoRARequest("mine", 1, str(tmp_path))
+    read = AdapterReader.read
+    begun = threading.Event()
+    may_end = threading.Event()
+
+    def slow(self: Any, request: LoRARequest) -> Any:
+        begun.set()
+        assert may_end.wait(60)
+        return read(self, request)
+
+    with LLM(str(base), **OPTIONS) as llm:
+        engine = llm.llm_engine
+        [expected] = run(llm, lora)
+        engine.remove_lora(1)
+        long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        monkeypatch.setattr(AdapterReader, "read", slow)
+        ended = {}
+        for name in ("first", "second"):
+            engine.add_request(f"plain, {name}", {"prompt_token_ids": PROMPT}, long)
+            engine.step()
+            prompt = {"prompt_token_ids": PROMPT}
+            engine.add_request(name, prompt, GREEDY, lora_request=lora)
+            engine.step()
+            assert begun.wait(60)
+            if name == "first":
+                write_adapter(tmp_path, 2)
+                write_adapter(tmp_path, 1)
+            else:
+                host = manager_of(llm).host
+                call = host._call
+                host.next_poll = 0.0
+                monkeypatch.setattr(host, "_call", lambda *_: 1 / 0)
+                with pytest.raises(WorkersFailed, match="ZeroDivisionError"):
+                    engine.step()
+                monkeypatch.setattr(host, "_call", call)
+            may_end.set()
+            while engine.has_unfinished_requests():
+                ended.update({one.request_id: one for one in engine.step() if one.finished})
+            begun.clear()
+            may_end.clear()
+        answer = ended["first"].outputs[0]
+        assert answer.finish_reason == "error" and "has changed" in str(answer.stop_reason)
+        assert tokens(ended["second"]) == tokens(expected)
+        assert ended["plain, second"].outputs[0].finish_reason == "error"
 
 
 def test_adapters_of_experts_are_refused(base: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOT_A_NUMBER', 'Admission', 'Preemption', 'check_masks', 'StepBuilder', 'check_stop', 'Reports', 'RequestTable',
-           'check_fits', 'Prerequisite', 'Grammar', 'Scheduler']
+           'check_fits', 'WorkersFailed', 'Prerequisite', 'Grammar', 'Scheduler']
 
 # %% ../../nbs/14_scheduler.ipynb #93d814a6
 import time
@@ -652,13 +652,19 @@ def check_fits(
     )
 
 # %% ../../nbs/14_scheduler.ipynb #c12000a1
+class WorkersFailed(RuntimeError):
+    "Workers that were asked for something answered with a fault that is no request's."
+
+
 class Prerequisite(Protocol):
     "Something that a request cannot run without, and that takes its time: a grammar's compilation."
 
     name: str  # what it is: who waits for what is in the trace
 
     def is_ready(self) -> bool:
-        "Asked before each step until it is. An exception ends the request with its message."
+        """Asked before each step until it is. An exception ends the request with its message, but
+        `WorkersFailed` is for the engine.
+        """
 
 
 class Grammar(Protocol):
@@ -745,6 +751,8 @@ class Scheduler:
         for group in list(self.not_ready):
             try:
                 ready = all(one.is_ready() for one in group.prerequisites)
+            except WorkersFailed:
+                raise
             except Exception as error:
                 self.requests.finish_with_error(group, f"{type(error).__name__}: {error}")
                 continue

@@ -371,6 +371,13 @@ class AsyncLLM:
         self._check()
         return await self.engine_core.call_utility_async("call_lora", method, *args)
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        "As `LLMEngine`'s; requests that run go on while an adapter is read."
+        added: bool = await self.call_lora("add_lora", lora_request, False)
+        while not await self.call_lora("is_read", lora_request.lora_int_id):
+            await asyncio.sleep(0.005)
+        return added
+
     async def start_trace(self) -> Trace:
         """Record every step from now on: what a stat logger is given has the steps' `StepTrace`s.
 

@@ -651,7 +651,7 @@ class OpenAIServingModels:
         async with self.lock:
             self._check_name(name, request.load_inplace)
             lora = LoRARequest(name, next(self.numbers), request.lora_path)
-            await self.engine.call_lora("add_lora", lora)
+            await self.engine.add_lora(lora)
             old = self.loras.get(name)
             self.loras[name] = lora
             if old:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -209,15 +210,19 @@ class UniProcExecutor(ExecutorBase):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """`timeout` is not watched: the call runs in the caller's own thread (but torch's profiler
-        in that of the steps).
+        """`timeout` is not watched. The call runs in the caller's own thread; after steps that were
+        sent to the worker's thread, and for torch's profiler, in that one.
         """
-        if self.thread and method in ("start_profile", "stop_profile") and self.driver_worker:
-            return [self.thread.submit(self.driver_worker.execute_method, method).result()]
+        call = partial(self._call, method, *args, **(kwargs or {}))
+        if self.thread and (self.in_flight or method in ("start_profile", "stop_profile")):
+            return [self.thread.submit(call).result()]
+        return [call()]
+
+    def _call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.lock:
             if self.driver_worker is None:
                 raise EngineClosedError
-            return [self.driver_worker.execute_method(method, *args, **(kwargs or {}))]
+            return self.driver_worker.execute_method(method, *args, **kwargs)
 
     def submit(self, out: SchedulerOutput) -> None:
         "As every executor; where the worker has a thread, the call returns at once."
@@ -227,9 +232,7 @@ class UniProcExecutor(ExecutorBase):
             super().submit(out)
         else:
             with HoldInterrupts():  # what is submitted is in flight
-                step = self.thread.submit(
-                    lambda: self.collective_rpc("execute_model", args=(out,))[0]
-                )
+                step = self.thread.submit(self._call, "execute_model", out)
                 self.in_flight.append(step.result)
 
     def shutdown(self) -> None:

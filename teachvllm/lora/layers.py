@@ -8,7 +8,7 @@ __all__ = ['MOST_STACKED', 'Pairs', 'LoRAStack', 'add_one', 'add_by_segments', '
 
 # %% ../../nbs/lora/02_layers.ipynb #3618dd70
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -235,6 +235,13 @@ class AdapterReader:
         except Exception as error:  # what does not fit fails in many ways
             raise ValueError(f"Loading lora {request.lora_name} failed: {error}") from error
 
+    def attempt(self, request: LoRARequest) -> dict[str, Pairs] | str:
+        "The same, or in words why not: an exception would keep the model alive."
+        try:
+            return self.read(request)
+        except Exception as error:
+            return str(error)
+
     def _fit(self, adapter: LoRAModel, path: str) -> dict[str, Pairs]:
         "What the adapter adds to this rank's layers, by name; the log says what has no place."
         found: dict[str, Pairs] = {}
@@ -312,8 +319,8 @@ class LoRAModelManager:
         dtype = self.config.lora_dtype
         self.dtype = context.dtype if dtype == "auto" else getattr(torch, dtype)
         self.thread = ThreadPoolExecutor(1, "adapters")
-        # number -> layer's name -> what it adds, once it is read
-        self.host: dict[int, Future[dict[str, Pairs]]] = {}
+        # number -> once it is read: what it adds, by layers' names, or why it cannot be served
+        self.host: dict[int, Future[dict[str, Pairs] | str]] = {}
         # number -> request and stamp, of all that are here, to be found again
         self.origins: dict[int, tuple[LoRARequest, Any]] = {}
         self.places: dict[int, int] = {}  # number -> place
@@ -323,6 +330,7 @@ class LoRAModelManager:
 
     def detach(self) -> None:
         "Let go of the model, which is given up: adapters stay, for the one that is attached next."
+        wait(self.host.values())
         self.model: Any = None
         self.reader: AdapterReader | None = None
         self.layers: dict[str, Any] = {}
@@ -374,20 +382,22 @@ class LoRAModelManager:
 
     def load(self, number: int, request: LoRARequest) -> None:
         """Begin to read an adapter into the host's memory, this rank's part of it, in a thread:
-        `is_loaded` tells what came of it.
+        `what_came` of it is asked later.
         """
         if self.reader is None:
             raise ValueError("the worker sleeps, and has no weights: call wake_up() first")
         self.origins[number] = request, stamp_of(request.lora_path)
-        self.host[number] = self.thread.submit(self.reader.read, request)
+        self.host[number] = self.thread.submit(self.reader.attempt, request)
 
-    def is_loaded(self, number: int, wait: bool) -> bool:
-        "Whether an adapter is read, if need be after waiting for it; `ValueError` if it cannot be."
+    def what_came(self, number: int, block: bool) -> str | None:
+        """Why an adapter cannot be served, empty if it can be; None: it is still being read, which
+        `block` waits for.
+        """
         reading = self.host[number]
-        if not (wait or reading.done()):
-            return False
-        reading.result()
-        return True
+        if not (block or reading.done()):
+            return None
+        found = reading.result()
+        return found if isinstance(found, str) else ""
 
     def unload(self, number: int) -> None:
         "Free the host's copy; where the adapter has a place, it keeps that."
@@ -401,6 +411,8 @@ class LoRAModelManager:
         """
         self.places = {other: used for other, used in self.places.items() if used != place}
         adapter = self.host[number].result()
+        if isinstance(adapter, str):
+            raise ValueError(adapter)
         new = [name for name in adapter if not hasattr(self.model.get_submodule(name), "lora")]
         for name in new:
             self._stack(name)

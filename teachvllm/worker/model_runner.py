@@ -656,7 +656,11 @@ class ModelRunner:
         self.model = get_model(self.config, self.context)
         if self.config.lora_config:
             self.lora = self.lora or resolve_class(LORA_LAYERS)(self.config, self.context)
-            self.lora.attach(self.model, self.device)
+            try:
+                self.lora.attach(self.model, self.device)
+            except BaseException:  # half a model would be taken for one
+                self.unload_model()
+                raise
         self.attention_layers = attention_layers(self.model)
         backends = [layer.backend for layer in self.attention_layers.values()]
         self.planners = list({backend.plan_key: backend for backend in backends}.values())
