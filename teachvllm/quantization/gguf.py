@@ -55,7 +55,7 @@ def _halves(data: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(data: np.ndarray) -> np.ndarray:
-    "Bytes [..., n] as numbers of four bits [..., 2 * n]: all low _halves, then all high ones."
+    "Bytes [..., n] as numbers of four bits [..., 2 * n]: all low halves, then all high ones."
     return np.concatenate([data & 15, data >> 4], -1)
 
 
