@@ -353,7 +353,7 @@ class LoRAManager:
             self.host.drop(number)
 
     def _is_on_host(self, adapter: Adapter, wait: bool) -> bool:
-        "Whether the workers have read an adapter. One that cannot be served is tried anew next time."
+        "Whether the workers have read an adapter. One that is broken is tried anew next time."
         try:
             return self.host.has(adapter, wait)
         except ValueError:
