@@ -8,6 +8,9 @@ __all__ = ['MOST_STACKED', 'Pairs', 'LoRAStack', 'add_one', 'add_by_segments', '
 
 # %% ../../nbs/lora/02_layers.ipynb #3618dd70
 import logging
+import os
+import sys
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
@@ -307,6 +310,12 @@ class AdapterReader:
         )
 
 # %% ../../nbs/lora/02_layers.ipynb #f566570c
+def _be_modest() -> None:
+    "On Linux this thread gets the processor when others leave it: the steps have both of two."
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
 class LoRAModelManager:
     """A worker's adapters, by the numbers that the core gave them: those in the host's memory, and
     which of them has which place in the layers' stacks. What goes where is decided in the core.
@@ -318,7 +327,7 @@ class LoRAModelManager:
         self.config = config.lora_config
         dtype = self.config.lora_dtype
         self.dtype = context.dtype if dtype == "auto" else getattr(torch, dtype)
-        self.thread = ThreadPoolExecutor(1, "adapters")
+        self.thread = ThreadPoolExecutor(1, "adapters", _be_modest)
         # number -> once it is read: what it adds, by layers' names, or why it cannot be served
         self.host: dict[int, Future[dict[str, Pairs] | str]] = {}
         # number -> request and stamp, of all that are here, to be found again
