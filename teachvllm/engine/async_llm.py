@@ -374,7 +374,7 @@ class AsyncLLM:
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         "As `LLMEngine`'s; requests that run go on while an adapter is read."
         added: bool = await self.call_lora("add_lora", lora_request, False)
-        while not await self.call_lora("is_read", lora_request.lora_int_id):
+        while added and not await self.call_lora("is_read", lora_request.lora_int_id):
             await asyncio.sleep(0.005)
         return added
 
