@@ -615,6 +615,9 @@ def _serve_triton(gpu: GPU) -> None:
     import triton
 
     triton.runtime.driver.set_active(TritonDriver(gpu))  # for good: it has loaded kernels
+    from teachvllm.gpu_kernels.utils import quicken_interpreter
+
+    quicken_interpreter()  # it takes launches' programs, one after the other
 
 # %% ../nbs/gpu/05_pretend.ipynb #97180378
 _gpu: GPU | None = None
