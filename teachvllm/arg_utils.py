@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NOT_YET', 'DTYPES', 'ONLINE', 'arg', 'EngineArgs', 'gpu_capability', 'resolve_dtype', 'control_groups',
-           'container_cpus', 'limit_threads', 'hint_if_busy', 'read_stored_pooling', 'resolve_task',
-           'base_architecture', 'resolve_pooler_config', 'pick', 'merge_rope', 'apply_overrides', 'longest_text',
-           'configuration_of', 'create_model_config']
+           'container_cpus', 'limit_threads', 'create_structured_outputs_config', 'hint_if_busy', 'read_stored_pooling',
+           'resolve_task', 'base_architecture', 'resolve_pooler_config', 'pick', 'merge_rope', 'apply_overrides',
+           'longest_text', 'configuration_of', 'create_model_config']
 
 # %% ../nbs/19_arg_utils.ipynb #2795d059
 import argparse
@@ -36,6 +36,7 @@ from teachvllm.config import (
     PoolerConfig,
     SchedulerConfig,
     ShowAsTable,
+    StructuredOutputsConfig,
     VllmConfig,
     check_names,
     require,
@@ -310,14 +311,13 @@ _BY_REASON: dict[str, dict[str, list[Any]]] = {
         "skip_mm_profiling": [False, True],
         "mm_device_do_normalize": [False, True],
     },
-    "structured output is not there": {
-        "guided_decoding_backend": ["auto", "xgrammar"],
-        "enable_reasoning": [False],
-        "structured_outputs_config": [],
-        "logits_processor_pattern": [],
-        "reasoning_parser": [],
+    "reasoning_parser says so, and register_reasoning_parser takes a class": {
+        "enable_reasoning": [False, True],
         "reasoning_parser_plugin": [],
         "reasoning_config": [],
+    },
+    "a function of a request's own logits_processors is not asked where it comes from": {
+        "logits_processor_pattern": [],
     },
     "speculative decoding is not there": {
         "per_request_spec_decode_metrics": ["none"],
@@ -526,6 +526,16 @@ class EngineArgs(ShowAsTable):
         None, "adapters that are kept in the host's memory; default: max_loras"
     )
     lora_dtype: str = arg("auto", "dtype of the adapters' matrices; auto: the model's")
+    guided_decoding_backend: str = arg(
+        "auto",
+        "teachvllm, xgrammar (an extra), or auto: what binds an answer to a schema or grammar",
+    )
+    reasoning_parser: str = arg(
+        "", "deepseek_r1 or qwen3: what tells a model's reasoning from its answer"
+    )
+    structured_outputs_config: Any = arg(
+        None, "backend, reasoning_parser and the other fields of vLLM's class", cli=json_object
+    )
     disable_log_stats: bool = arg(True, "do not log the engine's statistics while it runs")
 
     NOT_YET: typing.ClassVar = NOT_YET
@@ -585,7 +595,8 @@ class EngineArgs(ShowAsTable):
             limit_threads()
             hint_if_busy()
         lora = pick(self, LoRAConfig) if self.enable_lora else None
-        return VllmConfig(model, cache, scheduler, parallel, device, load, lora)
+        structured = create_structured_outputs_config(self)
+        return VllmConfig(model, cache, scheduler, parallel, device, load, lora, structured)
 
     def _settled_limits(self, model: ModelConfig, device: str) -> dict[str, Any]:
         "Those fields of the `SchedulerConfig` that follow from model and device if not given."
@@ -728,6 +739,25 @@ def limit_threads() -> None:
             threads,
             cpus,
         )
+
+# %% ../nbs/19_arg_utils.ipynb #c4328d29
+def create_structured_outputs_config(args: "EngineArgs") -> StructuredOutputsConfig:
+    "The checked configuration of structured output; `ValueError` names what is said twice."
+    given = args.structured_outputs_config or {}
+    require(isinstance(given, dict), f"structured_outputs_config={given!r:.80} must be a dict")
+    older = {"backend": args.guided_decoding_backend, "reasoning_parser": args.reasoning_parser}
+    defaults = StructuredOutputsConfig()
+    settled = dict(given)
+    for name, value in older.items():
+        asked = value != getattr(defaults, name)
+        other = given.get(name, value)
+        require(
+            not asked or other == value,
+            f"{name} is {value!r} as an argument and {other!r} in structured_outputs_config",
+        )
+        if asked:
+            settled[name] = value
+    return StructuredOutputsConfig(**settled)
 
 # %% ../nbs/19_arg_utils.ipynb #b0c75c3b
 def hint_if_busy() -> None:

@@ -6,7 +6,7 @@
 __all__ = ['KV_CACHE_DTYPES', 'LOAD_FORMATS', 'NotSupportedYet', 'UnknownArgument', 'require', 'kinds_of', 'check_number',
            'check_not_yet', 'check_names', 'html_table', 'ShowAsTable', 'defined_fields', 'PlainConfig', 'PoolerConfig',
            'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'resolve_class', 'ParallelConfig', 'DeviceConfig',
-           'LoadConfig', 'tensor_parallel_sizes', 'LoRAConfig', 'VllmConfig']
+           'LoadConfig', 'tensor_parallel_sizes', 'LoRAConfig', 'StructuredOutputsConfig', 'VllmConfig']
 
 # %% ../nbs/03_config.ipynb #4a8b318c
 import dataclasses
@@ -591,6 +591,37 @@ class LoRAConfig(ShowAsTable):
 
 @check_names
 @dataclass(frozen=True)
+class StructuredOutputsConfig(ShowAsTable):
+    """How answers are bound to a schema, regex or grammar. vLLM: `StructuredOutputsConfig`;
+    `DecodingConfig` in 0.8.5.
+    """
+
+    backend: str = "auto"  # "teachvllm", "xgrammar", or "auto": the first unless it refuses
+    disable_any_whitespace: bool = False  # JSON on one line, whatever a request says
+    disable_additional_properties: bool = False
+    # which parser tells reasoning from the answer: the grammar begins when reasoning ends
+    reasoning_parser: str = ""
+    enable_in_reasoning: bool = False
+    NOT_YET = {
+        "reasoning_parser_plugin": ("", "register_reasoning_parser takes a class"),
+        "enable_in_reasoning": (False, "a grammar begins when reasoning ends"),
+    }
+
+    def __post_init__(self) -> None:
+        backends = ("auto", "teachvllm", "xgrammar")
+        if self.backend in ("guidance", "outlines", "lm-format-enforcer"):
+            raise NotSupportedYet(
+                f"guided_decoding_backend={self.backend!r} is not in teachvllm yet: choose "
+                f"{', '.join(backends)}"
+            )
+        require(
+            self.backend in backends,
+            f"guided_decoding_backend={self.backend!r}: choose {', '.join(backends)}",
+        )
+
+
+@check_names
+@dataclass(frozen=True)
 class VllmConfig:
     """All configuration of one engine. vLLM: `VllmConfig` in `config.py`.
 
@@ -604,6 +635,7 @@ class VllmConfig:
     device_config: DeviceConfig
     load_config: LoadConfig
     lora_config: LoRAConfig | None = None  # None: there are no adapters
+    structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
 
     def __post_init__(self) -> None:
         num_stages = self.parallel_config.pipeline_parallel_size

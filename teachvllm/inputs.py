@@ -237,13 +237,13 @@ class InputProcessor:
                 not wrong,
                 f"{name}: token id {wrong[:1]} is out of vocabulary: there are {vocab_size}",
             )
-        if params.min_tokens:
+        if params.min_tokens or params.constraint is not None:
             params.all_stop_token_ids = sorted(
                 i for i in eos_token_ids.union(params.stop_token_ids) if i < vocab_size
             )
         if params.allowed_token_ids is not None:
             banned = {ids[0] for ids in params.bad_words_token_ids or () if len(ids) == 1}
-            banned.update(params.all_stop_token_ids or ())
+            banned.update(params.all_stop_token_ids or () if params.min_tokens else ())
             require(
                 not banned.issuperset(params.allowed_token_ids),
                 "allowed_token_ids: bad_words, and the stop tokens that min_tokens puts off, leave "

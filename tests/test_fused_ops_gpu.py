@@ -38,6 +38,7 @@ from teachvllm.model_executor.layers import (  # noqa: E402
     get_act_fn,
     use_kernels,
 )
+from teachvllm.model_executor.models.gemma import GemmaRMSNorm  # noqa: E402
 from teachvllm.model_executor.models.llama import (  # noqa: E402
     LlamaDecoderLayer,
 )
@@ -116,6 +117,22 @@ def test_norm_of_heads_that_lie_between_others(dtype, size):
         normed, same = fused_ops.rms_norm(x, weight, 1e-6)
         assert same is x and normed.shape == x.shape
         assert_rounded_once(normed, F.rms_norm(x.double(), (size,), weight.double(), 1e-6))
+
+
+@pytest.mark.parametrize("dtype", fused_ops.DTYPES)
+def test_gemmas_norm_has_a_weight_in_float32(dtype):
+    "Its layer asks for the same kernel, and what comes is rounded once, as by torch's form."
+    norm = GemmaRMSNorm(40, 1e-6).to(DEVICE)
+    norm.weight.data.copy_(1 + randn(40, seed=1) / 1000)  # 16 bits would lose most of it
+    x, added = randn(5, 40, dtype=dtype), randn(5, 40, seed=2, dtype=dtype)
+    assert fused_ops.rms_norm.serves(x, norm.weight, added)
+    for table in (KernelTable(), KernelTable(NAMES)):
+        norm.kernels = table
+        normed, total = norm(x, added)
+        assert_rounded_once(total, x.double() + added.double(), (x.abs() + added.abs()).double())
+        exact = F.rms_norm(total.double(), (40,), norm.weight.double(), 1e-6)
+        assert normed.dtype == dtype
+        assert_rounded_once(normed, exact)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

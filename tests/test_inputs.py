@@ -30,7 +30,11 @@ from teachvllm.inputs import (
     get_tokenizer,
 )
 from teachvllm.outputs import CompletionOutput, RequestOutput
-from teachvllm.sampling_params import BeamSearchParams, RequestOutputKind
+from teachvllm.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    StructuredOutputsParams,
+)
 
 CONFIG = {
     "model_type": "llama",
@@ -195,15 +199,38 @@ def test_greedy_sampling_has_one_answer() -> None:
 
 
 def test_what_is_not_there_is_refused_by_name() -> None:
-    for name, value in {"guided_decoding": object(), "structured_outputs": {"json": {}}}.items():
+    asking = {"thinking_token_budget": 100, "repetition_detection": {"max_pattern_size": 8}}
+    for name, value in asking.items():
         with pytest.raises(NotSupportedYet, match=f"`{name}="):
             SamplingParams(**{name: value})
-    with pytest.raises(NotSupportedYet, match="GuidedDecodingParams"):
-        from teachvllm.sampling_params import GuidedDecodingParams  # noqa: F401
     neutral = SamplingParams(
-        structured_outputs=None, guided_decoding=None, bad_words=[], logit_bias={}, logprobs=None
+        thinking_token_budget=None, guided_decoding=None, bad_words=[], logit_bias={}, logprobs=None
     )
-    assert neutral.temperature == 1 and not hasattr(neutral, "structured_outputs")
+    assert neutral.temperature == 1 and not hasattr(neutral, "thinking_token_budget")
+
+
+def test_what_an_answer_must_be_is_said_once() -> None:
+    regex = StructuredOutputsParams(regex="a+")
+    assert SamplingParams(guided_decoding=regex).constraint is regex
+    assert SamplingParams(structured_outputs=regex).constraint is regex
+    assert StructuredOutputsParams(json=False).kind == "json"  # a schema, which nothing fits
+    with pytest.raises(ValueError, match="give one of them"):
+        SamplingParams(guided_decoding=regex, structured_outputs=regex)
+    with pytest.raises(ValueError, match="must be a StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a+"})
+    wrong: dict[str, dict[str, Any]] = {
+        "use one kind of structured outputs constraint": {},
+        "only use one kind of structured outputs, not json, regex": {"regex": "a", "json": {}},
+        "choice='yes' must be a list of texts": {"choice": "yes"},
+        "must be a list of texts, at least one": {"choice": []},
+        "regex='' must be a text": {"regex": ""},
+        "must be a JSON schema": {"json": 5},
+        "whitespace_pattern=5 must be a regex": {"json": {}, "whitespace_pattern": 5},
+        "structural_tag": {"structural_tag": {"structures": []}},
+    }
+    for words, asked in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            StructuredOutputsParams(**asked)
 
 
 def test_recommendations_are_followed(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from ..trace import StepTrace, Trace
 # %% ../../nbs/52_engine_core.ipynb #2ee5c36f
 logger = logging.getLogger("teachvllm")
 LORA_MANAGER = "teachvllm.lora.manager.LoRAManager"
+STRUCTURED_OUTPUT_MANAGER = "teachvllm.structured_output.manager.StructuredOutputManager"
 
 # %% ../../nbs/52_engine_core.ipynb #1ce119d7
 def make_group(
@@ -317,6 +318,8 @@ class EngineCore:
         self.preparers: list[Callable[[EngineCoreRequest, SequenceGroup], None]] = []
         # which adapters are where, with `enable_lora`
         self.lora = resolve_class(LORA_MANAGER)(self) if config.lora_config else None
+        self.structured_output: Any = None  # compiles grammars, from the first on that is asked for
+        self.preparers.append(self._prepare_grammar)
         # Called after each step: guesses of the next tokens of running sequences, by seq_id,
         # beside those that the workers may send. Groups that get some want them: `wants_drafts`.
         self.drafter: Callable[[Scheduler], dict[int, list[int]]] | None = None
@@ -416,6 +419,14 @@ class EngineCore:
             raise EngineClosedError
         if self.dead:
             raise EngineDeadError(self.dead)
+
+    def _prepare_grammar(self, request: EngineCoreRequest, group: SequenceGroup) -> None:
+        "What a request's answer must be, if it says so, is compiled before it runs."
+        if request.sampling_params.constraint is None:
+            return
+        if self.structured_output is None:
+            self.structured_output = resolve_class(STRUCTURED_OUTPUT_MANAGER)(self.config)
+        self.structured_output.prepare(request, group)
 
     # Steps
 
@@ -582,6 +593,8 @@ class EngineCore:
         if not self.closed:
             self.closed = True
             self.in_flight.clear()
+            if self.structured_output is not None:
+                self.structured_output.shutdown()
             self.executor.drain()
             self.executor.shutdown()
 

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from ..arg_utils import EngineArgs
-from ..config import VllmConfig, require
-from .core import InprocClient
+from ..config import VllmConfig, require, resolve_class
+from .core import STRUCTURED_OUTPUT_MANAGER, InprocClient
 from .core_proc import MPClient
 from .output_processor import OutputProcessor, RequestState
 from teachvllm.executor.executor_base import (
@@ -192,6 +192,8 @@ class Processor:
                 check_picklable("logits_processors", params.logits_processors)
         text, token_ids = self.input_processor(prompt, params)
         self.input_processor.prepare(params, self.eos_token_ids)
+        if params.constraint is not None:
+            resolve_class(STRUCTURED_OUTPUT_MANAGER).check(params.constraint, self.config)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         # EOS ends it with no stop_reason
         params.stop_token_ids = [i for i in params.stop_token_ids if i not in eos]

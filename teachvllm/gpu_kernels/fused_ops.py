@@ -71,9 +71,12 @@ def serves(x: torch.Tensor, *others: torch.Tensor) -> bool:
 def _norm_serves(x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor | None = None) -> bool:
     if weight.shape != x.shape[-1:] or x.shape[-1] > MAX_SIZE:
         return False
+    if weight.dtype not in (x.dtype, torch.float32) or not weight.is_contiguous():
+        return False  # Gemma's are float32, and so is the kernel's arithmetic
     if added is None:
-        return serves(x, weight)
-    return x.dim() == 2 and added.shape == x.shape and serves(x, weight) and serves(added, weight)
+        return serves(x)
+    fits = added.shape == x.shape and added.dtype == x.dtype
+    return x.dim() == 2 and fits and serves(x) and serves(added)
 
 
 @takes(_norm_serves)

@@ -806,8 +806,12 @@ class RMSNorm(nn.Module):
             normed, x = rms_norm(x, self.weight, self.eps, residual)
         else:
             x = x if residual is None else x + residual
-            normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            normed = self.plain(x)
         return normed if residual is None else (normed, x)
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        "The norm by torch, where there is no kernel for it."
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 # %% ../../nbs/30_layers.ipynb #b51b09f6
 _tanh_gelu = partial(F.gelu, approximate="tanh")

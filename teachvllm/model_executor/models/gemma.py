@@ -50,13 +50,9 @@ class GemmaRMSNorm(RMSNorm):
         "The `weight_loader` of its weight."
         default_weight_loader(param, 1 + loaded_weight.float())
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """[num_tokens, size] -> the same shape. With a `residual`: the norm of their sum, and the
-        sum.
-        """
-        x = x if residual is None else x + residual
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
-        return normed if residual is None else (normed, x)
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        "The norm by torch, where there is no kernel for it."
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
 
 # %% ../../../nbs/models/03_gemma.ipynb #eeac9d2e
 class GemmaEmbedding(VocabParallelEmbedding):
