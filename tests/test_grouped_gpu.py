@@ -6,7 +6,6 @@ import json
 import os
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +23,7 @@ from teachvllm.gpu_kernels import attention, grouped  # noqa: E402
 from teachvllm.gpu_kernels.utils import interpreted  # noqa: E402
 from teachvllm.kernels import KERNELS, KernelTable, platform_kernels  # noqa: E402
 from teachvllm.quantization.grouped import GroupedWeight  # noqa: E402
+from teachvllm.quantization.scaled import ScaledWeight  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,16 +218,16 @@ def test_each_kind_of_launch_is_made_beforehand() -> None:
 
 def scaled_weight(
     n: int, k: int, dtype: torch.dtype, block: Any = None, input_scale: float | None = None
-) -> SimpleNamespace:
+) -> ScaledWeight:
     codes = randn(n, k) * (40 if dtype == torch.int8 else 100)
     codes = codes.round().clamp(-127, 127) if dtype == torch.int8 else codes
     shape = (n, 1) if block is None else (-(-n // block[0]), -(-k // block[1]))
     static = None if input_scale is None else torch.tensor(input_scale, device=DEVICE)
     scales = randn(*shape, seed=3).abs() / 100 + 1e-3
-    return SimpleNamespace(weight=codes.to(dtype), scales=scales, block=block, input_scale=static)
+    return ScaledWeight(codes.to(dtype), scales, block, static)
 
 
-def matrix_of(weight: SimpleNamespace) -> torch.Tensor:
+def matrix_of(weight: ScaledWeight) -> torch.Tensor:
     codes = weight.weight.float().double()
     scales = weight.scales.double()
     if weight.block is not None:
@@ -380,9 +380,8 @@ def test_weights_alone_in_eight_bits(target: torch.dtype) -> None:
     x = randn(3, 192, dtype=HALF)
     none = torch.zeros(100, dtype=torch.float64, device=DEVICE)
     assert_close(product(x), x.double(), matrix_of(weight), none)
-    assert not grouped.TritonScaled.serves(
-        SimpleNamespace(**vars(weight) | {"weight": weight.weight[:, :16]}), HALF
-    )
+    narrow = ScaledWeight(weight.weight[:, :16], weight.scales, weight_only=True)
+    assert not grouped.TritonScaled.serves(narrow, HALF)
 
 
 def test_each_byte_of_e4m3_is_widened() -> None:

@@ -16,7 +16,17 @@ from typing import Any
 
 NBS = Path(__file__).resolve().parents[1] / "nbs"
 # each leaves the road at some chapter, and comes back to no other
-SIDE_ROADS = ("models", "quantization", "lora", "parallel", "cpu", "gpu", "package", "exercises")
+SIDE_ROADS = (
+    "models",
+    "quantization",
+    "lora",
+    "structured_output",
+    "parallel",
+    "cpu",
+    "gpu",
+    "package",
+    "exercises",
+)
 
 WORDS_A_MINUTE = 200
 LINES_A_MINUTE = 40  # of code: looked at, not learned

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAKERS', 'GATE', 'NORM', 'TURN', 'TAKE', 'gate_rows', 'norm_rows', 'turn_rows', 'take_rows', 'serves', 'unsupported',
-           'compile', 'sigmoid_and_mul', 'rms_norm', 'rotary_embedding', 'embedding']
+           'compile', 'sigmoid_and_mul', 'rms_norm', 'rotary_embedding', 'embedding', 'MASK', 'apply_bitmask']
 
 # %% ../../nbs/cpu/06_fused_ops.ipynb #5811e8e2
 import math
@@ -289,3 +289,55 @@ def embedding(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     out = table.new_empty(n, size)
     TAKE[table.dtype](n, size, table, num_rows, rows, out, threads=_threads_for(out))
     return out
+
+# %% ../../nbs/cpu/06_fused_ops.ipynb #625865db
+@compiled
+def _masked(number, bits):
+    "A logit if the lowest of `bits` is 1, or if it is NaN; else -inf."
+    stays = bits & np.int32(1) or number != number
+    return number if stays else np.float32(-np.inf)
+
+
+@compiled
+def _mask_rows(words):
+    "One thread's rows of `apply_bitmask`."
+    n = words[0]
+    size = words[1]
+    width = words[2]
+    logits = array_at(words[3], (words[4], size), np.float32)
+    rows = array_at(words[5], (n,), np.int64)
+    bits = array_at(words[6], (n, width), np.uint8)
+    first, last = share(n)
+    for i in range(first, last):
+        row = logits[rows[i]]
+        is_alive = np.int32(0)
+        for byte in range(size >> 3):
+            some = np.int32(bits[i, byte])
+            for j in range(8 * byte, 8 * byte + 8):  # always eight: an instruction does them all
+                row[j] = _masked(row[j], some >> np.int32(j & 7))
+                is_alive |= np.int32(row[j] != np.float32(-np.inf))
+        for j in range(size & -8, size):
+            row[j] = _masked(row[j], np.int32(bits[i, j >> 3]) >> np.int32(j & 7))
+            is_alive |= np.int32(row[j] != np.float32(-np.inf))
+        if not is_alive:
+            row[0] = np.nan
+
+
+@Kernel
+def MASK(p):
+    _mask_rows(arguments(p)[0])
+
+
+def _bitmask_serves(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> bool:
+    whole = all(x.is_contiguous() for x in (logits, rows, bits))
+    enough = bits.dtype == torch.uint8 and bits.shape[1] * 8 >= logits.shape[1]
+    return whole and enough and rows.dtype == torch.int64 and logits.dtype == torch.float32
+
+
+@takes(_bitmask_serves)
+def apply_bitmask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """Forbid tokens in some `rows` [n] int64 of `logits` [num_rows, size], in place: those whose bit
+    in `bits` [n, size / 8 rounded up] uint8 is 0. See `apply_grammar_bitmask`.
+    """
+    n, width = bits.shape
+    MASK(n, logits.shape[1], width, logits, logits.shape[0], rows, bits, threads=n)

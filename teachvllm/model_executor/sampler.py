@@ -10,6 +10,7 @@ __all__ = ['CHUNK', 'LARGEST', 'MAX_CANDIDATES', 'MAX_LOGITS', 'uniform_noise', 
 # %% ../../nbs/32_sampler.ipynb #c93b4fb0
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from threading import Thread
 from typing import Any
 
@@ -224,6 +225,13 @@ def gather_logprobs(
     return LogprobsTensors(rows, *map(torch.cat, zip(*parts, strict=True)))
 
 # %% ../../nbs/32_sampler.ipynb #fd0cfa3b
+@cache
+def _bit_table(device: torch.device) -> torch.Tensor:
+    "[256, 8] float32: what a byte of a mask adds to the logits of its eight tokens, 0 or -inf."
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return torch.where(bits > 0, 0.0, -torch.inf).to(device)
+
+
 def apply_grammar_bitmask(
     logits: torch.Tensor,  # [num_rows, vocab_size], changed in place
     rows: torch.Tensor,  # [n] int64: those that a grammar limits
@@ -235,14 +243,12 @@ def apply_grammar_bitmask(
     `apply_grammar_bitmask` in `v1/structured_output/utils.py`.
     """
     vocab_size = logits.shape[1]
-    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
     size = max(1, MAX_LOGITS // vocab_size)
     for some, packed in zip(rows.split(size), bits.split(size), strict=True):
-        allowed = (packed[:, :, None] >> places & 1).flatten(1)[:, :vocab_size].bool()
-        row = logits[some]
-        row.masked_fill_(~(allowed | row.isnan()), -torch.inf)
+        row = _bit_table(logits.device)[packed.int()].flatten(1)[:, :vocab_size]
+        row += logits[some]
         row[:, 0] = torch.where(row.amax(-1).isneginf(), torch.nan, row[:, 0])
-        logits[some] = row
+        logits[some] = row.to(logits.dtype)
 
 # %% ../../nbs/32_sampler.ipynb #c6bb457d
 def _row_probs(logits: torch.Tensor, meta: SamplingMetadata, rows: torch.Tensor) -> torch.Tensor:
@@ -284,7 +290,8 @@ class Sampler:
             # not `logits[...] = -torch.inf`: torch would copy that number from the host, and wait
             logits.index_put_(meta.banned, logits.new_full((), -torch.inf))
         if meta.allowed is not None:
-            apply_grammar_bitmask(logits, *meta.allowed)
+            apply = self.kernels.get("grammar_bitmask", logits, *meta.allowed)
+            (apply or apply_grammar_bitmask)(logits, *meta.allowed)
         if fused is not None:
             ids = fused(logits, meta.temperature, meta.uniform)
         else:

@@ -1,0 +1,430 @@
+"Structured output: expressions, regexes, the automaton, and the masks of tokens that it allows."
+
+import itertools
+import random
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from teachvllm.structured_output.automaton import (
+    Automaton,
+    Bytes,
+    Choice,
+    Concat,
+    Expr,
+    Repeat,
+    Rule,
+    characters,
+    complement,
+    literal,
+    parse_regex,
+)
+
+
+def automaton_of(pattern: str) -> Automaton:
+    return Automaton({"root": parse_regex(pattern)})
+
+
+def fits(automaton: Automaton, text: str | bytes) -> bool:
+    data = text.encode() if isinstance(text, str) else text
+    state = automaton.advance(automaton.start, data)
+    return state >= 0 and automaton.is_final(state)
+
+
+# expressions
+
+
+def test_what_is_no_expression() -> None:
+    for ranges in (((3, 2),), ((-1, 2),), ((0, 256),)):
+        with pytest.raises(ValueError, match="range of bytes"):
+            Bytes(ranges)
+    for low, high in ((-1, None), (3, 2)):
+        with pytest.raises(ValueError, match="repeated"):
+            Repeat(literal("a"), low, high)
+    for pair in ((5, 4), (-1, 4), (0, 0x110000)):
+        with pytest.raises(ValueError, match="code points"):
+            characters(pair)
+
+
+def random_ranges(rng: random.Random) -> list[tuple[int, int]]:
+    borders = [0, 0x7F, 0x80, 0x7FF, 0x800, 0xFFF, 0x1000, 0xD7FF, 0xD800, 0xDFFF, 0xE000, 0xFFFF]
+    borders += [0x10000, 0x3FFFF, 0x40000, 0xFFFFF, 0x100000, 0x10FFFF]
+    found = []
+    for _ in range(rng.randint(1, 4)):
+        ends = [
+            min(max(rng.choice(borders) + rng.randint(-70, 70), 0), 0x10FFFF)
+            if rng.random() < 0.7
+            else rng.randrange(0x110000)
+            for _ in range(2)
+        ]
+        found.append((min(ends), max(ends)))
+    return found
+
+
+def code_points_of(automaton: Automaton) -> set[int]:
+    "All characters that an automaton takes, by walking all of its texts."
+    found = set()
+    todo = [(automaton.start, b"")]
+    while todo:
+        state, text = todo.pop()
+        assert len(text) <= 4
+        if text and automaton.is_final(state):
+            found.add(ord(text.decode()))
+        row = automaton.row(state)
+        todo += [(int(row[byte]), text + bytes([byte])) for byte in np.flatnonzero(row >= 0)]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_characters_are_utf8(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(3):
+        low = rng.choice([0, 0x60, 0x7C0, 0xD000, 0xF800, 0x10F000])
+        ranges = [
+            (begin := low + rng.randrange(4000), min(begin + rng.randrange(3000), 0x10FFFF))
+            for _ in range(2)
+        ]
+        wanted = {code for a, b in ranges for code in range(a, b + 1)}
+        wanted -= set(range(0xD800, 0xE000))
+        if wanted:
+            assert code_points_of(Automaton({"root": characters(*ranges)})) == wanted
+
+
+def test_every_character_is_in_one_of_two_complements() -> None:
+    rng = random.Random(0)
+    for _ in range(5):
+        ranges = random_ranges(rng)
+        other = complement(ranges)
+        assert other == complement(complement(other))
+        here, there = (
+            Automaton({"root": characters(*some)}) if some else None for some in (ranges, other)
+        )
+        for code in [*range(0, 0x110000, 997), *(end for pair in ranges for end in pair)]:
+            if 0xD800 <= code < 0xE000:
+                continue
+            inside = any(low <= code <= high for low, high in ranges)
+            assert here is None or fits(here, chr(code)) == inside
+            assert there is None or fits(there, chr(code)) != inside
+
+
+def test_what_is_not_utf8_does_not_fit() -> None:
+    every = automaton_of(r"[\d\D]")
+    for text in (b"\x80", b"\xc0\x80", b"\xc1\xbf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xf5"):
+        assert every.advance(every.start, text) == -1
+
+
+# regexes
+
+PATTERNS = """
+a*|b+ ^a$|^b$ (ab|a)(bc|c)? (a|b)*abb (?:a?b)+?c* [^a]b[a-c]{2} (?P<x>a){2,3}b{,2} (?<y>a|)b{1,}
+((a*)*)* (a|)* (a?){3,5}b ((ab?){2}c){2} \\d\\d|\\w|\\s \\.a\\* [\\]a-]+ []a]b* [a\\-c]+ [^\\Wb]+ a{b {}a a{,}
+.a. [\\x61-\\u0063]+ é+a ((((a+)+)+)+)+ (ab{0,3}){0,2} a??b*?c+? (|a|b) [a-]c [\\w-]+ \\Sa a\\/b
+(?:a|(?:b|(?:c))) x{0} (abc){0}a (a{2,3}){2} \\D{2} a{2}{b c\\{1\\} [.]a|. (a*b*)*c (a|b){3}(b|c){1,2}
+""".split()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_regexes_are_those_of_re(pattern: str) -> None:
+    automaton = automaton_of(pattern)
+    known = re.compile(pattern.replace("(?<y>", "(?P<y>"), re.ASCII)
+    alphabet = "abc"
+    rng = random.Random(len(pattern))
+    texts = ["".join(t) for n in range(6) for t in itertools.product(alphabet, repeat=n)]
+    texts += [
+        "".join(rng.choices("abc1 -_.]\\/{}*é\n€😀", k=rng.randint(1, 7))) for _ in range(300)
+    ]
+    for text in texts:
+        assert fits(automaton, text) == bool(known.fullmatch(text)), text
+
+
+def random_regex(rng: random.Random, depth: int = 3) -> str:
+    kind = rng.randrange(7 if depth else 2)
+    if kind == 0:
+        return rng.choice("ab")
+    if kind == 1:
+        return rng.choice(["[ab]", "[^a]", "a", "b", "[^ab]", "."])
+    if kind == 2:
+        return f"({random_regex(rng, depth - 1)}|{random_regex(rng, depth - 1)})"
+    if kind in (3, 4):
+        return random_regex(rng, depth - 1) + random_regex(rng, depth - 1)
+    times = rng.choice(["*", "+", "?", "{2}", "{1,2}", "{,2}", "{2,}", "*?", "{0}"])
+    return f"(?:{random_regex(rng, depth - 1)}){times}"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_regexes_and_their_prefixes(seed: int) -> None:
+    "A prefix is alive if and only if a text completes it; all texts are short, so all are tried."
+    rng = random.Random(seed)
+    texts = ["".join(t) for n in range(8) for t in itertools.product("ab", repeat=n)]
+    for _ in range(25):
+        pattern = random_regex(rng)
+        automaton = automaton_of(pattern)
+        known = re.compile(pattern)
+        matching = {text for text in texts if known.fullmatch(text)}
+        for text in texts:
+            assert fits(automaton, text) == (text in matching), (pattern, text)
+        completed = {text[:n] for text in matching for n in range(len(text) + 1)}
+        others = set(texts) - completed
+        assert all(automaton.advance(automaton.start, text.encode()) >= 0 for text in completed)
+        for text in others:  # what completes it is longer than 7 or has other letters, if it lives
+            state = automaton.advance(automaton.start, text.encode())
+            assert state < 0 or known.fullmatch(shortest(automaton, state, text)), (pattern, text)
+
+
+def shortest(automaton: Automaton, state: int, begin: str) -> str:
+    "A text that begins so, and fits."
+    todo = [(state, begin.encode())]
+    seen = {state}
+    for state, text in todo:
+        if automaton.is_final(state):
+            return text.decode()
+        row = automaton.row(state)
+        for byte in np.flatnonzero(row >= 0):
+            if row[byte] not in seen:
+                seen.add(int(row[byte]))
+                todo.append((int(row[byte]), text + bytes([byte])))
+    raise AssertionError(f"nothing completes {begin!r}")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what"),
+    [
+        (r"a(?=b)", "lookahead"),
+        (r"a(?!b)", "lookahead"),
+        (r"(?<=a)b", "lookbehind"),
+        (r"(?<!a)b", "lookbehind"),
+        (r"(?>a)", "atomic"),
+        (r"(?P<x>a)(?P=x)", "back-reference"),
+        (r"(a)\1", "back-reference"),
+        (r"(?<x>a)\k<x>", "back-reference"),
+        (r"(a)?(?(1)b|c)", "condition"),
+        (r"(?#why)", "comment"),
+        (r"(?i)a", "inline flags"),
+        (r"(?s:.)", "inline flags"),
+        (r"(?P<1>a)", r"\(\?"),
+        (r"\bword", "word boundary"),
+        (r"\B", "word boundary"),
+        (r"a*+", "possessive"),
+        (r"a{2}+", "possessive"),
+        (r"a**", "two quantifiers"),
+        (r"a{2}{3}", "two quantifiers"),
+        (r"*a", "nothing before it"),
+        (r"a|+", "nothing before it"),
+        (r"{2}", "nothing before it"),
+        (r"(?:)a(^b)", r"anchor \^"),
+        (r"a^", r"anchor \^"),
+        (r"a$b", r"anchor \$"),
+        (r"(a$)", r"anchor \$"),
+        (r"[a", "not closed"),
+        (r"[]", "not closed"),
+        (r"[a\\", "not closed"),
+        (r"(a", "not closed"),
+        (r"a)", "closes nothing"),
+        (r"a)$", "closes nothing"),
+        (r"[z-a]", "smaller one first"),
+        (r"[a-\d]", "two characters"),
+        (r"[\w-z]", "two characters"),
+        (r"a{3,2}", "smaller number"),
+        (r"a{9999999999}", "too often"),
+        ("a\\", "backslash at the end"),
+        (r"\xg1", "hexadecimal"),
+        (r"\u12", "hexadecimal"),
+        (r"\ud83d\ude00", "surrogates"),
+        (r"\p{L}", r"escape \\p"),
+        (r"\Z", r"escape \\Z"),
+        (r"\01", "octal"),
+        ("(" * 101 + ")" * 101, "more than 100 groups"),
+    ],
+)
+def test_what_is_not_served_is_named(pattern: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        parse_regex(pattern)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_pattern_is_served_as_re_has_it_or_refused(seed: int) -> None:
+    rng = random.Random(seed)
+    pieces = [*"ab|()[]{}*+?^$.\\-,12", "(?:", "\\d", "[^", "{1,2}", "\\n", "(?=", "\\b"]
+    for _ in range(3000):
+        pattern = "".join(rng.choices(pieces, k=rng.randint(1, 8)))
+        try:
+            automaton = automaton_of(pattern)
+        except ValueError:
+            continue
+        known = re.compile(pattern)
+        for _ in range(8):
+            text = "".join(rng.choices("ab12{},-^$ \n", k=rng.randint(0, 4)))
+            assert fits(automaton, text) == bool(known.fullmatch(text)), (pattern, text)
+
+
+# recursion
+
+
+def test_balanced_brackets() -> None:
+    rules: dict[str, Expr] = {
+        "root": Repeat(Rule("pair"), 0, None),
+        "pair": Choice(
+            (
+                Concat((literal("("), Rule("root"), literal(")"))),
+                Concat((literal("["), Rule("root"), literal("]"))),
+            )
+        ),
+    }
+    automaton = Automaton(rules)
+
+    def check(text: str) -> bool:
+        open_ones = []
+        for c in text:
+            if c in "([":
+                open_ones.append(c)
+            elif not open_ones or open_ones.pop() + c not in ("()", "[]"):
+                return False
+        return not open_ones
+
+    for n in range(7):
+        for t in itertools.product("()[]", repeat=n):
+            assert fits(automaton, "".join(t)) == check("".join(t))
+    deep = automaton.advance(automaton.start, b"([" * 3000)
+    assert automaton.is_final(automaton.advance(deep, b"])" * 3000))
+    assert automaton.advance(deep, b"])" * 3000 + b")") == -1
+    assert not automaton.is_final(automaton.advance(deep, b"])" * 2999))
+
+
+def test_nested_lists() -> None:
+    rules: dict[str, Expr] = {
+        "root": Choice((Rule("list"), parse_regex("[0-9]+"))),
+        "list": Concat(
+            (
+                literal("["),
+                Repeat(
+                    Concat((Rule("root"), Repeat(literal(",") and Rule("more"), 0, None))), 0, 1
+                ),
+                literal("]"),
+            )
+        ),
+        "more": Concat((literal(","), Rule("root"))),
+    }
+    automaton = Automaton(rules)
+
+    def value(text: str, i: int) -> int:
+        "Where the value that begins at i ends; -1: nowhere."
+        if i < len(text) and text[i].isdigit():
+            while i < len(text) and text[i].isdigit():
+                i += 1
+            return i
+        if i >= len(text) or text[i] != "[":
+            return -1
+        if text[i + 1 : i + 2] == "]":
+            return i + 2
+        i = value(text, i + 1)
+        while i >= 0 and text[i : i + 1] == ",":
+            i = value(text, i + 1)
+        return i + 1 if i >= 0 and text[i : i + 1] == "]" else -1
+
+    for n in range(7):
+        for t in itertools.product("[],1", repeat=n):
+            text = "".join(t)
+            assert fits(automaton, text) == (value(text, 0) == n and n > 0), text
+
+
+def test_a_rule_that_ends_with_itself_keeps_no_stack() -> None:
+    automaton = Automaton(
+        {"root": Concat((literal("a"), Choice((Rule("root"), literal("b"))))), "unused": Rule("x")}
+    )
+    assert fits(automaton, "a" * 5000 + "b")
+    assert automaton.num_states <= 3
+
+
+def test_states_are_numbered_once_and_rows_agree_with_advance() -> None:
+    automaton = automaton_of(r"(ab|ac)*d{2,40}é?")
+    for text in (b"", b"a", b"abac", b"dd", b"d" * 39, b"dd\xc3"):
+        state = automaton.advance(automaton.start, text)
+        row = automaton.row(state)
+        assert row.shape == (256,) and row.dtype == np.int32
+        assert [automaton.advance(state, bytes([byte])) for byte in range(256)] == row.tolist()
+        known = automaton.num_states
+        assert (automaton.row(state) == row).all() and automaton.num_states == known
+    assert automaton.advance(-1, b"a") == -1
+    with pytest.raises(IndexError):
+        automaton.row(automaton.num_states)
+
+
+# what is refused
+
+
+def test_unknown_and_endless_rules() -> None:
+    a = literal("a")
+    with pytest.raises(ValueError, match="no rule 'other'"):
+        Automaton({"root": Concat((a, Rule("other")))})
+    with pytest.raises(ValueError, match="no rule 'root'"):
+        Automaton({"main": a})
+    assert fits(Automaton({"main": a}, start="main"), "a")
+    with pytest.raises(ValueError, match="finish the rule 'endless'"):
+        Automaton({"root": Choice((a, Rule("endless"))), "endless": Concat((a, Rule("endless")))})
+    with pytest.raises(ValueError, match="finish the rule 'root'"):
+        Automaton({"root": Choice(())})
+    with pytest.raises(ValueError, match="finish the rule 'root'"):
+        Automaton({"root": Repeat(Bytes(()), 2, 3)})
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"root": Choice((Rule("root"), literal("a")))},
+        {"root": Concat((Repeat(literal("b"), 0, 1), Rule("root2"))), "root2": Rule("root")},
+        {"root": Repeat(Rule("root"), 0, None)},
+        {"root": Repeat(Concat((Rule("root"), literal("a"))), 0, 3)},
+        {"root": Concat((Rule("empty"), Rule("root"), literal("a"))), "empty": Concat(())},
+    ],
+)
+def test_left_recursion_is_refused_by_name(rules: dict[str, Expr]) -> None:
+    rules = {
+        "root": Choice((rules["root"], literal("z"))),
+        **{n: rules[n] for n in rules if n != "root"},
+    }
+    with pytest.raises(ValueError, match="left recursion.*'root'") as error:
+        Automaton(rules)
+    assert "\0" not in str(error.value)
+
+
+def test_dead_ends_are_no_ways() -> None:
+    "An option that nothing fits is left out, and so is what leads to it."
+    dead = Concat((literal("ab"), Choice(())))
+    automaton = Automaton({"root": Choice((dead, literal("ac"), Repeat(dead, 2, 4)))})
+    state = automaton.advance(automaton.start, b"a")
+    assert np.flatnonzero(automaton.row(state) >= 0).tolist() == [ord("c")]
+
+
+def test_sizes() -> None:
+    assert fits(automaton_of("((a{1,1000}b){1000}c){1,5}"), ("a" * 9 + "b") * 1000 + "c")
+    for pattern in ("a{300000}", "(ab?){999999}", "a{150000}b{150000}"):
+        with pytest.raises(ValueError, match="max_size=300000"):
+            automaton_of(pattern)
+    with pytest.raises(ValueError, match="max_size=20"):
+        Automaton({"root": literal("a" * 20)}, max_size=20)
+    deep: Expr = literal("a")
+    for _ in range(10 * sys.getrecursionlimit()):
+        deep = Repeat(Concat((literal("b"), deep)), 0, 1)
+    assert fits(Automaton({"root": deep}), "b" * 100 + "")
+
+
+def test_too_many_stacks() -> None:
+    "Each rule calls the next one in two places: there are twice as many stacks at each level."
+    rules: dict[str, Expr] = {
+        f"r{i}": Choice(
+            (
+                Concat((Rule(f"r{i + 1}"), literal("x"))),
+                Concat((Rule(f"r{i + 1}"), literal("y"))),
+            )
+        )
+        for i in range(20)
+    }
+    rules |= {"r20": literal("z")}
+    assert fits(Automaton(rules, start="r12"), "zxyxyxyxy")
+    with pytest.raises(ValueError, match="max_stacks=10000"):
+        Automaton(rules, start="r0")
+    later = Automaton({"root": Concat((literal("!"), Rule("r0"))), **rules})
+    with pytest.raises(ValueError, match="max_stacks"):
+        later.row(later.start)

@@ -1,0 +1,380 @@
+"""Answers that fit: through the engine, on a random model that would write anything, with a real tokenizer.
+
+What is compiled has tests of its own: `test_structured_matcher.py`, `test_json_schema.py`.
+"""
+
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from teachvllm import LLM, SamplingParams
+from teachvllm.inputs import get_tokenizer
+from teachvllm.sampling_params import StructuredOutputsParams
+from teachvllm.structured_output import manager as home
+from teachvllm.structured_output.manager import (
+    CompiledGrammar,
+    CompileThreads,
+    RequestGrammar,
+    StructuredOutputManager,
+)
+from teachvllm.transformers_utils import bundled_model
+
+jsonschema = pytest.importorskip("jsonschema")
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+}
+ASKED: dict[str, dict[str, Any]] = {
+    "regex": {"regex": r"[0-9]{1,3}(\.[0-9]{2})?"},
+    "choice": {"choice": ["yes", "no", "yes and no"]},
+    "json": {"json": PERSON},
+    "grammar": {"grammar": 'root ::= "(" root? ")"'},
+}
+
+
+def fits(kind: str, text: str) -> bool:
+    "Judged by others: `re`, `jsonschema`, a count of brackets."
+    if kind == "regex":
+        return re.fullmatch(ASKED["regex"]["regex"], text) is not None
+    if kind == "choice":
+        return text in ASKED["choice"]["choice"]
+    if kind == "grammar":
+        half = len(text) // 2
+        return half > 0 and text == "(" * half + ")" * half
+    jsonschema.validate(json.loads(text), PERSON)
+    return True
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    "A random Llama of one layer whose vocabulary is the default model's."
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=49152, **shape, **heads))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+LIMITS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 64,
+    "block_size": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def llm(wide: str) -> Iterator[LLM]:
+    llm = LLM(wide, tokenizer=str(bundled_model()), **LIMITS)
+    yield llm
+    llm.close()
+
+
+def params(kind: str | None = None, **options: Any) -> SamplingParams:
+    bound = StructuredOutputsParams(**ASKED[kind]) if kind else None
+    return SamplingParams(structured_outputs=bound, **{"max_tokens": 200, **options})
+
+
+def answers(llm: LLM, asked: list[SamplingParams]) -> list[list[tuple[str, str | None]]]:
+    prompts = [{"prompt_token_ids": [1 + i, 2, 3]} for i in range(len(asked))]
+    outputs = llm.generate(prompts, asked, use_tqdm=False)
+    return [[(one.text, one.finish_reason) for one in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("kind", ASKED)
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 2, "seed": 1}, {"n": 3}])
+def test_every_answer_fits(llm: LLM, kind: str, options: dict[str, Any]) -> None:
+    for [*sequences] in answers(llm, [params(kind, **options) for _ in range(4)]):
+        for text, reason in sequences:
+            # a random model may nest for ever
+            assert reason == "length" or fits(kind, text), (text, reason)
+            assert reason == "stop" or kind == "grammar"
+
+
+def test_bound_and_free_requests_in_one_batch(llm: LLM) -> None:
+    "Who is not bound writes what it writes alone."
+    free = params(temperature=0, max_tokens=12)
+    [[alone]] = answers(llm, [free])
+    mixed = answers(llm, [free, params("json"), params("choice")])
+    assert mixed[0][0] == alone
+    assert fits("json", mixed[1][0][0]) and fits("choice", mixed[2][0][0])
+
+
+def test_other_parameters_keep_their_meaning(llm: LLM) -> None:
+    "Penalties, biases and log-probabilities; EOS that is put off; a stop token of one's own."
+    tokenizer = llm.get_tokenizer()
+    [three] = tokenizer.encode("3")
+    asked = StructuredOutputsParams(regex="[0-9]+")
+    [[(text, reason)]] = answers(
+        llm,
+        [
+            SamplingParams(
+                structured_outputs=asked, temperature=0, logit_bias={three: 100}, max_tokens=5
+            )
+        ],
+    )
+    assert (text, reason) == ("33333", "length")
+    [output] = llm.generate(
+        {"prompt_token_ids": [5]},
+        SamplingParams(structured_outputs=asked, logprobs=2, temperature=0, max_tokens=3),
+        use_tqdm=False,
+    )
+    free = llm.generate(
+        {"prompt_token_ids": [5]},
+        SamplingParams(logprobs=2, temperature=0, max_tokens=1),
+        use_tqdm=False,
+    )
+    # of the model itself, as vLLM's raw ones: those of the first step are the free request's
+    [first, *_] = output.outputs[0].logprobs
+    [same] = free[0].outputs[0].logprobs
+    assert set(same) <= set(first)
+    late = SamplingParams(structured_outputs=asked, min_tokens=8, max_tokens=30, seed=3)
+    [[(text, _)]] = answers(llm, [late])
+    assert len(tokenizer.encode(text)) >= 8 and text.isdigit()
+    own = SamplingParams(structured_outputs=asked, stop_token_ids=[three], ignore_eos=True)
+    [[(text, reason)]] = answers(llm, [own])
+    assert "3" not in text and reason in ("stop", "length")
+
+
+def test_an_answer_that_has_ended_is_over(llm: LLM) -> None:
+    "With `ignore_eos` only EOS may follow, until the request's length."
+    [output] = llm.generate(
+        {"prompt_token_ids": [5]}, params("choice", ignore_eos=True, max_tokens=9), use_tqdm=False
+    )
+    [one] = output.outputs
+    eos = llm.get_tokenizer().eos_token_id
+    assert len(one.token_ids) == 9 and one.token_ids[-3:] == [eos] * 3 and fits("choice", one.text)
+
+
+def test_preempted_requests_keep_their_grammar(wide: str) -> None:
+    few = LIMITS | {"num_gpu_blocks_override": 14, "enable_prefix_caching": False}
+    with LLM(wide, tokenizer=str(bundled_model()), **few) as llm:
+        bound = StructuredOutputsParams(regex="[a-f]{60}")
+        asked = [
+            SamplingParams(structured_outputs=bound, max_tokens=100, seed=i, n=1 + i % 2)
+            for i in range(6)
+        ]
+        for sequences in answers(llm, asked):
+            for text, reason in sequences:
+                assert re.fullmatch("[a-f]{60}", text) and reason == "stop"
+        assert llm.llm_engine.engine_core.engine_core.scheduler.num_preemptions > 0
+
+
+def test_several_workers(llm: LLM, wide: str) -> None:
+    "Each gets the same mask."
+    asked = [params(kind, temperature=0, max_tokens=40) for kind in ASKED]
+    alone = answers(llm, asked)
+    with LLM(wide, tokenizer=str(bundled_model()), tensor_parallel_size=2, **LIMITS) as two:
+        assert answers(two, asked) == alone
+
+
+# What is wrong ends its request
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "a[": {"regex": "a["},
+    "(?=a)": {"regex": "(?=a)b"},
+    "nothing": {"grammar": "root ::= nothing"},
+    "type": {"json": {"type": "strange"}},
+    "not": {"json": {"not": {}}},
+    "JSON": {"json": "{"},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_wrong_is_refused_at_once(llm: LLM, words: str) -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(**WRONG[words]))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        answers(llm, [bad])
+    assert fits("choice", answers(llm, [params("choice")])[0][0][0])
+
+
+def test_what_is_found_wrong_later_ends_its_request(llm: LLM) -> None:
+    "In the thread that compiles; the one beside it goes on."
+    compile = home.AutomatonBackend.compile
+
+    def broken(self: Any, asked: StructuredOutputsParams) -> Any:
+        if asked.choice == ["broken"]:
+            raise ValueError("this one is broken")
+        return compile(self, asked)
+
+    with patch.object(home.AutomatonBackend, "compile", broken):
+        bad = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["broken"]))
+        prompts = [{"prompt_token_ids": [1]}, {"prompt_token_ids": [2]}]
+        engine = llm.llm_engine
+        for request_id, prompt, asked in zip("ab", prompts, (bad, params("regex")), strict=True):
+            engine.add_request(request_id, prompt, asked)
+        ends = {}
+        while engine.has_unfinished_requests():
+            ends |= {output.request_id: output for output in engine.step() if output.finished}
+    assert "this one is broken" in str(ends["a"].outputs[0].stop_reason)
+    assert fits("regex", ends["b"].outputs[0].text)
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request() -> None:
+    never = threading.Event()
+    threads = CompileThreads()
+    prerequisite = CompiledGrammar(threads.submit(never.wait), seconds=0.05)
+    assert not prerequisite.is_ready()
+    time.sleep(0.06)
+    with pytest.raises(ValueError, match=r"not compiled within 0.05 s"):
+        prerequisite.is_ready()
+    never.set()
+    threads.shutdown()
+    for thread in threads.threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_waiting_request_does_not_stop_others(llm: LLM) -> None:
+    free = threading.Event()
+    compile = home.AutomatonBackend.compile
+
+    def slow(self: Any, asked: StructuredOutputsParams) -> Any:
+        free.wait(60)
+        return compile(self, asked)
+
+    engine = llm.llm_engine
+    with patch.object(home.AutomatonBackend, "compile", slow):
+        own = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["its own"]))
+        engine.add_request("bound", {"prompt_token_ids": [1]}, own)
+        engine.add_request("free", {"prompt_token_ids": [2]}, params(max_tokens=3))
+        ended = []
+        while engine.has_unfinished_requests():
+            ended += [output.request_id for output in engine.step() if output.finished]
+            if ended:
+                free.set()
+    assert ended == ["free", "bound"]
+
+
+def test_beams_and_missing_tokenizers_are_refused_by_name(llm: LLM, wide: str) -> None:
+    with LLM(wide, skip_tokenizer_init=True, **LIMITS) as blind:
+        with pytest.raises(ValueError, match="skip_tokenizer_init=True"):
+            answers(blind, [params("choice", detokenize=False)])
+    with pytest.raises(ValueError, match="guided_decoding_backend='guidance'"):
+        LLM(wide, guided_decoding_backend="guidance", **LIMITS)
+    other = StructuredOutputsParams(choice=["a"], backend="xgrammar")
+    with pytest.raises(ValueError, match="this engine has guided_decoding_backend='auto'"):
+        answers(llm, [SamplingParams(structured_outputs=other)])
+
+
+# Drafts, forks and all else at once
+
+
+def test_drafts_are_checked_by_the_grammar(llm: LLM) -> None:
+    "Right ones and wrong ones change nothing of the answers but the number of steps."
+    core = llm.llm_engine.engine_core.engine_core
+    asked = [params(kind, temperature=0, max_tokens=60) for kind in ASKED]
+    plain = answers(llm, asked)
+    tokenizer = get_tokenizer(bundled_model())
+    generator = random.Random(0)
+    texts = ['{"name": "', "yes and no", "((((", "123", "))"]
+
+    def guess(scheduler: Any) -> dict[int, list[int]]:
+        return {i: tokenizer.encode(generator.choice(texts))[:4] for i in scheduler.seqs}
+
+    with patch.object(core, "drafter", guess):
+        assert answers(llm, asked) == plain
+
+
+def test_matchers_are_few() -> None:
+    "One for each sequence: what was written tells them apart, and a fork gets its own."
+
+    class Counted:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def accept(self, token_id: int) -> bool:
+            self.tokens.append(token_id)
+            return token_id < 100
+
+        def rollback(self, num_tokens: int) -> None:
+            del self.tokens[len(self.tokens) - num_tokens :]
+
+        def mask(self) -> bytes:
+            return bytes(self.tokens)
+
+    grammar = RequestGrammar(Counted)
+    generator = random.Random(0)
+    sequences: list[list[int]] = [[]]
+    for _ in range(300):
+        tokens = generator.choice(sequences)
+        if len(sequences) < 4 and generator.random() < 0.1:
+            sequences.append(list(tokens))
+        drafts = [generator.randrange(100) for _ in range(generator.randrange(3))]
+        masks = grammar.bitmask(list(tokens), drafts)
+        assert masks == [bytes(tokens + drafts[:i]) for i in range(len(drafts) + 1)]
+        tokens.append(generator.randrange(100))
+    assert len(grammar.followed) <= 8
+    with pytest.raises(ValueError, match="token 200 does not fit"):
+        grammar.bitmask([200], [])
+
+
+def test_two_hundred_requests(wide: str) -> None:
+    """A third of them bound, some cancelled, forked, preempted, with wrong grammars among them: no
+    wrong answer, nothing left behind, the engine alive.
+    """
+    generator = random.Random(7)
+    few = LIMITS | {"num_gpu_blocks_override": 30}
+    kinds: dict[str, str | None] = {}
+    ended: dict[str, Any] = {}
+    refused = 0
+    with LLM(wide, tokenizer=str(bundled_model()), **few) as llm:
+        engine = llm.llm_engine
+        for i in range(200):
+            name = f"r{i}"
+            kind = generator.choice([*ASKED, *[None] * 8])
+            options = {"n": generator.choice([1, 1, 3]), "seed": i, "max_tokens": 60}
+            asked = params(kind, **options)
+            if generator.random() < 0.05:
+                asked = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a["))
+            try:
+                engine.add_request(name, {"prompt_token_ids": [1 + i % 50, 7]}, asked)
+                kinds[name] = kind
+            except ValueError:
+                refused += 1
+            if generator.random() < 0.1 and kinds:
+                engine.abort_request(generator.choice(list(kinds)))
+            for _ in range(generator.randrange(3)):
+                ended |= {one.request_id: one for one in engine.step() if one.finished}
+        while engine.has_unfinished_requests():
+            ended |= {one.request_id: one for one in engine.step() if one.finished}
+        core = engine.engine_core.engine_core
+        assert core.scheduler.block_manager.get_num_free_gpu_blocks() == 30
+        assert not core.scheduler.groups and not core.scheduler.seqs
+    assert refused > 3 and len(ended) > 150
+    for name, output in ended.items():
+        for one in output.outputs:
+            if kinds[name] and one.finish_reason == "stop":
+                assert fits(str(kinds[name]), one.text)
+
+
+def test_what_is_compiled_is_kept_and_bounded(llm: LLM) -> None:
+    core = llm.llm_engine.engine_core.engine_core
+    manager: StructuredOutputManager = core.structured_output
+    with patch.object(home, "MAX_KEPT", 3):
+        for i in range(6):
+            bound = StructuredOutputsParams(choice=[f"choice {i}"])
+            [[(text, _)]] = answers(llm, [SamplingParams(structured_outputs=bound)])
+            assert text == f"choice {i}"
+        assert len(manager.compiled) == 3
+    assert threading.active_count() < 20
