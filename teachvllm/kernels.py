@@ -39,6 +39,7 @@ KERNELS = {
         "lora_stack": "teachvllm.gpu_kernels.lora.TritonLoRA",
         "sample": "teachvllm.gpu_kernels.sampler.sample_rows",
         "sample_sorted": "teachvllm.gpu_kernels.sampler.sample_sorted",
+        "grammar_bitmask": "teachvllm.gpu_kernels.sampler.apply_bitmask",
         "rms_norm": "teachvllm.gpu_kernels.fused_ops.rms_norm",
         "rotary_embedding": "teachvllm.gpu_kernels.fused_ops.rotary_embedding",
         "rotary_and_cache": "teachvllm.gpu_kernels.fused_ops.rotary_and_cache",

@@ -244,6 +244,25 @@ def test_rows_that_need_more_candidates_are_not_sorted():
     assert others.count(False) >= 4 and others[4] and others[6]  # most had to look further
 
 
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(1, 9000), st.integers(1, 5), st.integers(0, 9))
+def test_what_a_grammar_forbids(vocab_size, num_masks, seed):
+    "As torch's form, NaN and rows without a token included; other rows stay."
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(7, vocab_size + 3, generator=generator)[:, 1 : vocab_size + 1].to(DEVICE)
+    logits[seed % 7, 0] = torch.nan
+    rows = torch.randperm(7, generator=generator)[:num_masks].to(DEVICE)
+    shape = (num_masks, -(-vocab_size // 8))
+    bits = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(DEVICE)
+    bits[0] = 0
+    ours, theirs = logits.clone(), logits.clone()
+    assert fused_sampler.apply_bitmask.serves(ours, rows, bits)
+    fused_sampler.apply_bitmask(ours, rows, bits)
+    sampler.apply_grammar_bitmask(theirs, rows, bits)
+    assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))
+    assert vocab_size == 1 or not fused_sampler.apply_bitmask.serves(ours.T, rows, bits)
+
+
 @pytest.mark.parametrize(
     "broken", ["gpu_kernels.sampler.sample_kernel", "gpu_kernels.attention.unified_attention"]
 )
@@ -301,7 +320,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from teachvllm.gpu_kernels.sampler import BLOCK, sample_kernel, sample_sorted_kernel
+from teachvllm.gpu_kernels.sampler import BLOCK, bitmask_kernel, sample_kernel, sample_sorted_kernel
 from teachvllm.gpu_kernels.sass import machine_code, resources
 
 for capability in (75, 80, 89, 90):
@@ -325,9 +344,18 @@ source = ASTSource(sample_sorted_kernel, dict(zip(names, types)), {"BLOCK": BLOC
 kernel = triton.compile(source, target=GPUTarget("cuda", 75, 32), options={"num_warps": 16})
 assert resources(kernel.asm["cubin"])[1] == 0
 print("sorted", kernel.metadata.shared)
+types = ["*fp32", "*i64", "*u8", "i32", "i32", "i32", "constexpr"]
+signature = dict(zip(bitmask_kernel.arg_names, types))
+aligned = {(i,): [["tt.divisibility", 16]] for i in range(6)}
+for capability in (75, 80, 90):
+    source = ASTSource(bitmask_kernel, signature, {"BLOCK": BLOCK}, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    kernel = triton.compile(source, target=target, options={"num_warps": 8})
+    assert resources(kernel.asm["cubin"])[1] == 0 and machine_code(kernel).load_width == 16
+    print("bitmask", capability)
 """
 
 
 def test_it_compiles_for_real_chips():
     child = run_compiling("-c", COMPILE)
-    assert len(child.stdout.splitlines()) == 14
+    assert len(child.stdout.splitlines()) == 17

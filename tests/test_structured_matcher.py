@@ -1,13 +1,19 @@
 "Structured output: expressions, regexes, the automaton, and the masks of tokens that it allows."
 
+import gc
 import itertools
 import random
 import re
 import sys
+import weakref
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from teachvllm.inputs import get_tokenizer, whole_tokenizer
 from teachvllm.structured_output.automaton import (
     Automaton,
     Bytes,
@@ -21,6 +27,8 @@ from teachvllm.structured_output.automaton import (
     literal,
     parse_regex,
 )
+from teachvllm.structured_output.token_masks import TokenMasks, vocabulary_of
+from teachvllm.transformers_utils import bundled_model
 
 
 def automaton_of(pattern: str) -> Automaton:
@@ -286,10 +294,10 @@ def test_balanced_brackets() -> None:
     for n in range(7):
         for t in itertools.product("()[]", repeat=n):
             assert fits(automaton, "".join(t)) == check("".join(t))
-    deep = automaton.advance(automaton.start, b"([" * 3000)
-    assert automaton.is_final(automaton.advance(deep, b"])" * 3000))
-    assert automaton.advance(deep, b"])" * 3000 + b")") == -1
-    assert not automaton.is_final(automaton.advance(deep, b"])" * 2999))
+    deep = automaton.advance(automaton.start, b"([" * 500)
+    assert automaton.is_final(automaton.advance(deep, b"])" * 500))
+    assert automaton.advance(deep, b"])" * 500 + b")") == -1
+    assert not automaton.is_final(automaton.advance(deep, b"])" * 499))
 
 
 def test_nested_lists() -> None:
@@ -398,14 +406,18 @@ def test_dead_ends_are_no_ways() -> None:
 
 
 def test_sizes() -> None:
-    assert fits(automaton_of("((a{1,1000}b){1000}c){1,5}"), ("a" * 9 + "b") * 1000 + "c")
-    for pattern in ("a{300000}", "(ab?){999999}", "a{150000}b{150000}"):
+    assert fits(automaton_of("((a{1,1000}b){1000}c){1,5}"), ("aab" * 1000) + "c")
+    for pattern in ("a{300000}", "(ab?){999999}"):
         with pytest.raises(ValueError, match="max_size=300000"):
             automaton_of(pattern)
+    rules = {"root": parse_regex("[ab]{400}(c|d{400})")}
+    assert fits(Automaton(rules), "a" * 400 + "d" * 400)
+    with pytest.raises(ValueError, match="max_size=2000"):
+        Automaton(rules, max_size=2000)
     with pytest.raises(ValueError, match="max_size=20"):
         Automaton({"root": literal("a" * 20)}, max_size=20)
     deep: Expr = literal("a")
-    for _ in range(10 * sys.getrecursionlimit()):
+    for _ in range(2 * sys.getrecursionlimit()):
         deep = Repeat(Concat((literal("b"), deep)), 0, 1)
     assert fits(Automaton({"root": deep}), "b" * 100 + "")
 
@@ -428,3 +440,189 @@ def test_too_many_stacks() -> None:
     later = Automaton({"root": Concat((literal("!"), Rule("r0"))), **rules})
     with pytest.raises(ValueError, match="max_stacks"):
         later.row(later.start)
+
+
+# tokens
+
+
+@lru_cache(maxsize=1)
+def default_tokenizer() -> Any:
+    return get_tokenizer(bundled_model())
+
+
+def test_the_default_tokenizers_bytes() -> None:
+    tokenizer = default_tokenizer()
+    vocabulary = vocabulary_of(tokenizer)
+    assert len(vocabulary) == len(tokenizer) and vocabulary[tokenizer.eos_token_id] is None
+    for token, data in enumerate(vocabulary):
+        shown = tokenizer.decode([token], skip_special_tokens=True)
+        assert shown == (data or b"").decode("utf-8", "replace")
+    rng = random.Random(0)
+    for _ in range(200):
+        text = "".join(rng.choices('ab  \n\té日🎉{}"\\0', k=20))
+        assert b"".join(vocabulary[i] or b"" for i in tokenizer(text).input_ids).decode() == text
+    whole = whole_tokenizer(tokenizer)
+    assert vocabulary_of(whole) == vocabulary_of(whole.backend_tokenizer) == vocabulary
+
+
+def test_bytes_of_other_tokenizers() -> None:
+    tokens = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁the",
+        "é▁",
+        "▁",
+        "<0x1>",
+    ]
+    core = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True)
+    )
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    core.add_special_tokens([AddedToken("<unk>"), AddedToken("</s>")])
+    core.add_tokens([AddedToken("<tool call>", normalized=False)])
+    vocabulary = vocabulary_of(core)
+    assert vocabulary[:2] == [None, None]
+    assert vocabulary[2:258] == [bytes([byte]) for byte in range(256)]
+    assert vocabulary[258:] == [b" the", "é ".encode(), b" ", b"<0x1>", b"<tool call>"]
+    for token in range(258, len(vocabulary)):
+        assert core.decode([token]).encode() == vocabulary[token]
+    assert core.decode([2 + byte for byte in "é🎉".encode()]) == "é🎉"
+    core.decoder = decoders.Metaspace()
+    assert vocabulary_of(core)[258] == b" the" and vocabulary_of(core)[2] == b"<0x00>"
+    core.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match="WordPiece"):
+        vocabulary_of(core)
+    for unknown in (object(), None):
+        with pytest.raises(ValueError, match="not known"):
+            vocabulary_of(unknown)
+
+
+SMALL: list[bytes | None] = [bytes([byte]) for byte in range(256)]
+SMALL += [None, b"", b"ab", b"ba", b"abc", b"ab", b'"a', b'a"', b'",', b"[[", b"]]", b"],[", b"12"]
+SMALL += ["é".encode(), "é".encode()[:1] + b"\xa9", b'"\xc3', b"\xa9a", b"\x82\xac", b"\xe2\x82"]
+SMALL += [
+    "🎉".encode()[:3],
+    "a🎉".encode()[:4],
+    "🎉é".encode(),
+    b"  ",
+    b" a",
+    b"\xff\xfe",
+    b"aaaaaaaaaaaa",
+]
+SMALL += [None] * (300 - len(SMALL) - 1) + [b"!"]
+
+
+def bits(mask: bytes, vocab_size: int) -> list[bool]:
+    assert len(mask) == -(-vocab_size // 8)
+    found = [bool(mask[token // 8] >> token % 8 & 1) for token in range(8 * len(mask))]
+    assert not any(found[vocab_size:])
+    return found[:vocab_size]
+
+
+def brute_force(
+    automaton: Automaton, state: int, vocabulary: list[bytes | None], eos: list[int]
+) -> list[bool]:
+    found = []
+    for token, data in enumerate(vocabulary):
+        here = state
+        for byte in data or b"":
+            here = int(automaton.row(here)[byte]) if here >= 0 else -1
+        found.append(bool(data) and here >= 0)
+        if token in eos:
+            found[-1] = automaton.is_final(state)
+    return found
+
+
+NESTED: dict[str, Expr] = {
+    "root": Choice((Rule("list"), parse_regex(r"[0-9]+|\"[^\"]*\""))),
+    "list": Concat(
+        (
+            literal("["),
+            Repeat(
+                Concat((Rule("root"), Repeat(Concat((literal(","), Rule("root"))), 0, None))), 0, 1
+            ),
+            literal("]"),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        NESTED,
+        {"root": parse_regex(r"(ab|[^a]c)*é{1,3}🎉?")},
+        {"root": parse_regex(r"(.a?){0,3}")},
+        {"root": parse_regex(r"\"(a|é|€|🎉)*\"")},
+        {"root": Repeat(Bytes(((0, 255),)), 0, None)},
+        {"root": Concat(())},
+    ],
+)
+def test_masks_are_those_of_brute_force(rules: dict[str, Expr]) -> None:
+    eos = [256, 299]
+    automaton, other = Automaton(rules), Automaton(rules)
+    masks = TokenMasks(SMALL, eos)
+    rng = random.Random(0)
+    for _ in range(6):
+        state, text = automaton.start, b""
+        for _ in range(12):
+            found = bits(masks.mask(automaton, state), 300)
+            assert found == brute_force(other, other.advance(other.start, text), SMALL, eos), text
+            assert masks.allowed(automaton, state).tolist() == found
+            tokens = [i for i, allowed in enumerate(found) if allowed and i not in eos]
+            assert tokens or found[256]
+            if not tokens:
+                break
+            data = SMALL[rng.choice(tokens)] or b""
+            state, text = automaton.advance(state, data), text + data
+            assert state >= 0
+
+
+def test_masks_of_the_default_vocabulary() -> None:
+    tokenizer = default_tokenizer()
+    vocabulary = vocabulary_of(tokenizer)
+    eos = tokenizer.eos_token_id
+    masks = TokenMasks(vocabulary, [eos])
+    automaton = Automaton(NESTED)
+    for text in ("", "[", '[["a b', "12", '["é'):
+        for cut in (0, 1) if text.endswith("é") else (0,):
+            data = text.encode()[: len(text.encode()) - cut]
+            state = automaton.advance(automaton.start, data)
+            found = bits(masks.mask(automaton, state), len(vocabulary))
+            wanted = [bool(t) and automaton.advance(state, t or b"") >= 0 for t in vocabulary]
+            wanted[eos] = text == "12"
+            assert found == wanted
+
+
+def test_more_logits_than_tokens() -> None:
+    masks = TokenMasks([b"a", None, b"b"], [1], vocab_size=13)
+    automaton = Automaton({"root": Repeat(literal("b"), 0, 1)})
+    assert bits(masks.mask(automaton, automaton.start), 13) == [False, True, True] + [False] * 10
+    with pytest.raises(ValueError, match="3 tokens for 2 logits"):
+        TokenMasks([b"a", None, b"b"], [1], vocab_size=2)
+    with pytest.raises(ValueError, match="EOS"):
+        TokenMasks([b"a"], [1])
+    with pytest.raises(ValueError, match="does not fit"):
+        masks.mask(automaton, automaton.advance(automaton.start, b"c"))
+    empty = TokenMasks([None, None], [0])
+    assert bits(empty.mask(automaton, automaton.start), 2) == [True, False]
+
+
+def test_masks_are_kept_and_let_go() -> None:
+    masks = TokenMasks([b"a", None], [1], max_masks=3)
+    automaton = Automaton({"root": parse_regex("a{0,20}")})
+    first = masks.mask(automaton, automaton.start)
+    assert masks.mask(automaton, automaton.start) is first
+    state = automaton.start
+    for _ in range(20):
+        state = automaton.advance(state, b"a")
+        assert bits(masks.mask(automaton, state), 2)[1]
+    assert len(masks._masks[automaton]) == 3
+    assert masks.mask(automaton, automaton.start) == first
+    gone = weakref.ref(automaton)
+    del automaton
+    gc.collect()
+    assert gone() is None and not len(masks._masks)

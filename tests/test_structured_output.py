@@ -21,8 +21,8 @@ from teachvllm.inputs import get_tokenizer
 from teachvllm.sampling_params import StructuredOutputsParams
 from teachvllm.structured_output import manager as home
 from teachvllm.structured_output.manager import (
-    CompiledGrammar,
     CompileThreads,
+    GrammarCompilation,
     RequestGrammar,
     StructuredOutputManager,
 )
@@ -233,7 +233,7 @@ def test_what_is_found_wrong_later_ends_its_request(llm: LLM) -> None:
 def test_a_grammar_that_takes_too_long_ends_its_request() -> None:
     never = threading.Event()
     threads = CompileThreads()
-    prerequisite = CompiledGrammar(threads.submit(never.wait), seconds=0.05)
+    prerequisite = GrammarCompilation(threads.submit(never.wait), seconds=0.05)
     assert not prerequisite.is_ready()
     time.sleep(0.06)
     with pytest.raises(ValueError, match=r"not compiled within 0.05 s"):
@@ -275,6 +275,34 @@ def test_beams_and_missing_tokenizers_are_refused_by_name(llm: LLM, wide: str) -
     other = StructuredOutputsParams(choice=["a"], backend="xgrammar")
     with pytest.raises(ValueError, match="this engine has guided_decoding_backend='auto'"):
         answers(llm, [SamplingParams(structured_outputs=other)])
+
+
+def test_xgrammar_as_another_backend(wide: str) -> None:
+    "Behind the same interface: forks, preemption, drafts and all else are the engine's."
+    pytest.importorskip("xgrammar")
+    few = LIMITS | {"num_gpu_blocks_override": 24}
+    options = {"guided_decoding_backend": "xgrammar"}
+    with LLM(wide, tokenizer=str(bundled_model()), **few, **options) as llm:
+        asked = [params(kind, n=1 + 2 * i, seed=i) for kind in ASKED for i in range(2)]
+        for kind, sequences in zip([k for k in ASKED for _ in range(2)], answers(llm, asked)):
+            for text, reason in sequences:
+                assert reason == "length" or fits(kind, text), (kind, text)
+        core = llm.llm_engine.engine_core.engine_core
+        tokenizer = get_tokenizer(bundled_model())
+        greedy = [params(kind, temperature=0, max_tokens=40) for kind in ASKED]
+        plain = answers(llm, greedy)
+
+        def guess(scheduler: Any) -> dict[int, list[int]]:
+            return dict.fromkeys(scheduler.seqs, tokenizer.encode('{"name": "a')[:4])
+
+        with patch.object(core, "drafter", guess):
+            assert answers(llm, greedy) == plain
+        ended = params("choice", ignore_eos=True, max_tokens=9)
+        [output] = llm.generate({"prompt_token_ids": [5]}, ended, use_tqdm=False)
+        eos = llm.get_tokenizer().eos_token_id
+        assert output.outputs[0].token_ids[-3:] == [eos] * 3
+        with pytest.raises(ValueError, match="xgrammar cannot serve regex"):
+            answers(llm, [SamplingParams(structured_outputs=StructuredOutputsParams(regex="a["))])
 
 
 # Drafts, forks and all else at once

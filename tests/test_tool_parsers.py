@@ -391,7 +391,7 @@ def test_deep_python() -> None:
 ALPHABET = ['<tool_call>', '</tool_call>', '<|python_tag|>', '[TOOL_CALLS]', '[ARGS]', '{', '}', '[', ']', '(', ')', '"', "'", '\\', ',', ':', ';', ' ', '\n', 'f', '=', '1', '-', 'é', '"name"', '"arguments"', '"parameters"', '"f"', '{"name": "f", "arguments": {', '[f(a=', 'true', '\\u', '"a": ']  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from((*KINDS, "named")),
     st.lists(st.sampled_from(ALPHABET), max_size=25),
@@ -419,7 +419,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from(KINDS),
     st.lists(

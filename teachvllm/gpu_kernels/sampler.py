@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'DTYPES', 'load_block', 'weigh', 'first_passing', 'sample_kernel', 'sample_rows', 'sum_above', 'lowest_limit',
-           'sample_sorted_kernel', 'sample_sorted', 'unsupported', 'compile']
+           'sample_sorted_kernel', 'sample_sorted', 'unsupported', 'compile', 'bitmask_kernel', 'apply_bitmask']
 
 # %% ../../nbs/gpu/01_fused_sampler.ipynb #c24d392c
 import torch
@@ -254,3 +254,45 @@ def compile(dtype: torch.dtype) -> None:
     ids = sample_rows(one[None], one, one)
     sample_sorted(ids, ids > 0, one[None], ids, ids + 1, one, one, one)
     ids.item()
+
+# %% ../../nbs/gpu/01_fused_sampler.ipynb #16facf7c
+@triton.jit
+def bitmask_kernel(logits, rows, bits, vocab_size, stride, width, BLOCK: tl.constexpr):
+    "Grid (masks): a row's logits stay where their bit is 1, or where they are NaN; else -inf."
+    mask = tl.program_id(0).to(tl.int64)
+    row = logits + tl.load(rows + mask) * stride
+    is_alive = 0
+    for i in range(0, tl.cdiv(vocab_size, BLOCK)):
+        index, x = load_block(row, i, vocab_size, BLOCK)
+        byte = tl.load(bits + mask * width + index // 8, mask=index < vocab_size, other=0)
+        stays = (((byte.to(tl.int32) >> (index % 8)) & 1) != 0) | (x != x)
+        x = tl.where(stays, x, float("-inf"))
+        tl.store(row + index, x, mask=index < vocab_size)
+        is_alive = tl.maximum(is_alive, tl.max((x != float("-inf")).to(tl.int32), 0))
+    if is_alive == 0:
+        tl.store(row, float("nan"))
+
+
+def _bitmask_serves(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> bool:
+    enough = bits.dtype == torch.uint8 and bits.shape[1] * 8 >= logits.shape[1]
+    return enough and bits.is_contiguous() and rows.is_contiguous() and logits.stride(1) == 1
+
+
+@takes(_bitmask_serves)
+def apply_bitmask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """Forbid tokens in some `rows` [n] int64 of `logits` [num_rows, vocab_size] float32, in place:
+    those whose bit in `bits` [n, vocab_size / 8 rounded up] uint8 is 0. One launch. See
+    `apply_grammar_bitmask`.
+    """
+    vocab_size = logits.shape[1]
+    block = min(BLOCK, triton.next_power_of_2(vocab_size))
+    bitmask_kernel[(len(rows),)](
+        logits,
+        rows,
+        bits,
+        vocab_size,
+        logits.stride(0),
+        bits.shape[1],
+        block,
+        num_warps=max(1, block // 512),
+    )

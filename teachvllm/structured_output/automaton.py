@@ -635,7 +635,7 @@ class Automaton:
     def step(self, states: np.ndarray, text: np.ndarray) -> np.ndarray:
         "[n] int32: the state after each of `states` [n], none of them -1, and a byte for each."
         columns = self._classes[text]
-        found = self._table[states, columns]
+        found: np.ndarray = self._table[states, columns]
         missing = found == _NOT_MADE
         if missing.any():
             for state in np.unique(states[missing]):

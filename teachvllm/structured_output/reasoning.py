@@ -6,14 +6,14 @@
 __all__ = ['REASONING_PARSERS', 'ReasoningStream', 'ReasoningParser', 'last_place', 'DeepSeekR1ReasoningParser',
            'Qwen3ReasoningParser', 'register_reasoning_parser', 'get_reasoning_parser']
 
-# %% ../../nbs/structured_output/07_reasoning.ipynb #ea8b36fd
+# %% ../../nbs/structured_output/07_reasoning.ipynb #4781b39c
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from ..config import require
 from .tools import hold_back
 
-# %% ../../nbs/structured_output/07_reasoning.ipynb #0f574c98
+# %% ../../nbs/structured_output/07_reasoning.ipynb #d0ea309d
 class ReasoningStream:
     """An answer that comes in pieces: `push` each, then `finish`. Both return what is new of the
     reasoning and of the content, each "" where nothing is. However the answer is cut, all of the
@@ -70,7 +70,7 @@ class ReasoningStream:
         self.text = self.text[at:]
         return reasoning
 
-# %% ../../nbs/structured_output/07_reasoning.ipynb #635099ce
+# %% ../../nbs/structured_output/07_reasoning.ipynb #39eb93d0
 class ReasoningParser:
     """Parts a model's answer into reasoning and content. A subclass has the tags, and says where an
     answer begins. `encode`: a text's token ids, without special tokens put in front, for
@@ -118,7 +118,7 @@ def last_place(token_ids: Sequence[int], part: Sequence[int]) -> int:
             return at
     return -1
 
-# %% ../../nbs/structured_output/07_reasoning.ipynb #c43c645f
+# %% ../../nbs/structured_output/07_reasoning.ipynb #c1da4da4
 class DeepSeekR1ReasoningParser(ReasoningParser):
     """`<think>…</think>`, where the chat template may have written `<think>`: an answer without it
     is reasoning up to `</think>`, all of it if that is missing. vLLM:
@@ -133,7 +133,7 @@ class Qwen3ReasoningParser(ReasoningParser):
     content, as with `enable_thinking=False`. vLLM: `qwen3_reasoning_parser.py`.
     """
 
-# %% ../../nbs/structured_output/07_reasoning.ipynb #37171c47
+# %% ../../nbs/structured_output/07_reasoning.ipynb #32c93a8a
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "deepseek_r1": DeepSeekR1ReasoningParser,
     "qwen3": Qwen3ReasoningParser,

@@ -1,0 +1,610 @@
+"""Grammars and JSON schemas as rules: what the automaton writes is valid by `jsonschema`, what is
+valid and in the schema's order it accepts, and what isn't served is named.
+"""
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from teachvllm.structured_output.automaton import Automaton
+from teachvllm.structured_output.grammar import json_rules, parse_ebnf
+from teachvllm.structured_output.json_schema import schema_to_rules
+
+jsonschema = pytest.importorskip("jsonschema")
+
+CLOSERS = b'"}]'
+WORDS = ["a", "ab", "name", "é", 'q"', "b\\", "x/y", "~", "", "日本"]
+
+
+def accepts(automaton: Automaton, text: str) -> bool:
+    state = automaton.advance(automaton.start, text.encode())
+    return state >= 0 and automaton.is_final(state)
+
+
+def automaton_of(schema: Any, **options: Any) -> Automaton:
+    return Automaton(schema_to_rules(schema, **options))
+
+
+@lru_cache(maxsize=4096)
+def allowed_bytes(automaton: Automaton, state: int) -> dict[int, int]:
+    "The state behind each byte that may come."
+    row = automaton.row(state).tolist()
+    return {byte: after for byte, after in enumerate(row) if after >= 0}
+
+
+def walk(automaton: Automaton, rng: random.Random) -> str:
+    "A text: any allowed byte each time, but often one that closes something."
+    text, state = bytearray(), automaton.start
+    while len(text) < 20_000:
+        after = allowed_bytes(automaton, state)
+        if automaton.is_final(state) and (not after or rng.random() < 0.3):
+            return text.decode()
+        closers = [byte for byte in CLOSERS if byte in after]
+        text.append(rng.choice(closers if closers and rng.random() < 0.4 else list(after)))
+        state = after[text[-1]]
+    raise AssertionError("endless")
+
+
+def is_valid(schema: Any, text: str) -> bool:
+    checker = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.FormatChecker(["date", "uuid", "ipv4", "email"])
+    )
+    return checker.is_valid(json.loads(text))
+
+
+# Each maker gives a schema and a function that makes one of its instances.
+Made = tuple[Any, Callable[[], Any]]
+
+
+def make_string(rng: random.Random) -> Made:
+    kind = rng.randrange(4)
+    if kind == 0:
+        low, high = sorted(rng.choices(range(6), k=2))
+        schema = {"type": "string", "minLength": low, "maxLength": high}
+        return schema, lambda: "".join(rng.choices('aé😀"\\\n', k=rng.randint(low, high)))
+    if kind == 1:
+        pattern, texts = rng.choice(
+            [
+                ("^[a-z]{2,3}$", ["ab", "abc"]),
+                ('"[^x]*"|\\\\', ['""', '"\n\\é"', "\\"]),
+                (r"^\d+(\.\d+)?$", ["1", "20.5"]),
+            ]
+        )
+        return {"type": "string", "pattern": pattern}, lambda: rng.choice(texts)
+    if kind == 2:
+        name, text = rng.choice(
+            [
+                ("date", "2024-02-29"),
+                ("time", "23:59:00.5+01:00"),
+                ("date-time", "2000-12-31T00:00:00Z"),
+                ("email", "a.b+c@d-e.org"),
+                ("uuid", "123e4567-e89b-12d3-a456-426614174000"),
+                ("ipv4", "255.0.10.9"),
+                ("hostname", "a.example.org"),
+                ("uri", "https://a.org:80/b/c%20d?e=f#g"),
+            ]
+        )
+        return {"type": "string", "format": name}, lambda: text
+    return {"type": "string"}, lambda: "".join(rng.choices('aé😀"\\\n\x01/', k=rng.randint(0, 5)))
+
+
+def make_number(rng: random.Random) -> Made:
+    low, high = sorted(rng.choices(range(-1200, 1200), k=2))
+    name = rng.choice(["integer", "number"])
+    if rng.random() < 0.3:
+        return {"type": name}, lambda: rng.choice([0, -7, 123456, 10**20])
+    schema: dict[str, Any] = {"type": name}
+    least, most = low - 1000, high + 1000
+    if rng.random() < 0.7:
+        least = low
+        schema["minimum"] = low if rng.random() < 0.5 or name == "integer" else low - 0.25
+    if rng.random() < 0.7:
+        most = high
+        schema["exclusiveMaximum"] = high + 1 if name == "integer" else high + 0.125
+    if name == "integer":
+        return schema, lambda: rng.randint(least, most)
+    return schema, lambda: rng.choice(
+        [rng.randint(least, most), round(rng.uniform(least, most), 3)]
+    )
+
+
+def make_values(rng: random.Random) -> Made:
+    values = rng.sample([1, -2.5, "x", 'é"', None, True, [1, "a"], {"k": [], "é": {}}], 3)
+    if rng.random() < 0.5:
+        return {"const": values[0]}, lambda: values[0]
+    return {"enum": values}, lambda: rng.choice(values)
+
+
+def make_plain(rng: random.Random) -> Made:
+    return rng.choice(
+        [
+            ({"type": "boolean"}, lambda: rng.random() < 0.5),
+            ({"type": "null"}, lambda: None),
+            ({"type": ["null", "integer"]}, lambda: rng.choice([None, 3])),
+            ({}, lambda: {"any": [1, {"thing": None}]}),
+            (True, lambda: [[], {}, ""]),
+        ]
+    )
+
+
+def make_object(rng: random.Random, depth: int) -> Made:
+    names = rng.sample(WORDS, rng.randint(0, 5))
+    parts = {name: make(rng, depth - 1) for name in names}
+    required = [name for name in names if rng.random() < 0.4]
+    schema: dict[str, Any] = {
+        "type": "object",
+        "title": "any",
+        "properties": {name: part for name, (part, _) in parts.items()},
+        "required": required,
+    }
+    more: Made | None = None
+    if rng.random() < 0.3:
+        more = make(rng, 0)
+        schema["additionalProperties"] = more[0]
+
+    def instance() -> Any:
+        chosen = [n for n in names if n in required or rng.random() < 0.5]
+        found = {name: parts[name][1]() for name in chosen}
+        if more:
+            found |= {f"{key}!": more[1]() for key in rng.sample(WORDS, rng.randint(0, 2))}
+        return found
+
+    return schema, instance
+
+
+def make_array(rng: random.Random, depth: int) -> Made:
+    firsts = [make(rng, depth - 1) for _ in range(rng.randint(0, 2))]
+    rest, make_rest = make(rng, depth - 1)
+    low, high = sorted(rng.choices(range(4), k=2))
+    schema: dict[str, Any] = {"type": "array", "items": rest, "minItems": low, "maxItems": high}
+    if firsts:
+        schema["prefixItems"] = [part for part, _ in firsts]
+    makers = [instance for _, instance in firsts]
+    return schema, lambda: [
+        makers[i]() if i < len(makers) else make_rest() for i in range(rng.randint(low, high))
+    ]
+
+
+def make_options(rng: random.Random, depth: int) -> Made:
+    if rng.random() < 0.5:
+        text, number = make_string(rng), make_number(rng)
+        return {"oneOf": [text[0], number[0]]}, lambda: rng.choice([text, number])[1]()
+    options = [make(rng, depth - 1) for _ in range(2)]
+    return {"anyOf": [part for part, _ in options]}, lambda: rng.choice(options)[1]()
+
+
+def make(rng: random.Random, depth: int) -> Made:
+    makers: list[Callable[[], Made]] = [
+        lambda: make_string(rng),
+        lambda: make_number(rng),
+        lambda: make_values(rng),
+        lambda: make_plain(rng),
+    ]
+    if depth > 0:
+        makers += 2 * [
+            lambda: make_object(rng, depth),
+            lambda: make_array(rng, depth),
+            lambda: make_options(rng, depth),
+        ]
+    return rng.choice(makers)()
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_what_it_writes_is_valid_and_what_is_valid_it_accepts(part: int) -> None:
+    for seed in range(100 * part, 100 * part + 100):
+        rng = random.Random(seed)
+        schema, instance = make(rng, 3)
+        free, strict = automaton_of(schema), automaton_of(schema, any_whitespace=False)
+        for _ in range(3):
+            for automaton in (free, strict):
+                text = walk(automaton, rng)
+                assert is_valid(schema, text), (seed, schema, text)
+            value = instance()
+            plain = json.dumps(value, ensure_ascii=False)
+            assert is_valid(schema, plain), "the test itself"
+            assert accepts(strict, plain), (seed, schema, plain)
+            for options in ({}, {"separators": (",", ":")}, {"indent": 2}, {"indent": "\t"}):
+                text = json.dumps(value, ensure_ascii=False, **options)
+                assert accepts(free, text), (seed, schema, text)
+
+
+def test_a_text_with_a_wrong_byte_is_accepted_only_if_it_is_valid() -> None:
+    tried = accepted = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        schema, instance = make(rng, 2)
+        automaton = automaton_of(schema)
+        text = json.dumps(instance(), ensure_ascii=False)
+        for _ in range(20):
+            at = rng.randrange(len(text) + 1)
+            wrong = (
+                text[:at] + rng.choice(["", *'"{}[],:0-.1ea\\']) + text[at + rng.randint(0, 1) :]
+            )
+            tried += 1
+            if accepts(automaton, wrong):
+                accepted += 1
+                assert is_valid(schema, wrong), (seed, schema, wrong)
+    assert 0 < accepted < tried / 2
+
+
+def test_numbers_within_bounds() -> None:
+    ends = [None, -120, -11, -10, -1, 0, 1, 9, 10, 99, 101, 1000]
+    for low, high in itertools.product(ends, ends):
+        if low is not None and high is not None and low > high:
+            continue
+        bounds = {"minimum": low, "maximum": high}
+        schema = {"type": "integer"} | {k: v for k, v in bounds.items() if v is not None}
+        automaton = automaton_of(schema)
+        for number in [*range(-130, 130), 999, 1000, 1001, -(10**9), 10**9]:
+            fits = (low is None or low <= number) and (high is None or number <= high)
+            assert accepts(automaton, str(number)) == fits, (schema, number)
+        assert not accepts(automaton, "01") and not accepts(automaton, "-")
+
+
+def test_fractions_within_bounds() -> None:
+    rng = random.Random(0)
+    ends = [-10.5, -1, -0.25, 0, 0.1, 0.75, 1.5, 99.99, 100]
+    for low, high in itertools.combinations(ends, 2):
+        for least, most in itertools.product(
+            ["minimum", "exclusiveMinimum"], ["maximum", "exclusiveMaximum"]
+        ):
+            schema = {"type": "number", least: low, most: high}
+            automaton = automaton_of(schema)
+            texts = [str(end) for end in ends] + ["0.10", "1.50", "1.500001", "-0.25000", "0.0"]
+            texts += [f"{rng.uniform(low - 1, high + 1):.{rng.randint(1, 5)}f}" for _ in range(20)]
+            for text in texts:
+                if float(text) != 0 or text[0] != "-":  # -0 is written only below zero
+                    assert accepts(automaton, text) == is_valid(schema, text), (schema, text)
+            for _ in range(5):
+                assert is_valid(schema, walk(automaton, rng))
+
+
+def test_optional_members_in_all_combinations() -> None:
+    names = "abcd"
+    for required in itertools.chain.from_iterable(
+        itertools.combinations(names, n) for n in range(5)
+    ):
+        schema = {"properties": {name: {"type": "null"} for name in names}, "required": required}
+        strict = automaton_of(schema, any_whitespace=False)
+        for count in range(5):
+            for chosen in itertools.permutations(names, count):
+                text = json.dumps(dict.fromkeys(chosen))
+                fits = list(chosen) == sorted(chosen) and set(required) <= set(chosen)
+                assert accepts(strict, text) == fits, (required, text)
+        for wrong in ('{, "a": null}', '{"a": null, }', '{"a": null "b": null}', '{"a":null}'):
+            assert not accepts(strict, wrong)
+
+
+def test_size_is_linear_in_optional_members() -> None:
+    def size(count: int) -> int:
+        schema = {"properties": {f"p{i}": {"type": "null"} for i in range(count)}}
+        return len(repr(schema_to_rules(schema))) - len(repr(schema_to_rules(True)))
+
+    assert size(400) < 4.5 * size(100)
+
+
+def test_other_members_have_other_names() -> None:
+    schema = {
+        "properties": {"a": {"type": "null"}, "ab": {"type": "null"}, 'q"': {"type": "null"}},
+        "additionalProperties": {"type": "integer"},
+    }
+    automaton = automaton_of(schema)
+    for name in ("", "b", "aa", "abc", "ac", "q", 'q""', "é", "\n", "\\", "日本"):
+        assert accepts(automaton, json.dumps({name: 1}, ensure_ascii=False)), name
+    for text in ('{"a":1}', '{"ab":1}', '{"q\\"":1}', '{"\\u0061":1}', '{"x":1, "a":null}'):
+        assert not accepts(automaton, text), text
+    assert accepts(automaton, '{"a":null, "x":1, "y":2}')
+    assert accepts(automaton_of({"type": "object"}), '{"x": [1]}')
+    assert not accepts(automaton_of({"type": "object", "properties": {}}), '{"x": [1]}')
+    only = automaton_of({"required": ["a"], "additionalProperties": {"type": "integer"}})
+    assert accepts(only, '{"a":1}') and accepts(only, '{"a":1,"b":2}') and not accepts(only, "{}")
+
+
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "integer", "description": "of this node"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "required": ["value", "children"],
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+
+
+def test_a_tree() -> None:
+    automaton = automaton_of(TREE)
+    tree: Any = {"value": 0, "children": []}
+    for depth in range(50):
+        assert accepts(automaton, json.dumps(tree))
+        tree = {"value": depth, "children": [tree, {"value": -1, "children": []}]}
+    assert not accepts(automaton, json.dumps(tree)[:-1])
+    assert not accepts(automaton, json.dumps(tree) + "}")
+    rng = random.Random(1)
+    for _ in range(20):
+        assert is_valid(TREE, walk(automaton, rng))
+
+
+def test_references() -> None:
+    schema = {
+        "definitions": {"a/b": {"type": "integer"}, "list": {"items": {"$ref": "#"}}},
+        "anyOf": [{"$ref": "#/definitions/a~1b"}, {"$ref": "#/definitions/list"}],
+    }
+    automaton = automaton_of(schema)
+    assert accepts(automaton, "[1, [], [[2]]]") and not accepts(automaton, '["a"]')
+    place = {"properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}}}
+    assert accepts(automaton_of(place), '{"a": 1, "b": 2}')
+    beside = {
+        "$defs": {"a": {"properties": {"x": {"type": "null"}}, "required": ["x"]}},
+        "properties": {"one": {"$ref": "#/$defs/a", "properties": {"y": {"type": "null"}}}},
+    }
+    assert accepts(automaton_of(beside), '{"one": {"y": null, "x": null}}')
+
+
+def test_schemas_that_are_put_together() -> None:
+    both = {
+        "allOf": [
+            {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]},
+            {"properties": {"b": {"type": "integer"}}},
+        ]
+    }
+    assert accepts(automaton_of(both), '{"a": null, "b": 1}')
+    assert not accepts(automaton_of(both), '{"b": 1}')
+    either = {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        "additionalProperties": False,
+        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+    }
+    automaton = automaton_of(either)
+    assert accepts(automaton, '{"a": null}') and accepts(automaton, '{"b": null}')
+    assert not accepts(automaton, "{}")
+    # a branch that is called by its place has not what stands beside the others
+    schema = {
+        "properties": {
+            "p": {
+                "type": "object",
+                "required": ["b"],
+                "anyOf": [{"properties": {"b": {}, "a": {}}}],
+            },
+            "q": {"$ref": "#/properties/p/anyOf/0"},
+        }
+    }
+    automaton = automaton_of(schema)
+    assert accepts(automaton, '{"p": {"b": 1}, "q": {"a": 1}}')
+    assert not accepts(automaton, '{"p": {"a": 1}}')
+
+
+def test_strings_and_unicode() -> None:
+    short = automaton_of({"type": "string", "minLength": 2, "maxLength": 2})
+    for text in ('"ab"', '"é😀"', '"\\n\\""', '"\\u00e9x"', '"\\ud83d\\ude00x"', '"\x7f "'):
+        assert accepts(short, text), text
+    for text in ('"a"', '"abc"', '"\n\n"', '"\\ud83dx"', '"\\x41a"', '"\x1f "', '"\\ude00x"'):
+        assert not accepts(short, text), text
+    rng = random.Random(0)
+    for text in (walk(automaton_of({"type": "string"}), rng) for _ in range(200)):
+        assert isinstance(json.loads(text), str)
+        json.loads(text).encode()  # no half of a pair
+    pattern = automaton_of({"pattern": '^[^a]"\\\\$'})
+    assert accepts(pattern, json.dumps('\n"\\')) and accepts(
+        pattern, json.dumps('é"\\', ensure_ascii=False)
+    )
+    assert not accepts(pattern, json.dumps('a"\\'))
+
+
+def test_formats() -> None:
+    good_and_bad = {
+        "date": (
+            ["2024-02-29", "2000-02-29", "1999-12-31"],
+            ["2023-02-29", "1900-02-29", "2024-04-31"],
+        ),
+        "time": (["00:00:00Z", "23:59:59.123+01:30"], ["24:00:00Z", "00:00:00", "1:00:00Z"]),
+        "date-time": (["2024-01-01T00:00:00Z"], ["2024-01-01 00:00:00Z", "2024-01-01"]),
+        "email": (["a@b.c", "x.y+z@host"], ["a@", "@b", "a b@c", "a..b@c"]),
+        "uuid": (["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
+        "ipv4": (["0.0.0.0", "255.255.255.255"], ["256.0.0.1", "01.2.3.4", "1.2.3"]),
+        "hostname": (["a", "a-b.example"], ["-a", "a-", "a..b", "a" * 31]),
+        "uri": (["http://a/b?c=d#e", "ftp://h:21"], ["a", "http:/a", "http://a b"]),
+    }
+    for name, (good, bad) in good_and_bad.items():
+        automaton = automaton_of({"type": "string", "format": name})
+        assert all(accepts(automaton, json.dumps(text)) for text in good), name
+        assert not any(accepts(automaton, json.dumps(text)) for text in bad), name
+
+
+def test_whitespace() -> None:
+    schema = {"properties": {"a": {"items": {"type": "integer"}}}}
+    free, strict = automaton_of(schema), automaton_of(schema, any_whitespace=False)
+    own = automaton_of(schema, whitespace_pattern=r"[ \n]*")
+    loose = '{ "a" : [ 1 , 2 ] }'
+    assert accepts(free, loose) and accepts(own, loose) and not accepts(strict, loose)
+    assert accepts(strict, '{"a": [1, 2]}') and not accepts(strict, '{"a":[1,2]}')
+    assert accepts(own, '{\n\n\n  "a":[]}') and not accepts(free, '{\n\n"a":[]}')
+    assert not accepts(free, '{  "a":[]}') and not accepts(free, ' {"a":[]}')
+    state = free.advance(free.start, b"{\n" + 32 * b" ")
+    assert free.row(state)[ord(" ")] == -1
+    with pytest.raises(ValueError, match="no whitespace in JSON"):
+        schema_to_rules(schema, whitespace_pattern=r"\s*")  # \v and \f are none
+    assert accepts(automaton_of({"const": {"a": []}}, any_whitespace=False), '{"a": []}')
+
+
+REFUSED = [
+    (False, "at #: nothing fits"),
+    ({"enum": []}, "at #/enum: nothing fits"),
+    ({"type": "string", "enum": [1]}, "at #/enum: nothing fits"),
+    ({"type": []}, "at #/type"),
+    ({"type": "text"}, "at #/type: nothing fits 'text'"),
+    ({"minLength": 3, "maxLength": 2}, "at #: nothing fits"),
+    ({"items": {"minItems": 3, "maxItems": 2}}, "at #/items: nothing fits"),
+    ({"prefixItems": [{}], "minItems": 2}, "at #: nothing fits"),
+    ({"type": "integer", "minimum": 3.2, "maximum": 3.8}, "at #: nothing fits"),
+    ({"properties": {"a": {}}, "required": ["b"]}, "'b' is required"),
+    ({"properties": {"a/b": {"not": {}}}}, "at #/properties/a~1b/not: the keyword 'not'"),
+    ({"type": "array", "uniqueItems": True}, "at #/uniqueItems"),
+    ({"type": "number", "multipleOf": 2}, "at #/multipleOf"),
+    ({"patternProperties": {}}, "at #/patternProperties"),
+    ({"if": {}, "then": {}}, "at #/if"),
+    ({"dependentRequired": {}}, "at #/dependentRequired"),
+    ({"propertyNames": {}}, "at #/propertyNames"),
+    ({"contains": {}}, "at #/contains"),
+    ({"minProperties": 1}, "at #/minProperties"),
+    ({"requried": []}, "at #/requried"),
+    ({"items": [{}]}, "at #/items"),
+    ({"format": "duration"}, "format 'duration' is not served"),
+    ({"pattern": "(?=a)"}, "at #/pattern: .*lookahead"),
+    ({"pattern": 5}, "at #/pattern"),
+    ({"pattern": "a", "maxLength": 3}, "pattern beside maxLength"),
+    ({"enum": ["a"], "minLength": 1}, "'minLength' beside 'enum'"),
+    ({"$ref": "#/$defs/none"}, "leads nowhere"),
+    ({"$ref": "other.json"}, "no place in this schema"),
+    ({"$ref": 3}, "no place in this schema"),
+    ({"$ref": "#", "type": "object"}, "without an end"),
+    ({"allOf": [{"type": "string"}, {"type": "null"}]}, "two different values of 'type'"),
+    (
+        {"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {}}]},
+        "'additionalProperties' and 'properties' of different schemas",
+    ),
+    ({"anyOf": []}, "at #/anyOf"),
+    ({"minimum": True}, "at #/minimum"),
+    ({"minimum": "3"}, "at #/minimum"),
+    ({"maximum": float("inf")}, "at #/maximum"),
+    ({"minLength": -1}, "at #/minLength"),
+    ({"properties": []}, "properties is an object"),
+    ({"enum": 3}, "is no list"),
+    ({"enum": [float("nan")]}, "JSON compliant"),
+    ({"enum": ["\ud800"]}, "surrogates"),
+    ({"properties": {"\ud800": {}}}, "surrogates"),
+    (3, "is no schema"),
+    ("{", "not JSON"),
+    ({"a": object()}, "not JSON"),
+    ({"minimum": 10**400, "maximum": 0}, "nothing fits"),
+    ({"type": "integer", "enum": [float("inf")]}, "nothing fits"),
+]
+
+
+@pytest.mark.parametrize("schema, message", REFUSED, ids=lambda value: str(value)[:50])
+def test_what_is_not_served_is_named(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        schema_to_rules(schema)
+
+
+def test_small_schemas_that_ask_for_much_are_refused() -> None:
+    defs: dict[str, Any] = {"d0": {"type": "object"}}
+    for i in range(1, 40):
+        defs[f"d{i}"] = {"allOf": [{"$ref": f"#/$defs/d{i - 1}"}] * 2}
+    with pytest.raises(ValueError, match="more than 10,000 schemas"):
+        schema_to_rules({"$defs": defs, "$ref": "#/$defs/d39"})
+    deep: Any = {}
+    for _ in range(3000):
+        deep = {"items": deep}
+    with pytest.raises(ValueError, match="deep|recursion"):
+        schema_to_rules(deep)
+    with pytest.raises(ValueError, match="max_size"):
+        automaton_of({"type": "string", "minLength": 10**9})
+    with pytest.raises(ValueError, match="ever finish"):
+        automaton_of({"properties": {"a": {"$ref": "#"}}, "required": ["a"]})
+
+
+def test_annotations_ask_for_nothing() -> None:
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "x",
+        "title": "T",
+        "description": "D",
+        "default": 1,
+        "examples": [1],
+        "deprecated": True,
+        "x-own": 3,
+    }
+    assert schema_to_rules(schema)["#"] == schema_to_rules(True)["#"]
+    assert schema_to_rules(json.dumps(schema)) == schema_to_rules(schema)
+
+
+# --- EBNF
+
+
+def ebnf(text: str) -> Automaton:
+    return Automaton(parse_ebnf(text))
+
+
+def test_ebnf_notation() -> None:
+    cases = [
+        ('root ::= "a" | "b" "c"', ["a", "bc"], ["b", "ac", ""]),
+        ('root ::= ("a" | "b")* "c"+ "d"?', ["c", "abccd"], ["d", "ab"]),
+        ('root ::= "a"{2} "b"{1,} "c"{0,2}', ["aab", "aabbcc"], ["ab", "aabccc"]),
+        ("root ::= [a-c_-]+", ["a-_c"], ["d", ""]),
+        ("root ::= [^a-c\\]]", ["d", "é", "😀", "\n"], ["a", "]", "dd"]),
+        ('root ::= "\\x41\\u00e9\\U0001f600\\"\\\\\\n"', ['Aé😀"\\\n'], ["A"]),
+        ("root ::= .{2}", ["é😀", "\n\n"], ["a", "abc"]),
+        ('# first\nroot ::= x  # a rule\n  | y\nx ::=\n  "x"\ny ::= "y" # last', ["x", "y"], ["z"]),
+        ('root ::= ws "a"\nws ::= | " " ws', ["a", "   a"], [" "]),
+        ('root ::= "(" root ")" | ""', ["", "((()))"], ["(()", ")("]),
+        ('root ::= "a"?{2}', ["", "a", "aa"], ["aaa"]),
+        ("root ::= [\\^\\-\\\\]", ["^", "-", "\\"], ["a"]),
+        ('root ::= a-b.c_1\na-b.c_1 ::= "x"', ["x"], []),
+    ]
+    for grammar, good, bad in cases:
+        automaton = ebnf(grammar)
+        assert all(accepts(automaton, text) for text in good), grammar
+        assert not any(accepts(automaton, text) for text in bad), grammar
+
+
+@pytest.mark.parametrize(
+    "grammar, message",
+    [
+        ('root ::= "a', "line 1, column 10: a literal without its closing"),
+        ('root ::= "a"\n\n  x ::= [a', "line 3, column 9: a class without its closing"),
+        ("root ::= x", "line 1, column 10: there is no rule 'x'"),
+        ('a ::= "b"', "no rule 'root'"),
+        ("", "no rule 'root'"),
+        ("root ::= [z-a]", "the range z-a is empty"),
+        ("root ::= []", "a class of no characters"),
+        ('root ::= ("a"', "would close a group"),
+        ('root ::= "a" )', "column 14: '\\)' where a rule"),
+        ('root ::= "\\d"', "the escape .d is not served"),
+        ('root ::= "\\ud800"', "is no character"),
+        ('root ::= "a"\nroot ::= "b"', "line 2, column 1: the rule 'root' is there already"),
+        ('root ::= "a"{3,1}', "asks for more than it allows"),
+        ('root ::= "a"{,1}', "a count is"),
+        ("root ::= *", "'\\*' where a rule"),
+        ('start: "a"', "Lark's `name: ...` is not served"),
+        ('root ::= (="a")', "'=' begins nothing"),
+        ("root ::= <think>", "'<' begins nothing"),
+        ("root ::= " + "(" * 500, "more than 100 groups"),
+    ],
+)
+def test_ebnf_errors(grammar: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_ebnf(grammar)
+
+
+def test_left_recursion_is_named() -> None:
+    with pytest.raises(ValueError, match="left recursion.*expr"):
+        ebnf('root ::= expr\nexpr ::= expr "+" expr | [0-9]')
+
+
+def test_any_json() -> None:
+    rules = json_rules()
+    rng = random.Random(0)
+    for start in ("root", "value"):
+        automaton = Automaton(rules, start)
+        for _ in range(100):
+            json.loads(walk(automaton, rng))
+    value = Automaton(rules, "value")
+    good = ["1", "-0.5e+10", '"a"', "null", "[]", '[{"a": [true]}]', '{"a":{"b":{}}}']
+    bad = ["01", "+1", ".5", "1.", "'a'", "nul", "[1,]", "{a:1}", '{"a"}', "", "NaN", "[1 2]"]
+    assert all(accepts(value, text) for text in good)
+    assert not any(accepts(value, text) for text in bad)
+    assert not accepts(Automaton(rules), "[]") and accepts(Automaton(rules), "{}")
+    assert re.fullmatch(
+        r"\{.*\}", walk(Automaton(json_rules(any_whitespace=False)), rng), re.DOTALL
+    )
