@@ -291,7 +291,7 @@ COMPLETIONS = [
         "allowed_token_ids",
         "leave none of them",
     ),
-    ({"prompt": "Hello", "return_token_ids": True}, "return_token_ids", "text only"),
+    ({"prompt": "Hello", "return_token_ids": 7}, "return_token_ids", "boolean"),
     ({"prompt": "Hello", "suffix": "x"}, "suffix", "not inserted"),
     ({"prompt": "Hello", "guided_json": {}}, "guided_json", "structured output"),
     ({"prompt": "Hello", "lora_request": {"lora_path": "/etc/passwd"}}, "lora_request", "LoRA"),

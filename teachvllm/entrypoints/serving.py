@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['logger', 'MANY_PROMPTS', 'LOWEST', 'MAX_TOTAL_LENGTH', 'merge', 'event', 'describe_failure', 'as_server_fault',
-           'finite', 'token_name', 'completion_logprobs', 'chat_logprobs', 'prompt_logprobs_json', 'CompletionWriter',
-           'ChatWriter', 'Usage', 'stream_events', 'is_single', 'run_or_thread', 'PromptReader', 'OpenAIServingModels',
-           'OpenAIServing']
+           'finite', 'token_name', 'completion_logprobs', 'chat_logprobs', 'prompt_logprobs_json', 'prompt_ids',
+           'CompletionWriter', 'ChatWriter', 'Usage', 'stream_events', 'is_single', 'run_or_thread', 'PromptReader',
+           'OpenAIServingModels', 'SleepMode', 'encoded', 'count_prompts', 'OpenAIServingPooling', 'OpenAIServing']
 
 # %% ../../nbs/65_serving.ipynb #95855cc6
 import asyncio
@@ -18,7 +18,7 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -39,6 +39,8 @@ from teachvllm.entrypoints.protocol import (
     CompletionResponse,
     DetokenizeRequest,
     DetokenizeResponse,
+    ClassificationData,
+    ClassificationRequest,
     EmbeddingData,
     EmbeddingRequest,
     EmbeddingResponse,
@@ -46,11 +48,21 @@ from teachvllm.entrypoints.protocol import (
     LoadLoRAAdapterRequest,
     ModelCard,
     ModelList,
+    PoolingData,
+    PoolingFields,
+    PoolingResponse,
     Prompts,
     RequestError,
+    RerankDocument,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    ScoreData,
+    ScoreRequest,
     TokenizeRequest,
     TokenizeResponse,
     UsageInfo,
+    as_texts,
     make_error,
     new_id,
 )
@@ -62,8 +74,9 @@ from teachvllm.inputs import (
     load_generation_config,
     too_long,
 )
+from ..llm import Scorer, require_pooler
 from ..messages import LoRARequest
-from ..outputs import CompletionOutput, Logprob, RequestOutput
+from ..outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput
 from ..sampling_params import PoolingParams
 
 # %% ../../nbs/65_serving.ipynb #c462434c
@@ -234,6 +247,11 @@ def prompt_logprobs_json(
         for entries in found
     ]
 
+
+def prompt_ids(request: GenerationRequest, output: RequestOutput) -> list[int] | None:
+    "The prompt's token ids, if the request wants them in its response."
+    return list(output.prompt_token_ids) if request.return_token_ids else None
+
 # %% ../../nbs/65_serving.ipynb #c28a690a
 class CompletionWriter:
     """Makes responses of a completion's outputs: `i` is the prompt's number, `part` an answer or
@@ -250,13 +268,14 @@ class CompletionWriter:
 
     def _name(self, token_id: int, logprob: Logprob | None) -> str:
         return token_name(
-            token_id, logprob, self.tokenizer, self.request.return_tokens_as_token_ids
+            token_id, logprob, self.tokenizer, bool(self.request.return_tokens_as_token_ids)
         )
 
     def _choice(self, i: int, output: RequestOutput, part: CompletionOutput) -> CompletionChoice:
         request = self.request
         key = (i, part.index)
         index = i * (request.n or 1) + part.index
+        is_first = key not in self.num_chars
         text = part.text
         token_ids = part.token_ids
         logprobs: Sequence[dict[int, Logprob] | None] | None = part.logprobs
@@ -264,7 +283,8 @@ class CompletionWriter:
             text = ""
             token_ids = []
             logprobs = None if logprobs is None else []
-        if key not in self.num_chars and request.echo:
+        own_ids = list(token_ids)
+        if is_first and request.echo:
             prompt = output.prompt
             if prompt is None:
                 prompt = self.tokenizer.decode(output.prompt_token_ids)
@@ -286,7 +306,9 @@ class CompletionWriter:
             logprobs=entries,
             finish_reason=reason,
             stop_reason=part.stop_reason,
+            token_ids=own_ids if request.return_token_ids else None,
             prompt_logprobs=prompt_logprobs_json(output, request.prompt_logprobs),
+            prompt_token_ids=prompt_ids(request, output) if is_first else None,
         )
 
     def full(self, outputs: list[RequestOutput], usage: UsageInfo) -> CompletionResponse:
@@ -330,16 +352,16 @@ class ChatWriter:
             return None
 
         def name(token_id: int, logprob: Logprob | None) -> str:
-            return token_name(
-                token_id, logprob, self.tokenizer, self.request.return_tokens_as_token_ids
-            )
+            as_id = bool(self.request.return_tokens_as_token_ids)
+            return token_name(token_id, logprob, self.tokenizer, as_id)
 
         return chat_logprobs(part.token_ids, part.logprobs, self.request.top_logprobs or 0, name)
 
     def _choice(self, part: CompletionOutput) -> dict[str, Any]:
         logprobs = self._logprobs(part)
+        ids = list(part.token_ids) if self.request.return_token_ids else None
         reasons = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
-        return {"index": part.index, "logprobs": logprobs} | reasons
+        return {"index": part.index, "logprobs": logprobs, "token_ids": ids} | reasons
 
     def full(self, outputs: list[RequestOutput], usage: UsageInfo) -> ChatCompletionResponse:
         "The response to a request that is not streamed."
@@ -350,29 +372,28 @@ class ChatWriter:
             )
             for part in outputs[0].outputs
         ]
-        prompt = prompt_logprobs_json(outputs[0], self.request.prompt_logprobs)
         return ChatCompletionResponse(
-            **self.head, choices=choices, usage=usage, prompt_logprobs=prompt
+            **self.head,
+            choices=choices,
+            usage=usage,
+            prompt_logprobs=prompt_logprobs_json(outputs[0], self.request.prompt_logprobs),
+            prompt_token_ids=prompt_ids(self.request, outputs[0]),
         )
 
-    def _chunk(
-        self, choices: list[ChatDeltaChoice], usage: UsageInfo | None = None
-    ) -> ChatCompletionResponse:
+    def _chunk(self, choices: list[ChatDeltaChoice], **more: Any) -> ChatCompletionResponse:
         return ChatCompletionResponse(
-            **self.head, object="chat.completion.chunk", choices=choices, usage=usage
+            **self.head, object="chat.completion.chunk", choices=choices, **more
         )
 
     def chunks(self, i: int, output: RequestOutput) -> Iterator[ChatCompletionResponse]:
         "The chunks of a stream that an output brings; the first of each answer says who speaks."
         if not self.begun:
             self.begun = True
+            speaks = AnswerMessage(role=self.role, content=self.echo)
             for index in range(self.request.n or 1):
                 yield self._chunk(
-                    [
-                        ChatDeltaChoice(
-                            index=index, delta=AnswerMessage(role=self.role, content=self.echo)
-                        )
-                    ]
+                    [ChatDeltaChoice(index=index, delta=speaks)],
+                    prompt_token_ids=prompt_ids(self.request, output),
                 )
         for part in output.outputs:
             if part.text or part.token_ids or part.finish_reason:
@@ -382,7 +403,7 @@ class ChatWriter:
 
     def last(self, usage: UsageInfo) -> ChatCompletionResponse:
         "The chunk with the number of tokens."
-        return self._chunk([], usage)
+        return self._chunk([], usage=usage)
 
 # %% ../../nbs/65_serving.ipynb #6c72aea6
 class Usage:
@@ -480,6 +501,7 @@ class PromptReader:
         self.max_num_prompts = max_num_prompts
         self.chat_template = chat_template
         self.trust_request_chat_template = trust_request_chat_template
+        self.template_kwargs: dict[str, Any] = {}  # where a request has none of its own
 
     def split(self, prompts: Prompts, field: str) -> list[Any]:
         "The prompts that a field holds: one text or one list of token ids, or several."
@@ -512,11 +534,17 @@ class PromptReader:
         )
         return limit - for_answer if keep == -1 else keep
 
+    def cut(self, ids: list[int], keep: int | None, side: str | None) -> list[int]:
+        "As many of a prompt's tokens as are kept: the last ones, or with `right` the first."
+        if keep is None:
+            return ids
+        return ids[:keep] if side == "right" else ids[-keep:]
+
     async def read_prompts(
-        self, request: CompletionRequest | EmbeddingRequest, field: str
+        self, request: CompletionRequest | PoolingFields, field: str, prompts: Any = None
     ) -> list[dict[str, Any]]:
-        "The token ids of a request's prompts."
-        prompts: Any = getattr(request, field)
+        "The token ids of a request's prompts: those of a field, or the ones that are given."
+        prompts = getattr(request, field) if prompts is None else prompts
         # what a prompt costs beside its length, in characters: many short ones are a long one
         each = LONG_PROMPT // MANY_PROMPTS
         size = len(prompts) if is_single(prompts) else sum(map(len, prompts)) + len(prompts) * each
@@ -530,7 +558,7 @@ class PromptReader:
         return found
 
     def read_prompt(
-        self, prompt: str | list[int], request: CompletionRequest | EmbeddingRequest, field: str
+        self, prompt: str | list[int], request: CompletionRequest | PoolingFields, field: str
     ) -> dict[str, Any]:
         "A prompt's token ids, and its text if it came as such; cut where the request says so."
         limit = self.model_config.max_model_len
@@ -547,13 +575,13 @@ class PromptReader:
         if keep is None and len(ids) > limit:
             raise RequestError(too_long(f"{len(ids)} tokens", limit), field)
         if keep and keep < len(ids):
-            return {"prompt_token_ids": ids[-keep:]}
+            return {"prompt_token_ids": self.cut(ids, keep, request.truncation_side)}
         return {"prompt_token_ids": ids, "prompt": text}
 
     async def read_messages(self, request: ChatFields) -> list[int]:
         "The token ids of a conversation."
         own = request.chat_template
-        options = request.template_options
+        options = self.template_kwargs | request.template_options
         trusted = own is None or self.trust_request_chat_template
         require(
             trusted,
@@ -567,21 +595,20 @@ class PromptReader:
         # a parameter of theirs, `tokenize` say, would not reach the template but change what they
         # do
         for function in apply_chat_template, self.tokenizer.apply_chat_template:
-            taken = sorted(
-                inspect.signature(function).parameters.keys()
-                & (request.chat_template_kwargs or {}).keys()
-            )
+            given = self.template_kwargs | (request.chat_template_kwargs or {})
+            taken = sorted(inspect.signature(function).parameters.keys() & given.keys())
             require(not taken, f"chat_template_kwargs: {taken[:1]} is no variable of a template")
 
         def read() -> list[int]:
-            messages = [message.model_dump(exclude_unset=True) for message in request.messages]
+            messages = [message.for_template() for message in request.messages]
             return apply_chat_template(
                 self.tokenizer, messages, own or self.chat_template, **options
             )
 
         size = 0.0
         for message in request.messages:
-            if isinstance(message.content, str) and not message.model_extra:
+            calls = message.model_extra or message.tool_calls
+            if isinstance(message.content, str) and not calls:
                 size += len(message.role) + len(message.content) + LONG_PROMPT / MANY_PROMPTS
             else:
                 size = float("inf")
@@ -675,6 +702,195 @@ MAX_TOTAL_LENGTH = {
     "allowed_token_ids": 1 << 20,  # 1,048,576: 64 prompts with the longest
 }
 
+# %% ../../nbs/65_serving.ipynb #18818f15
+class SleepMode:
+    """Gives an engine's memory back while it has nothing to do. Requests that come meanwhile are
+    refused with status 503. vLLM: `sleep` and `wake_up` of `AsyncLLM`; see `LLM.sleep`.
+    """
+
+    PARTS: ClassVar = ("weights", "kv_cache")
+
+    def __init__(self, engine: AsyncLLM):
+        self.engine = engine
+        self.asleep: set[str] = set()  # what was given back
+        self.lock = asyncio.Lock()  # between the two
+
+    def check(self) -> None:
+        "`RequestError` while the engine sleeps."
+        if self.asleep:
+            raise RequestError("the engine sleeps: POST /wake_up first", status=503)
+
+    async def sleep(self, level: int, num_requests: Callable[[], int]) -> None:
+        "Sleep at level 1 or 2. `ValueError` if it sleeps, or there are requests."
+        require(level in (1, 2), f"level={level} must be 1 or 2")
+        async with self.lock:
+            require(not self.asleep, "the engine sleeps already")
+            self.asleep = set(self.PARTS)  # from now on requests are refused
+            idle = not num_requests() and await self.engine.reset_prefix_cache()
+            if not idle:
+                self.asleep = set()
+            require(idle, "there are requests: wait for them, or abort them")
+            await self.engine.collective_rpc("sleep", args=(level,))
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        "Restore all, or what the tags name: the weights first."
+        async with self.lock:
+            wanted = self.asleep & set(self.PARTS if tags is None else tags)
+            known = tags is None or set(tags) <= set(self.PARTS)
+            require(known, f'tags={tags!r:.100}: choose from "weights" and "kv_cache"')
+            ordered = not wanted or "weights" not in self.asleep - wanted
+            require(ordered, "the weights must wake up before the KV cache")
+            await self.engine.collective_rpc("wake_up", args=(sorted(wanted),))
+            self.asleep -= wanted
+
+# %% ../../nbs/65_serving.ipynb #2cebdf41
+def encoded(output: PoolingRequestOutput, form: str) -> Any:
+    "A vector as numbers, or as the base64 of their float32 bytes."
+    data = output.outputs.data
+    if form == "base64":
+        return base64.b64encode(array("f", data.flatten().tolist()).tobytes()).decode()
+    return data.tolist()
+
+
+def count_prompts(prompts: list[dict[str, Any]]) -> UsageInfo:
+    "The tokens of a request that has prompts and no answer."
+    num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+    return UsageInfo(prompt_tokens=num_tokens, total_tokens=num_tokens)
+
+# %% ../../nbs/65_serving.ipynb #c4c42338
+class OpenAIServingPooling:
+    """Answers requests for what is made of hidden states: vectors, labels, scores. `ValueError` for
+    a request that is wrong, or of another kind than the engine's task.
+
+    vLLM: `serving_embedding.py`, `serving_pooling.py`, `serving_classification.py` and
+    `serving_score.py` in `entrypoints/openai/`; in 0.32.0 `entrypoints/pooling/`.
+    """
+
+    def __init__(
+        self,
+        engine: Any,  # an `AsyncLLM`
+        models: OpenAIServingModels,
+        reader: PromptReader,
+        sleep_mode: SleepMode,
+    ):
+        self.engine = engine
+        self.models = models
+        self.reader = reader
+        self.sleep_mode = sleep_mode
+
+    async def run(
+        self, prompts: list[dict[str, Any]], request: PoolingFields, kind: str
+    ) -> list[PoolingRequestOutput]:
+        "What the engine makes of the prompts, in their order."
+        self.sleep_mode.check()
+        streams = [
+            self.engine.encode(prompt, PoolingParams(), new_id(kind), priority=request.priority)
+            for prompt in prompts
+        ]
+        found: dict[int, PoolingRequestOutput] = {}
+        async with aclosing(merge(*streams)) as outputs:
+            async for i, output in outputs:
+                if output.error is not None:
+                    raise RuntimeError(str(output.error))
+                if not output.outputs.data.numel():
+                    raise RequestError("the request was aborted: the server stops", status=503)
+                found[i] = output
+        return [found[i] for i in sorted(found)]
+
+    def response(
+        self, request: PoolingFields, kind: str, data: list[Any], prompts: list[dict[str, Any]]
+    ) -> PoolingResponse:
+        "The response with one entry of data for each prompt, or pair."
+        return PoolingResponse(
+            id=request.request_id or new_id(kind),
+            model=self.models.find(request.model, adapters=False),
+            data=data,
+            usage=count_prompts(prompts),
+        )
+
+    async def create_embedding(self, request: EmbeddingRequest) -> EmbeddingResponse:
+        "The vectors of one or more texts, for OpenAI's clients."
+        name = self.models.find(request.model, adapters=False)
+        pooler = self.engine.model_config.pooler_config
+        ok = pooler is None or (pooler.task == "embed" and not pooler.has_labels)
+        require(
+            ok,
+            f'task="{pooler and pooler.task}": this engine gives no embeddings; '
+            "start it with --task embed",
+        )
+        prompts = await self.reader.read_prompts(request, "input")
+        outputs = await self.run(prompts, request, "embd")
+        data = [
+            EmbeddingData(index=i, embedding=encoded(output, request.encoding_format))
+            for i, output in enumerate(outputs)
+        ]
+        return EmbeddingResponse(data=data, model=name, usage=count_prompts(prompts))
+
+    async def create_pooling(self, request: EmbeddingRequest) -> PoolingResponse:
+        "What the engine's task makes of one or more texts, whatever it is."
+        self.models.find(request.model, adapters=False)
+        prompts = await self.reader.read_prompts(request, "input")
+        outputs = await self.run(prompts, request, "pool")
+        data = [
+            PoolingData(index=i, data=encoded(output, request.encoding_format))
+            for i, output in enumerate(outputs)
+        ]
+        return self.response(request, "pool", data, prompts)
+
+    async def create_classification(self, request: ClassificationRequest) -> PoolingResponse:
+        "How probable each label is for one or more texts."
+        self.models.find(request.model, adapters=False)
+        require_pooler(self.engine, "classify", labels=True)
+        prompts = await self.reader.read_prompts(request, "input")
+        labels = getattr(self.engine.model_config.hf_config, "id2label", None) or {}
+        data = []
+        for i, output in enumerate(await self.run(prompts, request, "classify")):
+            probs = output.outputs.data.tolist()
+            best = probs.index(max(probs))
+            label = labels.get(best, labels.get(str(best)))
+            data.append(
+                ClassificationData(index=i, label=label, probs=probs, num_classes=len(probs))
+            )
+        return self.response(request, "classify", data, prompts)
+
+    async def scores(
+        self, request: PoolingFields, first: list[str], second: list[str], field: str
+    ) -> tuple[list[float], list[dict[str, Any]]]:
+        "How well the texts of each pair go together, and the prompts that were read for it."
+        self.models.find(request.model, adapters=False)
+        scorer = Scorer(self.engine)
+        enough = len(first) + len(second) <= self.reader.max_num_prompts
+        require(enough, f"{field}: more texts than --max-num-prompts allows")
+        size = sum(map(len, [*first, *second]))
+        texts = await run_or_thread(size, scorer.make_prompts, first, second, None)
+        prompts = await self.reader.read_prompts(request, field, texts)
+        outputs = await self.run(prompts, request, "score")
+        scored = scorer.make_outputs(outputs, len(first))
+        return [output.outputs.score for output in scored], prompts
+
+    async def create_score(self, request: ScoreRequest) -> PoolingResponse:
+        "How well texts go together: one with each of several, or as many pairs."
+        first, second = request.pair
+        scores, prompts = await self.scores(request, first, second, "text_1")
+        data = [ScoreData(index=i, score=score) for i, score in enumerate(scores)]
+        return self.response(request, "score", data, prompts)
+
+    async def create_rerank(self, request: RerankRequest) -> RerankResponse:
+        "Documents in the order in which they go with a query, the best first."
+        texts = as_texts(request.documents)
+        scores, prompts = await self.scores(request, [request.query], texts, "documents")
+        results = [
+            RerankResult(index=i, document=RerankDocument(text=texts[i]), relevance_score=score)
+            for i, score in enumerate(scores)
+        ]
+        results.sort(key=lambda result: result.relevance_score, reverse=True)
+        return RerankResponse(
+            id=request.request_id or new_id("rerank"),
+            model=self.models.find(request.model, adapters=False),
+            usage=count_prompts(prompts),
+            results=results[: request.top_n or None],
+        )
+
 # %% ../../nbs/65_serving.ipynb #cae27937
 class OpenAIServing:
     """Answers requests with an `AsyncLLM`: a response, or for a stream an async generator of
@@ -694,6 +910,9 @@ class OpenAIServing:
         trust_request_chat_template: bool = False,
         max_num_prompts: int = 2048,
         log_requests: bool = False,
+        max_log_len: int = 200,  # characters of a prompt in the log
+        template_kwargs: dict[str, Any]
+        | None = None,  # of chat templates; a request may change them
     ):
         model = self.model_config = engine.model_config
         self.engine = engine
@@ -702,7 +921,11 @@ class OpenAIServing:
         self.reader = PromptReader(
             model, self.tokenizer, chat_template, trust_request_chat_template, max_num_prompts
         )
+        self.reader.template_kwargs = template_kwargs or {}
+        self.sleep_mode = SleepMode(engine)
+        self.pooling = OpenAIServingPooling(engine, self.models, self.reader, self.sleep_mode)
         self.log_requests = log_requests
+        self.max_log_len = max_log_len
         self.defaults = get_default_sampling_params(model)
         # what the model's makers think is enough
         self.longest = load_generation_config(model).get("max_new_tokens")
@@ -744,6 +967,7 @@ class OpenAIServing:
         max_tokens: list[int],
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         "Send the prompts to the engine; what it says of each, as it comes."
+        self.sleep_mode.check()
         vocab_size = self.model_config.vocab_size
         lora = self.models.loras.get(request.model or "")
         adapter = {"lora_request": lora} if lora else {}
@@ -764,8 +988,9 @@ class OpenAIServing:
             inner_id = new_id(request_id)  # a client may give two requests the same name
             if self.log_requests:
                 logger.info(
-                    "request %r: prompt=%.200r params=%s",
+                    "request %r: prompt=%.*r params=%s",
                     inner_id,
+                    self.max_log_len,
                     prompt.get("prompt") or prompt,
                     params,
                 )
@@ -825,7 +1050,7 @@ class OpenAIServing:
         model_name = self.models.find(request.model)
         ids = await self.reader.read_messages(request)
         keep = self.reader.num_kept(request.truncate_prompt_tokens, 1)
-        ids = ids if keep is None else ids[-keep:]
+        ids = self.reader.cut(ids, keep, request.truncation_side)
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         most = self.model_config.max_logprobs
         asked = request.num_logprobs
@@ -840,36 +1065,6 @@ class OpenAIServing:
         return answer
 
     # The other routes
-
-    async def create_embedding(self, request: EmbeddingRequest) -> EmbeddingResponse:
-        "The vectors of one or more texts."
-        name = self.models.find(request.model, adapters=False)
-        pooler = self.model_config.pooler_config
-        ok = pooler is None or (pooler.task == "embed" and not pooler.has_labels)
-        require(
-            ok,
-            f'task="{pooler and pooler.task}": this engine gives no embeddings; '
-            "start it with --task embed",
-        )
-        prompts = await self.reader.read_prompts(request, "input")
-        streams = [
-            self.engine.encode(prompt, PoolingParams(), new_id("embd"), priority=request.priority)
-            for prompt in prompts
-        ]
-        data: dict[int, EmbeddingData] = {}
-        async with aclosing(merge(*streams)) as outputs:
-            async for i, output in outputs:
-                if output.error is not None:
-                    raise RuntimeError(str(output.error))
-                vector = output.outputs.data.tolist()
-                if not vector:
-                    raise RequestError("the request was aborted: the server stops", status=503)
-                if request.encoding_format == "base64":
-                    vector = base64.b64encode(array("f", vector).tobytes()).decode()
-                data[i] = EmbeddingData(index=i, embedding=vector)
-        num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
-        usage = UsageInfo(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        return EmbeddingResponse(data=[data[i] for i in sorted(data)], model=name, usage=usage)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         "The tokens of a text or a conversation."

@@ -634,13 +634,13 @@ class Automaton:
 
     def step(self, states: np.ndarray, text: np.ndarray) -> np.ndarray:
         "[n] int32: the state after each of `states` [n], none of them -1, and a byte for each."
-        columns = self._classes[text]
-        found: np.ndarray = self._table[states, columns]
+        places = states * self._table.shape[1] + self._classes[text]
+        found = self._table.take(places)
         missing = found == _NOT_MADE
         if missing.any():
             for state in np.unique(states[missing]):
                 self._make_row(int(state))
-            found = self._table[states, columns]
+            found = self._table.take(places)
         return found
 
     def _number(self, stacks: frozenset[_Stack]) -> int:

@@ -104,11 +104,11 @@ def _make_levels(vocabulary: list[bytes | None]) -> list[_Level]:
 
 # %% ../../nbs/structured_output/02_token_masks.ipynb #94121d53
 def _spread(first: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    "The elements of the ranges `first[i]` to `first[i + 1]` of the chosen i, and whose each is."
+    "The elements of the ranges `first[i]` to `first[i + 1]` of all chosen i; how many each has."
     counts = first[chosen + 1] - first[chosen]
-    owners = np.repeat(np.arange(len(chosen)), counts)
-    before = counts.cumsum() - counts
-    return np.arange(len(owners)) + (first[chosen] - before)[owners], owners
+    ends = counts.cumsum()
+    begins = first[chosen] - ends + counts
+    return np.repeat(begins, counts) + np.arange(ends[-1] if len(ends) else 0), counts
 
 # %% ../../nbs/structured_output/02_token_masks.ipynb #7ed34959
 class TokenMasks:
@@ -145,8 +145,8 @@ class TokenMasks:
         found = np.zeros(self.vocab_size, bool)
         nodes, states = np.zeros(1, np.int64), np.array([state])
         for level in self._levels:
-            children, parents = _spread(level.first, nodes)
-            states = automaton.step(states[parents], level.data[children])
+            children, counts = _spread(level.first, nodes)
+            states = automaton.step(np.repeat(states, counts), level.data[children])
             fits = states >= 0
             nodes, states = children[fits], states[fits]
             ended, _ = _spread(level.first_token, nodes)
