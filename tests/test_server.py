@@ -266,16 +266,39 @@ COMPLETIONS = [
     ({"prompt": "Hello", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1024"),
     ({"prompt": "Hello", "stop_token_ids": [1] * 1025}, "stop_token_ids", "1024"),
     ({"prompt": "Hello", "allowed_token_ids": [1] * 16385}, "allowed_token_ids", "16384"),
-    ({"prompt": "Hello", "structural_tag": "{}"}, "structural_tag", "structured output"),
+    ({"prompt": "Hello", "structural_tag": "{}"}, "structural_tag", "from its first token"),
     (
-        {"prompt": "Hello", "guided_decoding_backend": "x"},
-        "guided_decoding_backend",
-        "structured output",
+        {"prompt": "Hello", "guided_json": {}, "guided_decoding_backend": "x"},
+        "guided_json",
+        "this engine has",
     ),
     (
         {"prompt": "Hello", "guided_whitespace_pattern": ""},
         "guided_whitespace_pattern",
-        "structured output",
+        "must use one kind",
+    ),
+    (
+        {"prompt": "Hello", "guided_json": {}, "guided_regex": "a"},
+        "guided_json",
+        "only use one kind",
+    ),
+    ({"prompt": "Hello", "guided_regex": "a["}, "guided_regex", "a["),
+    ({"prompt": "Hello", "guided_grammar": "root ::= x"}, "guided_grammar", "there is no rule 'x'"),
+    ({"prompt": "Hello", "guided_json": {"not": {}}}, "guided_json", "'not' is not served"),
+    (
+        {"prompt": "Hello", "structured_outputs": {"rege": "a"}},
+        "structured_outputs",
+        "did you mean `regex`",
+    ),
+    (
+        {"prompt": "Hello", "guided_regex": "a", "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "said twice",
+    ),
+    (
+        {"prompt": "Hello", "guided_regex": "a", "use_beam_search": True},
+        "guided_regex",
+        "use_beam_search",
     ),
     ({"prompt": "Hello", "cache_salt": ""}, "cache_salt", "at least 1"),
     ({"prompt": "Hello", "cache_salt": 7}, "cache_salt", "string"),
@@ -293,14 +316,14 @@ COMPLETIONS = [
     ),
     ({"prompt": "Hello", "return_token_ids": 7}, "return_token_ids", "boolean"),
     ({"prompt": "Hello", "suffix": "x"}, "suffix", "not inserted"),
-    ({"prompt": "Hello", "guided_json": {}}, "guided_json", "structured output"),
     ({"prompt": "Hello", "lora_request": {"lora_path": "/etc/passwd"}}, "lora_request", "LoRA"),
     ({"prompt": "Hello", "logits_processors": ["os.system"]}, "logits_processors", "never run"),
     (
-        {"prompt": "Hello", "response_format": {"type": "json_object"}},
+        {"prompt": "Hello", "response_format": {"type": "json_schema"}},
         "response_format",
-        "structured output",
+        "needs json_schema",
     ),
+    ({"prompt": "Hello", "response_format": {"type": "xml"}}, "response_format", "json_object"),
 ]
 IMAGE = [
     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}
@@ -893,16 +916,17 @@ def test_an_aborted_embedding_is_no_embedding(engine: AsyncLLM) -> None:
     from teachvllm.outputs import PoolingOutput, PoolingRequestOutput
 
     class Aborts:
+        model_config = type(
+            "M", (), {"pooler_config": None, "vocab_size": 1000, "max_model_len": 99}
+        )
+
         async def encode(self, prompt: Any, params: Any, request_id: str, priority: int = 0) -> Any:
             yield PoolingRequestOutput(
                 request_id, PoolingOutput(torch.empty(0)), prompt["prompt_token_ids"], True
             )
 
     app = build_app(engine)
-    app.state.serving.engine = Aborts()
-    app.state.serving.model_config = type(
-        "M", (), {"pooler_config": None, "vocab_size": 1000, "max_model_len": 99}
-    )
+    app.state.serving.pooling.engine = Aborts()
     status, text = ask_app(app, "POST", "/v1/embeddings", json={"input": ["a", "b"]})
     assert status == 503 and "aborted" in json.loads(text)["error"]["message"]
 

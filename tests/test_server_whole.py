@@ -21,7 +21,7 @@ pytest.importorskip("zmq")
 
 import torch  # noqa: E402
 from speaker import make_speaker  # noqa: E402
-from transformers import AutoModelForSequenceClassification, LlamaConfig  # noqa: E402
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig  # noqa: E402
 
 from teachvllm import LLM, EngineArgs, SamplingParams  # noqa: E402
 from teachvllm.__main__ import make_parser  # noqa: E402
@@ -385,6 +385,8 @@ def test_what_the_options_do(engine: AsyncLLM) -> None:
 
 # Routes
 
+# it is not over before something else was asked, though the model is tiny
+LONG = {"prompt": "a", "stream": True, "max_tokens": 1900, "ignore_eos": True, "n": 8}
 POOLING = {
     "/v1/embeddings": {"input": "a"},
     "/pooling": {"input": "a"},
@@ -430,9 +432,9 @@ def test_every_route_that_works_needs_the_key(
 
 def test_the_load_is_the_number_of_requests(client: Any) -> None:
     assert client.get("/load").json() == {"server_load": 0}
-    body = {"prompt": "a", "stream": True, "max_tokens": 1500, "ignore_eos": True}
-    with client.stream("POST", "/v1/completions", json=body) as response:
-        assert next(response.iter_lines()).startswith("data: ")
+    with client.stream("POST", "/v1/completions", json=LONG) as response:
+        lines = response.iter_lines()  # one that nothing holds would close the stream
+        assert next(lines).startswith("data: ")
         assert client.get("/load").json() == {"server_load": 1}
 
 
@@ -442,9 +444,9 @@ def test_sleep_and_wake_up(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) ->
     with app_client(engine) as client:
         before = client.post("/v1/completions", json=body).json()["choices"]
         assert client.get("/is_sleeping").json() == {"is_sleeping": False}
-        long = {"prompt": "a", "stream": True, "max_tokens": 1500, "ignore_eos": True}
-        with client.stream("POST", "/v1/completions", json=long) as response:
-            assert next(response.iter_lines()).startswith("data: ")
+        with client.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
             error = error_of(client.post("/sleep"))
             assert error["code"] == 400 and "there are requests" in error["message"]
             assert client.post("/reset_prefix_cache").json() == {"success": False}
@@ -572,9 +574,10 @@ def test_labels_and_pairs(tmp_path: Path, speaker: str) -> None:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
 
     def expected(*texts: str) -> float:
-        ids = tokenizer(*texts, return_tensors="pt").input_ids
+        ids = theirs(*texts, return_tensors="pt").input_ids
         return float(model(ids).logits.detach().sigmoid())
 
     with (

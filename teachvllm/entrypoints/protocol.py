@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['logger', 'Int', 'Absent', 'TokenIds', 'Texts', 'Plain', 'warned', 'NOT_SERVED', 'NOT_USED', 'Prompts', 'ERROR_TYPES',
-           'FIELDS', 'RequestModel', 'StreamOptions', 'at_most', 'GenerationRequest', 'CompletionRequest',
-           'ToolFunction', 'ToolCall', 'ContentPart', 'ChatMessage', 'ChatFields', 'ChatCompletionRequest',
-           'PoolingFields', 'EmbeddingRequest', 'ClassificationRequest', 'ScoreRequest', 'RerankRequest', 'as_texts',
-           'TokenizeRequest', 'DetokenizeRequest', 'new_id', 'UsageInfo', 'CompletionLogprobs', 'CompletionChoice',
-           'CompletionResponse', 'ChatLogprob', 'ChatLogprobs', 'AnswerMessage', 'ChatChoice', 'ChatDeltaChoice',
-           'ChatCompletionResponse', 'EmbeddingData', 'EmbeddingResponse', 'PoolingData', 'ClassificationData',
-           'ScoreData', 'PoolingResponse', 'RerankDocument', 'RerankResult', 'RerankResponse', 'TokenizeResponse',
-           'DetokenizeResponse', 'ModelCard', 'LoadLoRAAdapterRequest', 'UnloadLoRAAdapterRequest', 'ModelList',
-           'ErrorInfo', 'ErrorResponse', 'RequestError', 'make_error', 'say_plainly', 'describe_validation']
+           'FIELDS', 'RequestModel', 'StreamOptions', 'at_most', 'JsonSchema', 'ResponseFormat', 'ConstraintFields',
+           'GenerationRequest', 'CompletionRequest', 'ToolFunction', 'MessageToolCall', 'ContentPart', 'ChatMessage',
+           'ChatFields', 'ChatCompletionRequest', 'PoolingFields', 'EmbeddingRequest', 'ClassificationRequest',
+           'ScoreRequest', 'RerankRequest', 'as_texts', 'TokenizeRequest', 'DetokenizeRequest', 'new_id', 'UsageInfo',
+           'CompletionLogprobs', 'CompletionChoice', 'CompletionResponse', 'ChatLogprob', 'ChatLogprobs',
+           'AnswerMessage', 'ChatChoice', 'ChatDeltaChoice', 'ChatCompletionResponse', 'EmbeddingData',
+           'EmbeddingResponse', 'PoolingData', 'ClassificationData', 'ScoreData', 'PoolingResponse', 'RerankDocument',
+           'RerankResult', 'RerankResponse', 'TokenizeResponse', 'DetokenizeResponse', 'ModelCard',
+           'LoadLoRAAdapterRequest', 'UnloadLoRAAdapterRequest', 'ModelList', 'ErrorInfo', 'ErrorResponse',
+           'RequestError', 'make_error', 'say_plainly', 'describe_validation']
 
 # %% ../../nbs/64_protocol.ipynb #7124799b
 import json
@@ -25,7 +26,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..config import require
-from ..sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from teachvllm.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 # %% ../../nbs/64_protocol.ipynb #c378c67f
 logger = logging.getLogger("teachvllm")
@@ -50,17 +56,7 @@ _NOT_SERVED_BY_REASON: dict[str, dict[str, list[Any]]] = {
         "functions": [[]],
         "function_call": ["none"],
     },
-    "structured output is not supported": {
-        "response_format": [{"type": "text"}],
-        "guided_json": [],
-        "guided_regex": [],
-        "guided_choice": [],
-        "guided_grammar": [],
-        "structured_outputs": [],
-        "structural_tag": [],
-        "guided_decoding_backend": [],
-        "guided_whitespace_pattern": [],
-    },
+    "an answer is bound from its first token": {"structural_tag": []},
     "reasoning is not told from the answer": {
         "reasoning": [],
         "reasoning_effort": ["none"],
@@ -153,8 +149,79 @@ def at_most(length: int) -> Any:
     "A list or a dict with a limit; what is wrong in it is one error."
     return Field(fail_fast=True, max_length=length)
 
+# %% ../../nbs/64_protocol.ipynb #26d2a983
+class JsonSchema(BaseModel):
+    "A JSON schema with a name; an answer always fits it, whether it is called `strict` or not."
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    description: str | None = None
+    # `schema` is a method of pydantic's
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    "OpenAI's: any text, any JSON object, or JSON that fits a schema."
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def check_schema(self) -> "ResponseFormat":
+        "`ValueError` for a format that lacks its schema."
+        schema = self.json_schema and self.json_schema.json_schema
+        require(
+            self.type != "json_schema" or schema is not None,
+            "response_format: type json_schema needs json_schema with a schema",
+        )
+        return self
+
+    def to_constraint(self) -> dict[str, Any]:
+        "A field of `StructuredOutputsParams`; none for text."
+        if self.type == "json_object":
+            return {"json_object": True}
+        if self.type == "json_schema" and self.json_schema:
+            return {"json": self.json_schema.json_schema}
+        return {}
+
+
+class ConstraintFields(RequestModel):
+    "The fields that say what an answer must be."
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: Annotated[dict[str, Any], at_most(16)] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], at_most(4096)] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    @property
+    def constraint_field(self) -> str | None:
+        "Which of them is given, or the first of several."
+        names = ConstraintFields.model_fields
+        return next((name for name in names if getattr(self, name) is not None), None)
+
+    @property
+    def constraint(self) -> StructuredOutputsParams | None:
+        "What they say together; `ValueError` for what does not go together."
+        older = {
+            name: getattr(self, f"guided_{name}")
+            for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")
+        }
+        older["backend"] = self.guided_decoding_backend
+        asked = {name: value for name, value in older.items() if value is not None}
+        if self.response_format is not None:
+            asked |= self.response_format.to_constraint()
+        for name, value in (self.structured_outputs or {}).items():
+            require(name not in asked, f"structured_outputs: {name} is said twice")
+            asked[name] = value
+        return StructuredOutputsParams(**asked) if asked else None
+
 # %% ../../nbs/64_protocol.ipynb #4a7f76d9
-class GenerationRequest(RequestModel):
+class GenerationRequest(ConstraintFields):
     """The fields that `/v1/completions` and `/v1/chat/completions` share: OpenAI's, then vLLM's.
     None is a field's default.
     """
@@ -254,6 +321,9 @@ class GenerationRequest(RequestModel):
         if self.use_beam_search:
             asks = self.num_logprobs is not None or self.prompt_logprobs is not None
             require(not asks, "logprobs: not with use_beam_search, whose answers come without them")
+            bound = self.constraint_field
+            is_free = bound is None or self.constraint is None
+            require(is_free, f"{bound}: not with use_beam_search, yet")
             for name, nothing in self.NOT_OF_BEAMS.items():
                 value = getattr(self, name)
                 require(
@@ -303,6 +373,7 @@ class GenerationRequest(RequestModel):
             prompt_logprobs=prompt_logprobs,
             output_kind=self.output_kind,
             extra_args=self.vllm_xargs or None,
+            structured_outputs=self.constraint,
         )
 
 # %% ../../nbs/64_protocol.ipynb #978a5d82
@@ -327,7 +398,7 @@ class ToolFunction(BaseModel):
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(BaseModel):
+class MessageToolCall(BaseModel):
     "A call of a tool in an earlier answer."
 
     model_config = ConfigDict(extra="allow")
@@ -373,7 +444,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: str
     content: str | Annotated[list[ContentPart], at_most(256)] | None = None
-    tool_calls: Annotated[list[ToolCall], at_most(256)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], at_most(256)] | None = None
 
     @model_validator(mode="after")
     def check_content(self) -> "ChatMessage":

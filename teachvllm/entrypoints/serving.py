@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
-from ..config import require
+from ..config import require, resolve_class
 from ..engine.async_llm import LONG_PROMPT, AsyncLLM
+from ..engine.core import STRUCTURED_OUTPUT_MANAGER
 from teachvllm.entrypoints.protocol import (
     AnswerMessage,
     ChatChoice,
@@ -566,12 +567,13 @@ class PromptReader:
             request.truncate_prompt_tokens, 1 if isinstance(request, CompletionRequest) else 0
         )
         text = None
-        ids = prompt
         if isinstance(prompt, str):
             special = request.add_special_tokens
             most = limit if keep is None else None
             text = prompt
             ids = encode(self.tokenizer, prompt, most, add_special_tokens=special)
+        else:
+            ids = prompt
         if keep is None and len(ids) > limit:
             raise RequestError(too_long(f"{len(ids)} tokens", limit), field)
         if keep and keep < len(ids):
@@ -959,6 +961,16 @@ class OpenAIServing:
             )
         return asked
 
+    def check_constraint(self, request: GenerationRequest) -> None:
+        "`RequestError`, naming the field, for what the answer must be and cannot be held to."
+        try:
+            if asked := request.constraint:
+                manager = resolve_class(STRUCTURED_OUTPUT_MANAGER)
+                manager.check(asked, self.engine.config)
+        except ValueError as error:
+            field = request.constraint_field
+            raise RequestError(f"{field}: {error}", field) from error
+
     def outputs(
         self,
         request: GenerationRequest,
@@ -983,6 +995,7 @@ class OpenAIServing:
                 num <= limit,
                 f"{name}: {num} for all {len(prompts)} prompts together, of at most {limit}",
             )
+        self.check_constraint(request)
         for prompt, most in zip(prompts, max_tokens):
             params = request.to_sampling_params(most, self.defaults)
             inner_id = new_id(request_id)  # a client may give two requests the same name

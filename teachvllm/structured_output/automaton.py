@@ -6,7 +6,7 @@
 __all__ = ['Expr', 'Bytes', 'Concat', 'Choice', 'Repeat', 'Rule', 'literal', 'characters', 'complement', 'parse_regex',
            'Automaton']
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #8e0434fd
+# %% ../../nbs/structured_output/01_automaton.ipynb #2a4a26a8
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #4e19d55e
+# %% ../../nbs/structured_output/01_automaton.ipynb #86744b79
 @dataclass(frozen=True, slots=True)
 class Bytes:
     """One byte that lies in one of these ranges, whose ends belong to them. Without a range: no
@@ -66,13 +66,13 @@ class Rule:
 
 Expr: TypeAlias = Bytes | Concat | Choice | Repeat | Rule
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #eb315b7b
+# %% ../../nbs/structured_output/01_automaton.ipynb #51b69000
 def literal(text: str | bytes) -> Expr:
     "This text and no other."
     data = text.encode() if isinstance(text, str) else text
     return Concat(tuple(Bytes(((byte, byte),)) for byte in data))
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #1582a56f
+# %% ../../nbs/structured_output/01_automaton.ipynb #bf381ffb
 _Range: TypeAlias = tuple[int, int]
 _CONTINUES: _Range = (0x80, 0xBF)  # a byte of a character that is not its first
 # characters of one, two, three and four bytes; the gap is the surrogates, which UTF-8 has not
@@ -98,7 +98,7 @@ def _byte_ranges(low: bytes, high: bytes) -> list[tuple[_Range, ...]]:
         found.append(((first, last), *[_CONTINUES] * len(rest)))
     return found
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #18a0e7d7
+# %% ../../nbs/structured_output/01_automaton.ipynb #55070dc9
 def characters(*ranges: tuple[int, int]) -> Expr:
     """One character of these ranges of code points, ends included, as its UTF-8 bytes. Surrogates
     are left out, as UTF-8 leaves them out.
@@ -131,7 +131,7 @@ def complement(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         begin = max(begin, high + 1)
     return [*found, (begin, 0x10FFFF)] if begin <= 0x10FFFF else found
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #0e5fcd83
+# %% ../../nbs/structured_output/01_automaton.ipynb #3009ac50
 @dataclass(slots=True)
 class _Cursor:
     "How far a pattern has been read."
@@ -166,7 +166,7 @@ class _Cursor:
     def wrong(self, what: str) -> ValueError:
         return ValueError(f"regex {self.pattern!r}, at {self.place}: {what}")
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #490ff755
+# %% ../../nbs/structured_output/01_automaton.ipynb #6c542b7e
 _DIGIT = [(0x30, 0x39)]
 _WORD = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
 _SPACE = [(0x09, 0x0D), (0x20, 0x20)]
@@ -201,7 +201,7 @@ def _parse_escape(cursor: _Cursor) -> list[_Range]:
         raise cursor.wrong(f"the escape \\{name} is not served")
     return [(ord(name), ord(name))]
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #d096b06f
+# %% ../../nbs/structured_output/01_automaton.ipynb #62a1b4c6
 def _parse_class_item(cursor: _Cursor) -> list[_Range]:
     "A character of a class, or what an escape stands for."
     character = cursor.next("a class [ that is not closed")
@@ -227,7 +227,7 @@ def _parse_class(cursor: _Cursor) -> Expr:
         ranges += low
     return characters(*(complement(ranges) if negated else ranges))
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #69769c14
+# %% ../../nbs/structured_output/01_automaton.ipynb #39d04c6b
 MAX_GROUPS = 100  # groups within groups
 _NOT_SERVED = {
     "(?=": "lookahead",
@@ -275,7 +275,7 @@ def _parse_atom(cursor: _Cursor) -> Expr:
         return characters(*complement([(10, 10)]))
     return literal(character)
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #18173e77
+# %% ../../nbs/structured_output/01_automaton.ipynb #6669f947
 _QUANTIFIERS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _COUNTED = r"\{(?!\})([0-9]*)(?:(,)([0-9]*))?\}"
 
@@ -324,7 +324,7 @@ def _parse_choice(cursor: _Cursor) -> Expr:
         options.append(pieces[0] if len(pieces) == 1 else Concat(tuple(pieces)))
     return options[0] if len(options) == 1 else Choice(tuple(options))
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #5a746303
+# %% ../../nbs/structured_output/01_automaton.ipynb #0bc34a89
 def parse_regex(pattern: str) -> Expr:
     r"""The expression that a whole text must fit, as `re.fullmatch` has it with `re.ASCII`: `\d`,
     `\w` and `\s` are the ASCII ones, and `.` is every character but a newline.
@@ -338,7 +338,7 @@ def parse_regex(pattern: str) -> Expr:
         raise cursor.wrong("a ) that closes nothing")
     return expr
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #42a1e4f8
+# %% ../../nbs/structured_output/01_automaton.ipynb #3cf779c3
 @dataclass(slots=True)
 class _Node:
     "A place in a rule, and what leads on from it."
@@ -391,7 +391,7 @@ class _Network:
             self.todo.append((self.rules[name], self.starts[-1], self.ends[-1], name))
         return self.numbers[name]
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #b2658b84
+# %% ../../nbs/structured_output/01_automaton.ipynb #73f2bced
 _HIDDEN = "\0"  # in the name of a rule that nobody named
 
 
@@ -439,7 +439,7 @@ def _place(network: _Network, expr: Expr, begin: int, end: int, name: str) -> No
     else:
         network.skip(begin, end)
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #0cd390d9
+# %% ../../nbs/structured_output/01_automaton.ipynb #a92ce170
 def _finishing(network: _Network, with_bytes: bool) -> set[int]:
     "The nodes from which a rule can be finished, by any bytes or by none."
 
@@ -483,7 +483,7 @@ def _trim(network: _Network) -> None:
             (rule, to) for rule, to in node.calls if to in found and network.starts[rule] in found
         ]
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #375c0bed
+# %% ../../nbs/structured_output/01_automaton.ipynb #215cd19c
 def _calls_at_once(network: _Network, rule: int, empty: set[int]) -> set[int]:
     "The rules that a rule may call before any byte; `empty`: nodes from which none is needed."
     seen = {network.starts[rule]}
@@ -523,20 +523,7 @@ def _make_network(rules: dict[str, Expr], start: str, max_size: int) -> _Network
     _refuse_left_recursion(network)
     return network
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #b263d256
-_NOT_MADE = -2  # a state's row
-
-
-def _byte_classes(network: _Network) -> np.ndarray:
-    "[256] uint8: bytes that no edge tells apart have the same number; numbers go up with the bytes."
-    begins = np.zeros(257, np.int64)
-    for node in network.nodes:
-        for low, high, _ in node.edges:
-            begins[[low, high + 1]] = 1
-    begins[0] = 0
-    return begins[:256].cumsum().astype(np.uint8)
-
-# %% ../../nbs/structured_output/01_automaton.ipynb #56ffc2cc
+# %% ../../nbs/structured_output/01_automaton.ipynb #8b1e8886
 _Stack: TypeAlias = tuple[int, int]  # the node on top, and the link to what is below
 
 
@@ -585,7 +572,20 @@ class _Stacks:
                 )
         return frozenset(s for s in seen if self.nodes[s[0]].edges or s == self.final)
 
-# %% ../../nbs/structured_output/01_automaton.ipynb #63e477d7
+# %% ../../nbs/structured_output/01_automaton.ipynb #c55696f7
+_NOT_MADE = -2  # a state's row
+
+
+def _byte_classes(network: _Network) -> np.ndarray:
+    "[256] uint8: bytes that no edge tells apart have the same number; numbers go up with the bytes."
+    begins = np.zeros(257, np.int64)
+    for node in network.nodes:
+        for low, high, _ in node.edges:
+            begins[[low, high + 1]] = 1
+    begins[0] = 0
+    return begins[:256].cumsum().astype(np.uint8)
+
+# %% ../../nbs/structured_output/01_automaton.ipynb #799562ab
 class Automaton:
     """Which bytes may follow which, for texts that fit the rule `start`; made as far as it is used.
 
@@ -605,6 +605,7 @@ class Automaton:
         network = _make_network(rules, start, max_size)
         self._stacks = _Stacks(network, max_stacks)
         self._classes = _byte_classes(network)
+        self._columns: list[int] = self._classes.tolist()  # the same, quicker for single bytes
         self._states: list[frozenset[_Stack]] = []
         self._numbers: dict[frozenset[_Stack], int] = {}
         self._table = np.full((16, int(self._classes[-1]) + 1), _NOT_MADE, np.int32)
@@ -628,8 +629,10 @@ class Automaton:
         for byte in text:
             if state < 0:
                 break
-            following = self._table[state, self._classes[byte]]
-            state = int(self.row(state)[byte] if following == _NOT_MADE else following)
+            column = self._columns[byte]
+            if self._table.item(state, column) == _NOT_MADE:
+                self._make_row(state)
+            state = self._table.item(state, column)
         return state
 
     def step(self, states: np.ndarray, text: np.ndarray) -> np.ndarray:
@@ -641,7 +644,7 @@ class Automaton:
             for state in np.unique(states[missing]):
                 self._make_row(int(state))
             found = self._table.take(places)
-        return found
+        return np.asarray(found)
 
     def _number(self, stacks: frozenset[_Stack]) -> int:
         "The number of the state that these stacks lead to; -1: there are none."

@@ -230,7 +230,8 @@ class _GrammarParser(_GrammarReader):
         inner = self.choice()
         self.depth -= 1
         if self.word.text != ")":
-            raise self.error(f"{self.word.text!r} where `)` would close a group")
+            found = repr(self.word.text) if self.word.text else "the end"
+            raise self.error(f"{found} where `)` would close a group")
         self.take()
         return inner
 

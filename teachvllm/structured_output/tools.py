@@ -479,7 +479,7 @@ def read_call_object(stream: ToolStream, keys: tuple[str, ...]) -> Reading[None]
         raise NoCall
     stream.end_call(found["name"], found["arguments"])
 
-# %% ../../nbs/structured_output/06_tools.ipynb #8c1e32ec
+# %% ../../nbs/structured_output/06_tools.ipynb #9b20386b
 class HermesToolParser(ToolParser):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes 2 and 3, Qwen 2.5 and 3, and
     others. The closing tag may be missing. vLLM: `hermes_tool_parser.py`.
@@ -495,7 +495,7 @@ class HermesToolParser(ToolParser):
         if not (yield from stream.reader.accept("</tool_call>")):
             stream.reader.position = 0
 
-# %% ../../nbs/structured_output/06_tools.ipynb #15c7a5d3
+# %% ../../nbs/structured_output/06_tools.ipynb #e09fddfe
 class Llama3JsonToolParser(ToolParser):
     """`{"name": …, "parameters": {…}}` at the answer's start or behind `<|python_tag|>`; more of
     them follow, with or without `;` between: Llama 3.1 to 3.3. vLLM: `llama_tool_parser.py`.
@@ -516,7 +516,7 @@ class Llama3JsonToolParser(ToolParser):
             if (yield from reader.peek()) != "{":
                 raise NoCall
 
-# %% ../../nbs/structured_output/06_tools.ipynb #a4623ac8
+# %% ../../nbs/structured_output/06_tools.ipynb #0b29ec4c
 FUNCTION_NAME = re.compile(r"[\w.-]*", re.ASCII)
 
 
@@ -554,7 +554,7 @@ def read_call_list(stream: ToolStream, keys: tuple[str, ...]) -> Reading[None]:
     if stream.writer.num_calls == num_before:
         raise NoCall
 
-# %% ../../nbs/structured_output/06_tools.ipynb #4c5730c2
+# %% ../../nbs/structured_output/06_tools.ipynb #24b715fc
 class JsonNames(ast.NodeTransformer):
     "Takes JSON's `true`, `false` and `null` for Python's words."
 
@@ -582,7 +582,7 @@ def python_arguments(source: str) -> str:
         raise ValueError(f"no arguments of literals: {source!r:.100}") from error
     return text
 
-# %% ../../nbs/structured_output/06_tools.ipynb #f10ab512
+# %% ../../nbs/structured_output/06_tools.ipynb #464e08f4
 OUTSIDE_STRINGS = re.compile(r"""[^"'()\[\]{}]*""")
 IN_STRING = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 
@@ -606,7 +606,7 @@ def read_to_bracket(reader: TextReader) -> Reading[str]:
                 yield from reader.take(IN_STRING[character])
     return reader.text[start : reader.position - 1]
 
-# %% ../../nbs/structured_output/06_tools.ipynb #82152144
+# %% ../../nbs/structured_output/06_tools.ipynb #213128b1
 class PythonicToolParser(ToolParser):
     """`[f(a=1), g(b="x")]` at the answer's start: Llama 3.2 and 4, ToolACE. The arguments of a call
     leave together. Strings in three quotes are served where no quote is inside. vLLM:
@@ -635,7 +635,7 @@ class PythonicToolParser(ToolParser):
             raise NoCall
         stream.end_call(name, arguments)
 
-# %% ../../nbs/structured_output/06_tools.ipynb #b8c84f61
+# %% ../../nbs/structured_output/06_tools.ipynb #49f9d785
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesToolParser,
     "llama3_json": Llama3JsonToolParser,
@@ -655,7 +655,7 @@ def get_tool_parser(name: str) -> type[ToolParser]:
     require(name in TOOL_PARSERS, f"tool_call_parser={name!r:.100} is not known: choose of {known}")
     return TOOL_PARSERS[name]
 
-# %% ../../nbs/structured_output/06_tools.ipynb #bc679d68
+# %% ../../nbs/structured_output/06_tools.ipynb #e9651dc9
 Tool = dict[str, Any]  # OpenAI's: {"type": "function", "function": {"name", "parameters", …}}
 ToolChoice = str | dict[str, Any] | None
 
@@ -666,7 +666,7 @@ def name_of_choice(tool_choice: ToolChoice) -> str | None:
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 
-# %% ../../nbs/structured_output/06_tools.ipynb #f72c8bbb
+# %% ../../nbs/structured_output/06_tools.ipynb #73345a35
 def check_tools(tools: list[Tool] | None, tool_choice: ToolChoice, has_parser: bool) -> ToolChoice:
     """What is to be done: "none", "auto", "required", or the object that names a tool. Without a
     choice it is "auto" if there are tools. `has_parser`: the model may choose, and the server knows
@@ -711,7 +711,7 @@ def _check_auto(functions: list[dict[str, Any]], has_parser: bool) -> None:
         'leave it out, or choose "required" or a tool by name, which are always strict',
     )
 
-# %% ../../nbs/structured_output/06_tools.ipynb #806c87d9
+# %% ../../nbs/structured_output/06_tools.ipynb #8b4abb29
 DATA = ("const", "default", "enum", "examples")  # in a schema: values, and no schemas
 BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 
@@ -770,7 +770,7 @@ def tools_schema(tools: list[Tool], tool_choice: ToolChoice, parallel: bool = Tr
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
 
-# %% ../../nbs/structured_output/06_tools.ipynb #740e754b
+# %% ../../nbs/structured_output/06_tools.ipynb #d424a794
 class RequiredToolParser(ToolParser):
     'An answer that `tool_choice="required"` has forced: an array of calls, and nothing else.'
 
