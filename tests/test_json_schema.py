@@ -425,10 +425,11 @@ def test_whitespace() -> None:
     schema = {"properties": {"a": {"items": {"type": "integer"}}}}
     free, strict = automaton_of(schema), automaton_of(schema, any_whitespace=False)
     own = automaton_of(schema, whitespace_pattern=r"[ \n]*")
-    loose = '{ "a" : [ 1 , 2 ] }'
+    loose = '{ "a": [ 1, 2 ] }'
     assert accepts(free, loose) and accepts(own, loose) and not accepts(strict, loose)
     assert accepts(strict, '{"a": [1, 2]}') and not accepts(strict, '{"a":[1,2]}')
     assert accepts(own, '{\n\n\n  "a":[]}') and not accepts(free, '{\n\n"a":[]}')
+    assert not accepts(free, '{"a" :[]}') and not accepts(free, '{"a":[1 ,2]}')
     assert not accepts(free, '{  "a":[]}') and not accepts(free, ' {"a":[]}')
     state = free.advance(free.start, b"{\n" + 32 * b" ")
     assert free.row(state)[ord(" ")] == -1

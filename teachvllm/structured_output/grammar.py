@@ -272,8 +272,8 @@ hex  ::= [0-9a-fA-F]
 # %% ../../nbs/structured_output/03_grammar.ipynb #0b183c37
 _ANY_WHITESPACE = r"""
 ws    ::= (" " | "\n" (" "{0,32} | "\t"{1,8}))?
-comma ::= ws "," ws
-colon ::= ws ":" ws
+comma ::= "," ws
+colon ::= ":" ws
 """
 
 _NO_WHITESPACE = r"""
@@ -305,8 +305,8 @@ def json_rules(
 ) -> dict[str, Expr]:
     """Rules for any JSON: `root` is an object, `value` anything.
 
-    With `any_whitespace`, wherever JSON allows whitespace, one space may stand, or a new line and up
-    to 32 spaces or eight tabs. Without, `, ` and `: ` stand between, and nothing anywhere else.
+    With `any_whitespace`, inside of brackets and behind a comma or a colon, one space may stand, or
+    a new line and up to 32 spaces or eight tabs; before a comma or a colon, none. Without, `, ` and `: ` stand between, and nothing anywhere else.
     `whitespace_pattern` is a regex in place of the first; `ValueError` if it fits anything but
     whitespace.
     """
