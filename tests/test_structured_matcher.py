@@ -255,7 +255,7 @@ def test_what_is_not_served_is_named(pattern: str, what: str) -> None:
 def test_any_pattern_is_served_as_re_has_it_or_refused(seed: int) -> None:
     rng = random.Random(seed)
     pieces = [*"ab|()[]{}*+?^$.\\-,12", "(?:", "\\d", "[^", "{1,2}", "\\n", "(?=", "\\b"]
-    for _ in range(3000):
+    for _ in range(1000):
         pattern = "".join(rng.choices(pieces, k=rng.randint(1, 8)))
         try:
             automaton = automaton_of(pattern)

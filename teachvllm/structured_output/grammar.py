@@ -242,8 +242,8 @@ def parse_ebnf(text: str, root: str = "root") -> dict[str, Expr]:
     `name ::= ...` with `|`, `( )`, `*`, `+`, `?`, `{m}`, `{m,}`, `{m,n}`, `"literals"`, `[classes]`
     (ranges, `^`), `.` for any character, and `# comments`. Escapes are \n \r \t \b \f \v \a \0 \xHH
     \uHHHH \UHHHHHHHH (code points), and any sign behind a backslash stands for itself. A rule ends
-    where the next one begins, so it may take several lines. `ValueError` says what is wrong at which
-    line and column: a word that is no word, a rule that is used or asked for and not there.
+    where the next one begins, so it may take several lines. `ValueError` says what is wrong, at
+    which line and column: a word that is no word, a rule that is used or asked for and not there.
     """
     parser = _GrammarParser(text)
     rules = parser.rules()
@@ -305,8 +305,8 @@ def json_rules(
 ) -> dict[str, Expr]:
     """Rules for any JSON: `root` is an object, `value` anything.
 
-    With `any_whitespace`, inside of brackets and behind a comma or a colon, one space may stand, or
-    a new line and up to 32 spaces or eight tabs; before a comma or a colon, none. Without, `, ` and `: ` stand between, and nothing anywhere else.
+    With `any_whitespace`, inside of brackets and behind commas and colons, one space may stand, or a new line and
+    up to 32 spaces or eight tabs. Without, `, ` and `: ` stand between, and nothing anywhere else.
     `whitespace_pattern` is a regex in place of the first; `ValueError` if it fits anything but
     whitespace.
     """

@@ -111,7 +111,10 @@ _FORMATS = {
     "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
     "hostname": _HOST,
-    "uri": rf"[a-z][a-z0-9+.-]*://{_HOST}(:[0-9]{{1,5}})?(/{_SIGN}*)*(\?({_SIGN}|[/?])*)?(#({_SIGN}|[/?])*)?",
+    "uri": (
+        rf"[a-z][a-z0-9+.-]*://{_HOST}(:[0-9]{{1,5}})?(/{_SIGN}*)*"
+        rf"(\?({_SIGN}|[/?])*)?(#({_SIGN}|[/?])*)?"
+    ),
 }
 
 # %% ../../nbs/structured_output/04_json_schema.ipynb #6ac5309a
@@ -473,7 +476,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _merged(parts: Sequence[dict[str, Any]], path: str) -> dict[str, Any]:
-    "One schema that asks for what all of these ask for; `ValueError` where a union does not do that."
+    "One schema that asks for what all of these ask for; `ValueError` where a union is not that."
     for key, other in _READ_TOGETHER:  # what the first means depends on the second beside it
         if any(key in part for part in parts):
             if any(other in part and key not in part for part in parts):
@@ -607,10 +610,10 @@ def schema_to_rules(
 
     Every text that fits is valid, but for `oneOf`, which is read as `anyOf`. Not every valid text
     fits: members come in the schema's order, others than those in `properties` only where
-    `additionalProperties` asks for them; a `pattern` holds for the whole string; keywords without a
-    `type` ask for theirs; constants and keys have one spelling, and numbers with bounds no exponent.
-    Whitespace is as in `json_rules`. `ValueError` names the place of what is not served, and of what
-    nothing can fit. vLLM has this from XGrammar (`json_schema_converter.cc`).
+    `additionalProperties` asks for them; a `pattern` holds for the whole string; keywords without
+    a `type` ask for theirs; constants and keys have one spelling, numbers with bounds no exponent.
+    Whitespace is as in `json_rules`. `ValueError` names the place of what is not served, and of
+    what nothing can fit. vLLM has this from XGrammar (`json_schema_converter.cc`).
     """
     rules = json_rules(any_whitespace=any_whitespace, whitespace_pattern=whitespace_pattern)
     try:

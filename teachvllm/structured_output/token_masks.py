@@ -70,47 +70,48 @@ def vocabulary_of(tokenizer: Any) -> list[bytes | None]:
 
 # %% ../../nbs/structured_output/02_token_masks.ipynb #6044334a
 @dataclass(frozen=True, slots=True)
-class _Level:
-    "The nodes of a trie that are equally deep, sorted, so a node's children are a range."
+class _Trie:
+    """Nodes in the order of their depth; node 0 is the root. Equally deep ones are sorted, so the
+    children of a node are a range.
+    """
 
-    first: np.ndarray  # [nodes of the level above + 1]: the first child of each
+    first: np.ndarray  # [nodes + 1]: the first child of each
     data: np.ndarray  # [nodes] uint8: the byte that leads here
-    first_token: np.ndarray  # [nodes + 1]: where each node's tokens begin in `tokens`
-    tokens: np.ndarray  # the ids of tokens that end here
+    tokens: np.ndarray  # the ids of all tokens that have bytes
+    ends: np.ndarray  # the node where each of them ends
 
 
-def _make_levels(vocabulary: list[bytes | None]) -> list[_Level]:
+def _make_trie(vocabulary: list[bytes | None]) -> _Trie:
     "The trie of all tokens that have bytes."
     texts = sorted((data, token) for token, data in enumerate(vocabulary) if data)
     everything = np.frombuffer(b"".join(data for data, _ in texts), np.uint8)
-    tokens = np.array([token for _, token in texts], np.int64)
     lengths = np.array([len(data) for data, _ in texts], np.int64)
-    places = lengths.cumsum() - lengths
-    nodes = np.zeros(len(texts), np.int64)  # the one that each token has reached
+    begins = lengths.cumsum() - lengths
+    ends = np.zeros(len(texts), np.int64)  # the node that each token has reached
+    parents, data = [np.array([-1])], [np.zeros(1, np.uint8)]  # of the nodes, level by level
     num_nodes = 1
-    levels: list[_Level] = []
-    while len(tokens):
-        keys = nodes * 256 + everything[places]
+    longer = np.arange(len(texts))  # the tokens that have a byte at this depth
+    while len(longer):
+        keys = ends[longer] * 256 + everything[begins[longer] + len(data) - 1]
         is_new = np.diff(keys, prepend=-1) > 0
-        nodes = is_new.cumsum() - 1
-        first = np.searchsorted(keys[is_new] >> 8, np.arange(num_nodes + 1))
-        num_nodes = int(nodes[-1]) + 1
-        ends = lengths == len(levels) + 1
-        first_token = np.searchsorted(nodes[ends], np.arange(num_nodes + 1))
-        data = (keys[is_new] & 255).astype(np.uint8)
-        levels.append(_Level(first, data, first_token, tokens[ends]))
-        tokens, lengths, nodes, places = (a[~ends] for a in (tokens, lengths, nodes, places + 1))
-    return levels
+        ends[longer] = num_nodes + is_new.cumsum() - 1
+        parents.append(keys[is_new] >> 8)
+        data.append((keys[is_new] & 255).astype(np.uint8))
+        num_nodes += int(is_new.sum())
+        longer = longer[lengths[longer] >= len(data)]
+    first = np.searchsorted(np.concatenate(parents), np.arange(num_nodes + 1))
+    tokens = np.array([token for _, token in texts], np.int64)
+    return _Trie(first, np.concatenate(data), tokens, ends)
 
 # %% ../../nbs/structured_output/02_token_masks.ipynb #94121d53
 def _spread(first: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     "The elements of the ranges `first[i]` to `first[i + 1]` of all chosen i; how many each has."
-    counts = first[chosen + 1] - first[chosen]
+    begins = first[chosen]
+    counts = first[chosen + 1] - begins
     ends = counts.cumsum()
-    begins = first[chosen] - ends + counts
-    return np.repeat(begins, counts) + np.arange(ends[-1] if len(ends) else 0), counts
+    return np.repeat(begins - ends + counts, counts) + np.arange(ends[-1]), counts
 
-# %% ../../nbs/structured_output/02_token_masks.ipynb #7ed34959
+# %% ../../nbs/structured_output/02_token_masks.ipynb #4a96b68d
 class TokenMasks:
     """Which tokens a state of an automaton allows, for one vocabulary.
 
@@ -137,22 +138,22 @@ class TokenMasks:
             raise ValueError(f"{len(vocabulary)} tokens for {self.vocab_size} logits")
         if not all(0 <= token < self.vocab_size for token in self.eos_token_ids):
             raise ValueError(f"an EOS id beyond the {self.vocab_size} logits: {self.eos_token_ids}")
-        self._levels = _make_levels(vocabulary)
+        self._trie = _make_trie(vocabulary)
         self._masks: WeakKeyDictionary[Automaton, dict[int, bytes]] = WeakKeyDictionary()
 
     def allowed(self, automaton: Automaton, state: int) -> np.ndarray:
         "[vocab_size] bool: the tokens that may come after this state."
-        found = np.zeros(self.vocab_size, bool)
+        trie = self._trie
         nodes, states = np.zeros(1, np.int64), np.array([state])
-        for level in self._levels:
-            children, counts = _spread(level.first, nodes)
-            states = automaton.step(np.repeat(states, counts), level.data[children])
+        reached = np.zeros(len(trie.data), bool)
+        while len(nodes):
+            children, counts = _spread(trie.first, nodes)
+            states = automaton.step(np.repeat(states, counts), trie.data[children])
             fits = states >= 0
             nodes, states = children[fits], states[fits]
-            ended, _ = _spread(level.first_token, nodes)
-            found[level.tokens[ended]] = True
-            if not len(nodes):
-                break
+            reached[nodes] = True
+        found = np.zeros(self.vocab_size, bool)
+        found[trie.tokens] = reached[trie.ends]
         found[self.eos_token_ids] = automaton.is_final(state)
         return found
 
