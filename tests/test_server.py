@@ -338,9 +338,9 @@ CHATS = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "no text"),
     ({"messages": [{"role": "user", "content": "a " * 3000}]}, "messages", "2048"),
     (
-        {"messages": HELLO, "tools": [{"type": "function"}]},
+        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]},
         "tools",
-        "tool calling is not supported",
+        "--enable-auto-tool-choice and --tool-call-parser",
     ),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "max_logprobs=20"),

@@ -48,7 +48,7 @@ from uvicorn import Server as UvicornServer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..arg_utils import EngineArgs, arg, json_object
-from ..config import check_names, require
+from ..config import check_names, require, resolve_class
 from ..engine.async_llm import AsyncLLM
 from teachvllm.entrypoints.protocol import (
     ChatCompletionRequest,
@@ -72,7 +72,12 @@ from teachvllm.entrypoints.protocol import (
     describe_validation,
     make_error,
 )
-from .serving import OpenAIServing, OpenAIServingPooling, describe_failure
+from teachvllm.entrypoints.serving import (
+    CHAT_ANSWERS,
+    OpenAIServing,
+    OpenAIServingPooling,
+    describe_failure,
+)
 from ..executor.executor_base import EngineDeadError
 
 # %% ../../nbs/66_api_server.ipynb #e787bf63
@@ -94,9 +99,7 @@ OPEN_AT_THE_END = ("/metrics",)  # answered while the server drains
 #| code-summary: Every option of vLLM's server that is not served, by the reason
 # reason -> vLLM's option -> the values that ask for nothing, beside None
 _OPTIONS_BY_REASON: dict[str, dict[str, list[Any]]] = {
-    "tool calling is not supported": {
-        "enable_auto_tool_choice": [False],
-        "tool_call_parser": [],
+    "register_tool_parser takes a class": {
         "tool_parser_plugin": [""],
         "tool_server": [],
         "tool_strict_level": ["auto"],
@@ -278,6 +281,10 @@ class ServerArgs:
         None, "JSON with variables of chat templates, which a request may change", cli=json_object
     )
     enable_tokenizer_info_endpoint: bool = arg(False, "answer /tokenizer_info")
+    enable_auto_tool_choice: bool = arg(False, "let the model choose whether it calls a tool")
+    tool_call_parser: str | None = arg(
+        None, "how it writes calls: hermes, llama3_json, mistral or pythonic"
+    )
     max_request_bytes: int = arg(4 << 20, "longest body of a request")
     max_num_prompts: int = arg(2048, "most prompts, or inputs to embed, in one request")
     request_timeout: float = arg(
@@ -836,6 +843,12 @@ def build_app(
         args.enable_log_requests,
         args.max_log_len,
         args.default_chat_template_kwargs,
+        resolve_class(CHAT_ANSWERS)(
+            engine.tokenizer,
+            args.tool_call_parser,
+            args.enable_auto_tool_choice,
+            engine.config.structured_outputs_config.reasoning_parser,
+        ),
     )
     serving.models.load_static(args.lora_modules)
     add_error_handlers(app)

@@ -50,14 +50,9 @@ warned: set[str] = set()
 # %% ../../nbs/64_protocol.ipynb #b329406a
 # why -> field of a request: the values, beside None, that ask for nothing
 _NOT_SERVED_BY_REASON: dict[str, dict[str, list[Any]]] = {
-    "tool calling is not supported": {
-        "tools": [[]],
-        "tool_choice": ["none"],
-        "functions": [[]],
-        "function_call": ["none"],
-    },
+    "tools are its newer name": {"functions": [[]], "function_call": ["none"]},
     "an answer is bound from its first token": {"structural_tag": []},
-    "reasoning is not told from the answer": {
+    "how long a model reasons is not asked of it": {
         "reasoning": [],
         "reasoning_effort": ["none"],
         "thinking_token_budget": [],
@@ -109,7 +104,7 @@ NOT_SERVED = {
     for name, values in names.items()
 }
 # field: the one beside it that, being "none", says that it is not used
-NOT_USED = {"tools": "tool_choice", "functions": "function_call"}
+NOT_USED = {"functions": "function_call"}
 
 # %% ../../nbs/64_protocol.ipynb #4babc63d
 class RequestModel(BaseModel):
@@ -266,10 +261,9 @@ class GenerationRequest(ConstraintFields):
     request_id: str | None = Field(None, min_length=1, max_length=200)
     # cached blocks are shared with requests that have the same salt, and with no others
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    # these change nothing, whatever they say: there is one server, and it calls no tools
-    session_id: str | None = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool = True
+    session_id: str | None = None  # changes nothing: there is one server
+    parallel_tool_calls: bool | None = None  # false: one call at most
+    include_reasoning: bool = True  # false: what a model thinks is not in the response
 
     SAMPLING: ClassVar = (
         "n",
@@ -506,6 +500,19 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     top_logprobs: Int | None = None
     # with continue_final_message: the answer begins with the message that it continues
     echo: bool | None = False
+    # what the model may call, and whether it shall: see structured_output/08
+    tools: Annotated[list[dict[str, Any]], at_most(128)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        "What is passed to the template: the tools, too, unless none is to be called."
+        options = super().template_options
+        return (
+            options | {"tools": self.tools}
+            if self.tools and self.tool_choice != "none"
+            else options
+        )
 
     @property
     def num_logprobs(self) -> int | None:
@@ -685,6 +692,9 @@ class AnswerMessage(BaseModel):
 
     role: str | None = Absent
     content: str | None = None
+    reasoning_content: str | None = Absent
+    reasoning: str | None = Absent  # its later name
+    tool_calls: list[dict[str, Any]] | None = Absent
 
 
 class ChatChoice(BaseModel):

@@ -349,7 +349,7 @@ class _Node:
 
 
 class _Network:
-    "All rules that the first one needs, as nodes in one list; what is still to be placed is in `todo`."
+    "All rules that the first one needs, as nodes in one list; in `todo`, what is to be placed."
 
     def __init__(self, rules: dict[str, Expr], max_size: int):
         self.rules = dict(rules)
@@ -577,7 +577,7 @@ _NOT_MADE = -2  # a state's row
 
 
 def _byte_classes(network: _Network) -> np.ndarray:
-    "[256] uint8: bytes that no edge tells apart have the same number; numbers go up with the bytes."
+    "[256] uint8: bytes that no edge tells apart have one number; numbers go up with the bytes."
     begins = np.zeros(257, np.int64)
     for node in network.nodes:
         for low, high, _ in node.edges:
@@ -638,13 +638,13 @@ class Automaton:
     def step(self, states: np.ndarray, text: np.ndarray) -> np.ndarray:
         "[n] int32: the state after each of `states` [n], none of them -1, and a byte for each."
         places = states * self._table.shape[1] + self._classes[text]
-        found = self._table.take(places)
+        found: np.ndarray = self._table.take(places)
         missing = found == _NOT_MADE
         if missing.any():
             for state in np.unique(states[missing]):
                 self._make_row(int(state))
             found = self._table.take(places)
-        return np.asarray(found)
+        return found
 
     def _number(self, stacks: frozenset[_Stack]) -> int:
         "The number of the state that these stacks lead to; -1: there are none."

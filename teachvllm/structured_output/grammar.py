@@ -305,8 +305,9 @@ def json_rules(
 ) -> dict[str, Expr]:
     """Rules for any JSON: `root` is an object, `value` anything.
 
-    With `any_whitespace`, inside of brackets and behind commas and colons, one space may stand, or a new line and
-    up to 32 spaces or eight tabs. Without, `, ` and `: ` stand between, and nothing anywhere else.
+    With `any_whitespace`, inside of brackets and behind commas and colons, one space may stand, or
+    a new line and up to 32 spaces or eight tabs. Without, `, ` and `: ` stand between, and nothing
+    anywhere else.
     `whitespace_pattern` is a regex in place of the first; `ValueError` if it fits anything but
     whitespace.
     """
