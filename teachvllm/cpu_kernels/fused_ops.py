@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAKERS', 'GATE', 'NORM', 'TURN', 'TAKE', 'gate_rows', 'norm_rows', 'turn_rows', 'take_rows', 'serves', 'unsupported',
-           'compile', 'sigmoid_and_mul', 'rms_norm', 'rotary_embedding', 'embedding', 'MASK', 'apply_bitmask']
+           'compile', 'sigmoid_and_mul', 'rms_norm', 'rotary_embedding', 'embedding', 'apply_bitmask']
 
 # %% ../../nbs/cpu/06_fused_ops.ipynb #5811e8e2
 import math
@@ -324,7 +324,7 @@ def _mask_rows(words):
 
 
 @Kernel
-def MASK(p):
+def _MASK(p):
     _mask_rows(arguments(p)[0])
 
 
@@ -340,4 +340,4 @@ def apply_bitmask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) 
     in `bits` [n, size / 8 rounded up] uint8 is 0. See `apply_grammar_bitmask`.
     """
     n, width = bits.shape
-    MASK(n, logits.shape[1], width, logits, logits.shape[0], rows, bits, threads=n)
+    _MASK(n, logits.shape[1], width, logits, logits.shape[0], rows, bits, threads=n)

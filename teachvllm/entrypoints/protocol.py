@@ -181,7 +181,7 @@ class ResponseFormat(BaseModel):
         return {}
 
 
-class ConstraintFields(RequestModel):
+class ConstraintFields(BaseModel):
     "The fields that say what an answer must be."
 
     response_format: ResponseFormat | None = None
@@ -216,7 +216,7 @@ class ConstraintFields(RequestModel):
         return StructuredOutputsParams(**asked) if asked else None
 
 # %% ../../nbs/64_protocol.ipynb #4a7f76d9
-class GenerationRequest(ConstraintFields):
+class GenerationRequest(RequestModel, ConstraintFields):
     """The fields that `/v1/completions` and `/v1/chat/completions` share: OpenAI's, then vLLM's.
     None is a field's default.
     """

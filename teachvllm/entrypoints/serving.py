@@ -343,7 +343,9 @@ class ChatPlan(Protocol):
     keeps_tags: bool  # special tokens must stay in the text
 
     def reader(self) -> Any:
-        "For a stream: `push` and `finish` return messages' fields, and `has_called` says whether it did."
+        """For a stream: `push` and `finish` return messages' fields, and `has_called` says whether
+        it did.
+        """
 
     def message(self, text: str) -> dict[str, Any]:
         "A whole answer's fields."

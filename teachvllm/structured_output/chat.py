@@ -113,7 +113,7 @@ class AnswerPlan:
         return message
 
     def finish_reason(self, reason: str | None, has_called: bool) -> str | None:
-        "Why an answer ended: a call that the model chose ends it as such, as in OpenAI's interface."
+        "Why an answer ended: a call that the model chose ends it as such, as OpenAI has it."
         return "tool_calls" if reason == "stop" and has_called and not self.named else reason
 
 

@@ -130,9 +130,15 @@ def _class_of(word: _GrammarWord, text: str) -> Expr:
         raise _grammar_error(text, word.at, "a class of no characters")
     return characters(*ranges)
 
-# %% ../../nbs/structured_output/03_grammar.ipynb #2c78b637
-class _GrammarReader:
-    "A grammar's words, and how far they have been read."
+# %% ../../nbs/structured_output/03_grammar.ipynb #7857aafe
+_MAX_GROUPS = 100
+
+
+class _GrammarParser:
+    """Reads a grammar once, from left to right: a method for each level of its syntax.
+
+    A choice is made of sequences, a sequence of items, an item of an atom and how often it comes.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -155,16 +161,6 @@ class _GrammarReader:
     def rule_begins(self) -> bool:
         "Whether the next word is a rule's name with `::=` behind it: the rule before it has ended."
         return self.word.kind == "name" and self.words[self.at + 1].kind == "define"
-
-# %% ../../nbs/structured_output/03_grammar.ipynb #7857aafe
-_MAX_GROUPS = 100
-
-
-class _GrammarParser(_GrammarReader):
-    """Reads a grammar once, from left to right: a method for each level of its syntax.
-
-    A choice is made of sequences, a sequence of items, an item of an atom and how often it comes.
-    """
 
     def rules(self) -> dict[str, Expr]:
         rules: dict[str, Expr] = {}
