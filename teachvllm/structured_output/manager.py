@@ -22,7 +22,6 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 import torch
 
 from ..config import StructuredOutputsConfig, VllmConfig, require
