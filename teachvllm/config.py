@@ -596,7 +596,7 @@ class StructuredOutputsConfig(ShowAsTable):
     `DecodingConfig` in 0.8.5.
     """
 
-    backend: str = "auto"  # "teachvllm", "xgrammar", or "auto": the first unless it refuses
+    backend: str = "auto"  # "teachvllm", "xgrammar", or "auto": the first
     disable_any_whitespace: bool = False  # JSON on one line, whatever a request says
     disable_additional_properties: bool = False
     # which parser tells reasoning from the answer: the grammar begins when reasoning ends
