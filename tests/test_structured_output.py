@@ -23,6 +23,7 @@ from teachvllm.structured_output import manager as home
 from teachvllm.structured_output.manager import (
     CompileThreads,
     GrammarCompilation,
+    ReasoningGrammar,
     RequestGrammar,
     StructuredOutputManager,
 )
@@ -198,6 +199,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "type": {"json": {"type": "strange"}},
     "not": {"json": {"not": {}}},
     "JSON": {"json": "{"},
+    "max_size": {"regex": "a{999999999}"},
+    "can ever finish": {"json": {"$ref": "#"}},
+    "left recursion": {"grammar": 'root ::= root "a"'},
+    "are more than 256000": {"regex": "a" * 256_001},
 }
 
 
@@ -356,6 +361,41 @@ def test_matchers_are_few() -> None:
     assert len(grammar.followed) <= 8
     with pytest.raises(ValueError, match="token 200 does not fit"):
         grammar.bitmask([200], [])
+
+
+def test_reasoning_among_drafts() -> None:
+    "The grammar begins behind the tag, wherever that comes, and a wrong draft behind it is no fault."
+
+    class OnlyTwo:
+        def accept(self, token_id: int) -> bool:
+            return token_id == 2
+
+        def rollback(self, num_tokens: int) -> None:
+            pass
+
+        def mask(self) -> bytes:
+            return b"two"
+
+    grammar = ReasoningGrammar(RequestGrammar(OnlyTwo), [8, 9], 3)
+    free = b"\xff" * 3
+    assert grammar.bitmask([1], []) == [free]
+    assert grammar.bitmask([8], [1, 9]) == [free] * 3
+    assert grammar.bitmask([1], [8, 9, 7, 2]) == [free, free, b"two", b"two", b"two"]
+    assert grammar.bitmask([1, 8], [9, 2]) == [free, b"two", b"two"]
+    assert grammar.bitmask([1, 8, 9, 2], []) == [b"two"]
+    with pytest.raises(ValueError, match="does not fit"):
+        grammar.bitmask([1, 8, 9, 7], [])
+
+
+def test_a_grammar_that_explodes_ends_its_request_only(llm: LLM) -> None:
+    "Its states would be millions: a mask has a limit, and the core goes on."
+    bad = StructuredOutputsParams(regex=r"x[\s\S]*[a-m][\s\S]{60}")
+    prompts = [{"prompt_token_ids": [1]}, {"prompt_token_ids": [2]}]
+    asked = [SamplingParams(structured_outputs=bad, max_tokens=50), params("choice")]
+    broken, whole = llm.generate(prompts, asked, use_tqdm=False)
+    assert broken.outputs[0].finish_reason == "error"
+    assert "too many states" in str(broken.outputs[0].stop_reason)
+    assert fits("choice", whole.outputs[0].text)
 
 
 def test_two_hundred_requests(wide: str) -> None:

@@ -197,7 +197,10 @@ class ConstraintFields(BaseModel):
     def constraint_field(self) -> str | None:
         "Which of them is given, or the first of several."
         names = ConstraintFields.model_fields
-        return next((name for name in names if getattr(self, name) is not None), None)
+        given = [name for name in names if getattr(self, name) is not None]
+        if self.response_format is not None and self.response_format.type == "text":
+            given.remove("response_format")
+        return next(iter(given), None)
 
     @property
     def constraint(self) -> StructuredOutputsParams | None:
@@ -211,9 +214,13 @@ class ConstraintFields(BaseModel):
         if self.response_format is not None:
             asked |= self.response_format.to_constraint()
         for name, value in (self.structured_outputs or {}).items():
-            require(name not in asked, f"structured_outputs: {name} is said twice")
-            asked[name] = value
-        return StructuredOutputsParams(**asked) if asked else None
+            if value is not None:
+                require(name not in asked, f"structured_outputs: {name} is said twice")
+                asked[name] = value
+        # how it is written, without what it must be, asks for nothing
+        how = {"backend", "whitespace_pattern", "disable_any_whitespace"}
+        how.add("disable_additional_properties")
+        return StructuredOutputsParams(**asked) if asked.keys() - how else None
 
 # %% ../../nbs/64_protocol.ipynb #4a7f76d9
 class GenerationRequest(RequestModel, ConstraintFields):
@@ -442,10 +449,9 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def check_content(self) -> "ChatMessage":
-        "`ValueError` for a message that says nothing and calls nothing."
-        calls = bool(self.tool_calls) or bool((self.model_extra or {}).get("function_call"))
+        "`ValueError` for a message of others than the assistant's that says nothing."
         require(
-            self.content is not None or (self.role == "assistant" and calls),
+            self.content is not None or self.role == "assistant",
             f"messages: the content of a message of {self.role!r:.40} is required, "
             "a string or a list of parts",
         )

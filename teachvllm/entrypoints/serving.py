@@ -342,6 +342,9 @@ class ChatPlan(Protocol):
     schema: Any  # of calls that are forced, else None
     keeps_tags: bool  # special tokens must stay in the text
 
+    def begin(self, prompt_token_ids: list[int]) -> None:
+        "The prompt is known."
+
     def reader(self) -> Any:
         """For a stream: `push` and `finish` return messages' fields, and `has_called` says whether
         it did.
@@ -1048,14 +1051,16 @@ class OpenAIServing:
             changes["structured_outputs"] = {"json": plan.schema}
         return request.model_copy(update=changes), plan
 
-    def check_constraint(self, request: GenerationRequest) -> None:
-        "`RequestError`, naming the field, for what the answer must be and cannot be held to."
+    async def check_constraint(self, request: GenerationRequest, field: str | None = None) -> None:
+        """`RequestError`, naming the field, for what the answer must be and cannot be held to: `field`,
+        or the one that says so. It is looked at in a thread: a schema may be long.
+        """
+        field = field or request.constraint_field
         try:
             if asked := request.constraint:
                 manager = resolve_class(STRUCTURED_OUTPUT_MANAGER)
-                manager.check(asked, self.engine.config)
+                await asyncio.to_thread(manager.check, asked, self.engine.config)
         except ValueError as error:
-            field = request.constraint_field
             raise RequestError(f"{field}: {error}", field) from error
 
     def outputs(
@@ -1082,7 +1087,6 @@ class OpenAIServing:
                 num <= limit,
                 f"{name}: {num} for all {len(prompts)} prompts together, of at most {limit}",
             )
-        self.check_constraint(request)
         for prompt, most in zip(prompts, max_tokens):
             params = request.to_sampling_params(most, self.defaults)
             inner_id = new_id(request_id)  # a client may give two requests the same name
@@ -1136,6 +1140,7 @@ class OpenAIServing:
         rooms = [
             self.room(len(prompt["prompt_token_ids"]), request.max_tokens) for prompt in prompts
         ]
+        await self.check_constraint(request)
         writer = CompletionWriter(request, name, self.tokenizer)
         outputs = self.outputs(request, writer.head["id"], prompts, [room or 1 for room in rooms])
         answer: CompletionResponse | AsyncIterator[str] = await self.respond(
@@ -1158,6 +1163,9 @@ class OpenAIServing:
         ok = asked is None or most < 0 or 0 <= asked <= most
         require(ok, f"top_logprobs={asked} must be between 0 and max_logprobs={most}")
         most = self.room(len(ids), getattr(request, name), name, "messages")
+        if plan is not None:
+            plan.begin(ids)
+        await self.check_constraint(request, "tools" if plan and plan.schema is not None else None)
         writer = ChatWriter(request, model_name, self.tokenizer, plan)
         outputs = self.outputs(request, writer.head["id"], [{"prompt_token_ids": ids}], [most])
         answer: ChatCompletionResponse | AsyncIterator[str] = await self.respond(

@@ -577,7 +577,7 @@ _NOT_MADE = -2  # a state's row
 
 
 def _byte_classes(network: _Network) -> np.ndarray:
-    "[256] uint8: bytes that no edge tells apart have one number; numbers go up with the bytes."
+    "[256] uint8: a run of bytes that no edge tells apart has one number; these go up."
     begins = np.zeros(257, np.int64)
     for node in network.nodes:
         for low, high, _ in node.edges:
@@ -591,7 +591,8 @@ class Automaton:
 
     A state is a set of stacks, and its number tells when it was met. Where a byte fits, a text can
     be finished behind it. `ValueError`: a rule is unknown, can never finish or begins with itself;
-    more than `max_size` nodes and edges; while in use, a state of more than `max_stacks` stacks.
+    more than `max_size` nodes and edges; while in use, a state of more than `max_stacks` stacks,
+    or states of more than `max_weight` together. `limit` can be set lower for a while.
     It is for one thread at a time. vLLM has this from XGrammar (Dong et al. 2024).
     """
 
@@ -601,8 +602,11 @@ class Automaton:
         start: str = "root",
         max_size: int = 300_000,
         max_stacks: int = 10_000,
+        max_weight: int = 1_000_000,
     ):
         network = _make_network(rules, start, max_size)
+        self.weight = 0  # stacks of all states that have been met
+        self.max_weight = self.limit = max_weight
         self._stacks = _Stacks(network, max_stacks)
         self._classes = _byte_classes(network)
         self._columns: list[int] = self._classes.tolist()  # the same, quicker for single bytes
@@ -652,6 +656,11 @@ class Automaton:
         if not closed:
             return -1
         if closed not in self._numbers:
+            self.weight += len(closed)
+            if self.weight > self.limit:
+                raise ValueError(
+                    f"the grammar has too many states: over {self.limit} stacks in all of them"
+                )
             self._numbers[closed] = len(self._states)
             self._states.append(closed)
             if len(self._states) > len(self._table):

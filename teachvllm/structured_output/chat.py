@@ -86,6 +86,12 @@ class AnswerPlan:
     max_calls: int | None = None
     named: bool = False
 
+    def begin(self, prompt_token_ids: list[int]) -> None:
+        "The prompt is known: reasoning that has ended in it is not looked for in the answer."
+        if self.reasoning and self.reasoning.end_ids:
+            if self.reasoning.is_reasoning_end(prompt_token_ids):
+                self.reasoning = None
+
     @property
     def keeps_tags(self) -> bool:
         "Whether the text must have its special tokens."

@@ -272,7 +272,7 @@ comma ::= "," ws
 colon ::= ":" ws
 """
 
-_NO_WHITESPACE = r"""
+_FIXED_WHITESPACE = r"""
 ws    ::= ""
 comma ::= ", "
 colon ::= ": "
@@ -293,7 +293,7 @@ def _bytes_of(expr: Expr) -> set[int]:
 # %% ../../nbs/structured_output/03_grammar.ipynb #80a4b28f
 @cache
 def _any_json(any_whitespace: bool) -> dict[str, Expr]:
-    return parse_ebnf(_JSON_GRAMMAR + (_ANY_WHITESPACE if any_whitespace else _NO_WHITESPACE))
+    return parse_ebnf(_JSON_GRAMMAR + (_ANY_WHITESPACE if any_whitespace else _FIXED_WHITESPACE))
 
 
 def json_rules(

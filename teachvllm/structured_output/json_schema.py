@@ -425,7 +425,8 @@ def _object_of(found: dict[str, Any], path: str, rules: dict[str, Expr], rule: _
     parts: list[Expr] = [
         Concat((_constant(key), _COLON, rule(*place))) for key, place in schemas.items()
     ]
-    needed = [key in required for key in schemas]
+    wanted = set(required)
+    needed = [key in wanted for key in schemas]
     if others is not False:
         rules.update(_KEY_RULES)
         name = _quoted(_other_than(schemas))
@@ -553,7 +554,9 @@ class _SchemaTranslator:
         self.made: dict[str, Any] = {}  # the schema of each path that has a rule
 
     def rule(self, schema: Any, path: str) -> Rule:
-        while not _is_same(self.made.setdefault(path, schema), schema):
+        while (found := self.made.setdefault(path, schema)) is not schema and not _is_same(
+            found, schema
+        ):
             path += "+"  # what stands here was put together with something else
         if path not in self.rules:
             self.rules[path] = _EMPTY  # so that a schema inside that leads back here ends there

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['BACKENDS', 'to_rules', 'masks_of', 'GrammarMatcher', 'AutomatonMatcher', 'RequestGrammar', 'ReasoningGrammar',
            'CompiledGrammar', 'GrammarBackend', 'AutomatonGrammar', 'AutomatonBackend', 'XGrammarMatcher',
-           'XGrammarGrammar', 'XGrammarBackend', 'tokenizer_of', 'make_backend', 'check_constraint', 'CompileThreads',
-           'GrammarCompilation', 'is_outgrown', 'StructuredOutputManager']
+           'xgrammar_of', 'XGrammarGrammar', 'XGrammarBackend', 'tokenizer_of', 'make_backend', 'check_constraint',
+           'fault_of', 'CompileThreads', 'GrammarCompilation', 'is_outgrown', 'StructuredOutputManager']
 
 # %% ../../nbs/structured_output/07_manager.ipynb #85d689ff
 import functools
@@ -40,12 +40,14 @@ from .token_masks import TokenMasks, vocabulary_of
 logger = logging.getLogger("teachvllm")
 MAX_COMPILE_SECONDS = 30.0  # a request that waits longer ends with an error
 MAX_KEPT = 64  # compiled grammars
-MAX_STATES = 50_000  # of an automaton that another request may go on with
+MAX_TEXT = 256_000  # characters of a schema, regex or grammar
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 # %% ../../nbs/structured_output/07_manager.ipynb #60f1e7f1
 def to_rules(asked: StructuredOutputsParams, config: StructuredOutputsConfig) -> dict[str, Expr]:
     "What a request asks for, as rules from `root` on. `ValueError` says what cannot be served."
+    size = len(msgspec.json.encode(getattr(asked, asked.kind)))
+    require(size <= MAX_TEXT, f"{asked.kind}: {size} characters are more than {MAX_TEXT}")
     if asked.kind == "regex":
         return {"root": parse_regex(asked.regex or "")}
     if asked.kind == "choice":
@@ -62,7 +64,7 @@ def to_rules(asked: StructuredOutputsParams, config: StructuredOutputsConfig) ->
 @functools.lru_cache(maxsize=4)
 def masks_of(tokenizer: Any, vocab_size: int) -> TokenMasks:
     "The trie of a tokenizer's tokens: engines on the same tokenizer share one."
-    return TokenMasks(vocabulary_of(tokenizer), (), vocab_size)
+    return TokenMasks(vocabulary_of(tokenizer)[:vocab_size], (), vocab_size)
 
 
 class GrammarMatcher(Protocol):
@@ -182,15 +184,12 @@ class ReasoningGrammar:
         start = self._start_of_answer(output_token_ids)
         if start is not None:
             return self.grammar.bitmask(output_token_ids[start:], drafts)
-        masks = [self.all]
         for num_drafts in range(1, len(drafts) + 1):
             written = output_token_ids + drafts[:num_drafts]
-            start = self._start_of_answer(written)
-            if start is None:
-                masks.append(self.all)
-            else:
-                masks += self.grammar.bitmask(written[start:], [])
-        return masks
+            if self._start_of_answer(written) is not None:  # it ends among the drafts
+                behind = self.grammar.bitmask([], drafts[num_drafts:])
+                return [self.all] * num_drafts + behind
+        return [self.all] * (1 + len(drafts))
 
     def _start_of_answer(self, token_ids: list[int]) -> int | None:
         place = -1
@@ -215,7 +214,8 @@ class CompiledGrammar(Protocol):
 class GrammarBackend(Protocol):
     "Compiles what requests ask for. vLLM: `StructuredOutputBackend`."
 
-    def check(self, asked: StructuredOutputsParams) -> None:
+    @staticmethod
+    def check(asked: StructuredOutputsParams, settings: StructuredOutputsConfig) -> None:
         "`ValueError` for what it cannot serve: quick, since a client waits for it."
 
     def compile(self, asked: StructuredOutputsParams) -> CompiledGrammar:
@@ -233,7 +233,7 @@ class AutomatonGrammar:
         return AutomatonMatcher(self.automaton, self.masks, stop_token_ids)
 
     def is_outgrown(self) -> bool:
-        return self.automaton.num_states > MAX_STATES
+        return self.automaton.weight > self.automaton.max_weight // 2
 
 
 class AutomatonBackend:
@@ -244,8 +244,9 @@ class AutomatonBackend:
         self.vocab_size = config.model_config.vocab_size
         self.tokenizer = tokenizer
 
-    def check(self, asked: StructuredOutputsParams) -> None:
-        to_rules(asked, self.settings)
+    @staticmethod
+    def check(asked: StructuredOutputsParams, settings: StructuredOutputsConfig) -> None:
+        Automaton(to_rules(asked, settings))
 
     def compile(self, asked: StructuredOutputsParams) -> CompiledGrammar:
         automaton = Automaton(to_rules(asked, self.settings))
@@ -292,6 +293,25 @@ class XGrammarMatcher:
         return self.bits.view(torch.uint8).numpy().tobytes()[: self.mask_size]
 
 
+def xgrammar_of(asked: StructuredOutputsParams, settings: StructuredOutputsConfig) -> Any:
+    "What a request asks for, as a grammar of XGrammar's."
+    from xgrammar import Grammar
+
+    if asked.kind == "regex":
+        return Grammar.from_regex(asked.regex or "")
+    if asked.kind == "choice":
+        options = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice or ())
+        return Grammar.from_ebnf(f"root ::= {options}")
+    if asked.kind == "grammar":
+        return Grammar.from_ebnf(asked.grammar or "")
+    one_line = asked.disable_any_whitespace or settings.disable_any_whitespace
+    schema = asked.json if asked.kind == "json" else ANY_OBJECT
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return Grammar.from_json_schema(
+        text, any_whitespace=not one_line, max_whitespace_cnt=None if one_line else 2
+    )
+
+
 class XGrammarGrammar:
     "What XGrammar compiled."
 
@@ -326,34 +346,19 @@ class XGrammarBackend:
         )
         return self.xgrammar.GrammarCompiler(info)
 
-    def check(self, asked: StructuredOutputsParams) -> None:
+    @staticmethod
+    def check(asked: StructuredOutputsParams, settings: StructuredOutputsConfig) -> None:
         try:
-            self._grammar(asked)
+            xgrammar_of(asked, settings)
         except RuntimeError as error:
             raise ValueError(f"xgrammar cannot serve {asked.kind}: {error}") from error
 
-    def _grammar(self, asked: StructuredOutputsParams) -> Any:
-        grammar = self.xgrammar.Grammar
-        if asked.kind == "regex":
-            return grammar.from_regex(asked.regex or "")
-        if asked.kind == "choice":
-            options = " | ".join(json.dumps(text) for text in asked.choice or ())
-            return grammar.from_ebnf(f"root ::= {options}")
-        if asked.kind == "grammar":
-            return grammar.from_ebnf(asked.grammar or "")
-        one_line = asked.disable_any_whitespace or self.settings.disable_any_whitespace
-        schema = asked.json if asked.kind == "json" else ANY_OBJECT
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        return grammar.from_json_schema(
-            text, any_whitespace=not one_line, max_whitespace_cnt=None if one_line else 2
-        )
-
     def compile(self, asked: StructuredOutputsParams) -> CompiledGrammar:
-        compiled = self.compiler.compile_grammar(self._grammar(asked))
+        compiled = self.compiler.compile_grammar(xgrammar_of(asked, self.settings))
         return XGrammarGrammar(compiled, self.vocab_size)
 
 # %% ../../nbs/structured_output/07_manager.ipynb #aead613b
-BACKENDS: dict[str, Callable[[VllmConfig, Any], GrammarBackend]] = {
+BACKENDS: dict[str, Any] = {
     "teachvllm": AutomatonBackend,
     "xgrammar": XGrammarBackend,
 }
@@ -377,7 +382,8 @@ def make_backend(config: VllmConfig) -> GrammarBackend:
         name != "xgrammar" or find_spec("xgrammar") is not None,
         "guided_decoding_backend='xgrammar' is not installed: pip install 'teachvllm[structured]'",
     )
-    return BACKENDS[name](config, tokenizer_of(config))
+    made: GrammarBackend = BACKENDS[name](config, tokenizer_of(config))
+    return made
 
 
 def check_constraint(asked: StructuredOutputsParams, config: VllmConfig) -> None:
@@ -387,7 +393,22 @@ def check_constraint(asked: StructuredOutputsParams, config: VllmConfig) -> None
         asked.backend in (None, named),
         f"backend={asked.backend!r}: this engine has guided_decoding_backend={named!r}",
     )
-    make_backend(config).check(asked)
+    tokenizer_of(config)
+    fault = fault_of(msgspec.msgpack.encode(asked), config.structured_outputs_config)
+    require(fault is None, fault or "")
+
+
+@functools.lru_cache(maxsize=256)
+def fault_of(encoded: bytes, settings: StructuredOutputsConfig) -> str | None:
+    "What is wrong with a constraint, if anything: asked once for all prompts of a request."
+    asked = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
+    try:
+        BACKENDS["teachvllm" if settings.backend == "auto" else settings.backend].check(
+            asked, settings
+        )
+    except ValueError as error:
+        return str(error)
+    return None
 
 # %% ../../nbs/structured_output/07_manager.ipynb #24231610
 class CompileThreads:
@@ -478,7 +499,7 @@ class StructuredOutputManager:
         "A request came: it waits until its grammar is compiled."
         params = request.sampling_params
         future = self._compile(params.constraint)
-        stop_token_ids = sorted(set(params.all_stop_token_ids or ()) | set(request.stop_token_ids))
+        stop_token_ids = params.all_stop_token_ids or request.stop_token_ids
         group.grammar = RequestGrammar(lambda: future.result().matcher(stop_token_ids))
         if self.reasoning is not None and not self.reasoning.is_reasoning_end(
             request.prompt_token_ids

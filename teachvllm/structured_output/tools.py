@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from ..config import require
+from ..kernels import warn_once
 
 # %% ../../nbs/structured_output/05_tools.ipynb #782325a4
 STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -679,7 +680,9 @@ def check_tools(tools: list[Tool] | None, tool_choice: ToolChoice, has_parser: b
     if choice == "none":
         return choice
     require(bool(tools), "When using `tool_choice`, `tools` must be set.")
-    functions = [tool.get("function") or {} for tool in tools or []]
+    functions: list[Any] = [tool.get("function") for tool in tools or []]
+    is_whole = all(isinstance(function, dict) for function in functions)
+    require(is_whole, "tools: each needs a function with a name")
     for function in functions:
         ok = isinstance(function.get("name"), str) and function["name"] != ""
         require(ok, "tools: each needs a function with a name")
@@ -704,12 +707,8 @@ def _check_auto(functions: list[dict[str, Any]], has_parser: bool) -> None:
         has_parser,
         '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
     )
-    strict = [function["name"] for function in functions if function.get("strict")]
-    require(
-        not strict,
-        f'tools: strict=true of {strict[:1]} is not served with tool_choice="auto": '
-        'leave it out, or choose "required" or a tool by name, which are always strict',
-    )
+    if any(function.get("strict") for function in functions):
+        warn_once('strict=true of a tool changes nothing with tool_choice="auto"')
 
 # %% ../../nbs/structured_output/05_tools.ipynb #8b4abb29
 DATA = ("const", "default", "enum", "examples")  # in a schema: values, and no schemas
