@@ -273,11 +273,6 @@ COMPLETIONS = [
         "this engine has",
     ),
     (
-        {"prompt": "Hello", "guided_whitespace_pattern": ""},
-        "guided_whitespace_pattern",
-        "must use one kind",
-    ),
-    (
         {"prompt": "Hello", "guided_json": {}, "guided_regex": "a"},
         "guided_json",
         "only use one kind",

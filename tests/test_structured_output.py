@@ -201,7 +201,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "JSON": {"json": "{"},
     "max_size": {"regex": "a{999999999}"},
     "can ever finish": {"json": {"$ref": "#"}},
-    "left recursion": {"grammar": 'root ::= root "a"'},
+    "left recursion": {"grammar": 'root ::= root "a" | "b"'},
     "are more than 256000": {"regex": "a" * 256_001},
 }
 

@@ -21,7 +21,7 @@ from nbdev.serve import proc_nbs
 from readme import README_ONLY
 
 ROOT = Path(__file__).resolve().parents[1]
-NUMBERED = re.compile(r"(?<![/\w.])((?:\.\./|[a-z]+/)*)\d\d_(\w+\.ipynb)")
+NUMBERED = re.compile(r"(?<![/\w.])((?:\.\./|[a-z_]+/)*)\d\d_(\w+\.ipynb)")
 COLAB_BADGE = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
 WEB_FONTS = re.compile(
     r"""@import\s*(?:url\()?(["']?)https?://fonts\.googleapis\.com[^"')]*\1\)?;?"""

@@ -829,9 +829,9 @@ def build_app(
     app = FastAPI(
         title="teachvllm",
         version=import_module("teachvllm").__version__,
-        root_path=args.root_path or "",
         openapi_url=None if args.disable_fastapi_docs else "/openapi.json",  # and all made of it
     )
+    app.root_path = args.root_path or ""
     app.state.engine = engine
     app.state.traffic = Traffic()
     app.state.serving = serving = OpenAIServing(

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['BACKENDS', 'to_rules', 'masks_of', 'GrammarMatcher', 'AutomatonMatcher', 'RequestGrammar', 'ReasoningGrammar',
            'CompiledGrammar', 'GrammarBackend', 'AutomatonGrammar', 'AutomatonBackend', 'XGrammarMatcher',
-           'xgrammar_of', 'XGrammarGrammar', 'XGrammarBackend', 'tokenizer_of', 'make_backend', 'check_constraint',
-           'fault_of', 'CompileThreads', 'GrammarCompilation', 'is_outgrown', 'StructuredOutputManager']
+           'XGrammarGrammar', 'XGrammarBackend', 'tokenizer_of', 'make_backend', 'check_constraint', 'CompileThreads',
+           'GrammarCompilation', 'is_outgrown', 'StructuredOutputManager']
 
 # %% ../../nbs/structured_output/07_manager.ipynb #85d689ff
 import functools
@@ -293,7 +293,7 @@ class XGrammarMatcher:
         return self.bits.view(torch.uint8).numpy().tobytes()[: self.mask_size]
 
 
-def xgrammar_of(asked: StructuredOutputsParams, settings: StructuredOutputsConfig) -> Any:
+def _xgrammar_of(asked: StructuredOutputsParams, settings: StructuredOutputsConfig) -> Any:
     "What a request asks for, as a grammar of XGrammar's."
     from xgrammar import Grammar
 
@@ -349,12 +349,12 @@ class XGrammarBackend:
     @staticmethod
     def check(asked: StructuredOutputsParams, settings: StructuredOutputsConfig) -> None:
         try:
-            xgrammar_of(asked, settings)
+            _xgrammar_of(asked, settings)
         except RuntimeError as error:
             raise ValueError(f"xgrammar cannot serve {asked.kind}: {error}") from error
 
     def compile(self, asked: StructuredOutputsParams) -> CompiledGrammar:
-        compiled = self.compiler.compile_grammar(xgrammar_of(asked, self.settings))
+        compiled = self.compiler.compile_grammar(_xgrammar_of(asked, self.settings))
         return XGrammarGrammar(compiled, self.vocab_size)
 
 # %% ../../nbs/structured_output/07_manager.ipynb #aead613b
@@ -394,12 +394,12 @@ def check_constraint(asked: StructuredOutputsParams, config: VllmConfig) -> None
         f"backend={asked.backend!r}: this engine has guided_decoding_backend={named!r}",
     )
     tokenizer_of(config)
-    fault = fault_of(msgspec.msgpack.encode(asked), config.structured_outputs_config)
+    fault = _fault_of(msgspec.msgpack.encode(asked), config.structured_outputs_config)
     require(fault is None, fault or "")
 
 
 @functools.lru_cache(maxsize=256)
-def fault_of(encoded: bytes, settings: StructuredOutputsConfig) -> str | None:
+def _fault_of(encoded: bytes, settings: StructuredOutputsConfig) -> str | None:
     "What is wrong with a constraint, if anything: asked once for all prompts of a request."
     asked = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
     try:
