@@ -605,6 +605,7 @@ class StructuredOutputsConfig(ShowAsTable):
     NOT_YET = {
         "reasoning_parser_plugin": ("", "register_reasoning_parser takes a class"),
         "enable_in_reasoning": (False, "a grammar begins when reasoning ends"),
+        "disable_additional_properties": (False, "say additionalProperties in the schema"),
     }
 
     def __post_init__(self) -> None:

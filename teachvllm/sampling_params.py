@@ -70,7 +70,10 @@ class StructuredOutputsParams(ShowAsTable):
     disable_any_whitespace: bool = False  # JSON on one line: `, ` and `: `
     disable_additional_properties: bool = False  # they are not written but where a schema says so
 
-    NOT_YET: typing.ClassVar = {"structural_tag": (None, "an answer is bound from its first token")}
+    NOT_YET: typing.ClassVar = {
+        "structural_tag": (None, "an answer is bound from its first token"),
+        "disable_additional_properties": (False, "say additionalProperties in the schema"),
+    }
 
     KINDS: typing.ClassVar = ("json", "regex", "choice", "grammar", "json_object")
     # of these, the one that is given
