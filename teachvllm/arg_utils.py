@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NOT_YET', 'DTYPES', 'ONLINE', 'arg', 'EngineArgs', 'gpu_capability', 'resolve_dtype', 'control_groups',
-           'container_cpus', 'limit_threads', 'create_structured_outputs_config', 'hint_if_busy', 'read_stored_pooling',
-           'resolve_task', 'base_architecture', 'resolve_pooler_config', 'pick', 'merge_rope', 'apply_overrides',
-           'longest_text', 'configuration_of', 'create_model_config']
+           'container_cpus', 'limit_threads', 'create_structured_outputs_config', 'create_speculative_config',
+           'hint_if_busy', 'read_stored_pooling', 'resolve_task', 'base_architecture', 'resolve_pooler_config', 'pick',
+           'merge_rope', 'apply_overrides', 'longest_text', 'configuration_of', 'create_model_config']
 
 # %% ../nbs/19_arg_utils.ipynb #2795d059
 import argparse
@@ -36,6 +36,7 @@ from teachvllm.config import (
     PoolerConfig,
     SchedulerConfig,
     ShowAsTable,
+    SpeculativeConfig,
     StructuredOutputsConfig,
     VllmConfig,
     check_names,
@@ -319,14 +320,10 @@ _BY_REASON: dict[str, dict[str, list[Any]]] = {
     "a function of a request's own logits_processors is not asked where it comes from": {
         "logits_processor_pattern": [],
     },
-    "speculative decoding is not there": {
+    "speculative_config says all of it": {
         "per_request_spec_decode_metrics": ["none"],
-        "speculative_config": [],
         "speculative_model": [],
         "num_speculative_tokens": [],
-        "spec_method": [],
-        "spec_model": [],
-        "spec_tokens": [],
     },
     "nothing is compiled": {
         "compilation_config": [],
@@ -536,6 +533,14 @@ class EngineArgs(ShowAsTable):
     structured_outputs_config: Any = arg(
         None, "backend, reasoning_parser and the other fields of vLLM's class", cli=json_object
     )
+    speculative_config: Any = arg(
+        None,
+        "what drafts tokens, as a dict or JSON: method, num_speculative_tokens, model, ...",
+        cli=json_object,
+    )
+    spec_method: str | None = arg(None, "method of speculative_config: ngram, draft_model, ...")
+    spec_model: str | None = arg(None, "model of speculative_config")
+    spec_tokens: int | None = arg(None, "num_speculative_tokens of speculative_config")
     disable_log_stats: bool = arg(True, "do not log the engine's statistics while it runs")
 
     NOT_YET: typing.ClassVar = NOT_YET
@@ -596,7 +601,10 @@ class EngineArgs(ShowAsTable):
             hint_if_busy()
         lora = pick(self, LoRAConfig) if self.enable_lora else None
         structured = create_structured_outputs_config(self)
-        return VllmConfig(model, cache, scheduler, parallel, device, load, lora, structured)
+        speculative = create_speculative_config(self)
+        return VllmConfig(
+            model, cache, scheduler, parallel, device, load, lora, structured, speculative
+        )
 
     def _settled_limits(self, model: ModelConfig, device: str) -> dict[str, Any]:
         "Those fields of the `SchedulerConfig` that follow from model and device if not given."
@@ -758,6 +766,29 @@ def create_structured_outputs_config(args: "EngineArgs") -> StructuredOutputsCon
         if asked:
             settled[name] = value
     return StructuredOutputsConfig(**settled)
+
+
+def create_speculative_config(args: "EngineArgs") -> SpeculativeConfig | None:
+    "The checked configuration of drafts, None if none are asked for."
+    given = args.speculative_config
+    require(
+        given is None or isinstance(given, dict),
+        f"speculative_config={given!r:.80} must be a dict",
+    )
+    short = {
+        "method": args.spec_method,
+        "model": args.spec_model,
+        "num_speculative_tokens": args.spec_tokens,
+    }
+    settled = dict(given or {})
+    for name, value in short.items():
+        if value is not None:
+            require(
+                settled.get(name, value) == value,
+                f"{name} is {value!r} as an argument and {settled.get(name)!r} in speculative_config",
+            )
+            settled[name] = value
+    return SpeculativeConfig(**settled) if settled else None
 
 # %% ../nbs/19_arg_utils.ipynb #b0c75c3b
 def hint_if_busy() -> None:
@@ -957,7 +988,7 @@ def longest_text(hf_config: Any, asked: int | None = None) -> int | None:
     return longest
 
 # %% ../nbs/19_arg_utils.ipynb #f2995662
-ONLINE = ("fp8", "int8")  # methods that round plain weights while they are loaded
+ONLINE = ("fp8", "int8", "int4")  # methods that round plain weights while they are loaded
 
 
 def configuration_of(path: Path, args: EngineArgs) -> Any:

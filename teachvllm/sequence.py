@@ -56,6 +56,8 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.spec_token_ids: list[int] = []  # drafts: guesses of its next tokens, to be looked at
         self.num_draft_tokens = 0  # in flight: it is not known yet how many of them are right
+        # the same for slots behind its tokens, where the workers may compute guesses of their own
+        self.num_lookahead_slots = 0
         self.cumulative_logprob = 0.0  # of the output, where the request asks for log-probabilities
         self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were needed
         self.num_cached_blocks = 0  # how many of its first blocks other requests can find
@@ -118,6 +120,7 @@ class Sequence:
         self.num_output_placeholders = 0
         self.num_cached_blocks = 0
         self.num_draft_tokens = 0
+        self.num_lookahead_slots = 0
         self.spec_token_ids = []
         self.status = SequenceStatus.WAITING
 

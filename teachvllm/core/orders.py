@@ -79,6 +79,9 @@ class SchedulerOutput:
     # seq_id -> drafts, guesses of its next tokens, the last of the scheduled ones: each is computed
     # and verified
     scheduled_spec_decode_tokens: dict[int, list[int]] = field(default_factory=dict)
+    # seq_id -> how many drafts the workers may propose for its next step; its block table has slots
+    # for them
+    num_draft_tokens: dict[int, int] = field(default_factory=dict)
     # seq_id -> for each token that it samples, which ones are allowed: a bit for each of the
     # vocabulary, the first in the lowest bit of the first byte
     grammar_bitmask: dict[int, list[bytes]] = field(default_factory=dict)

@@ -263,6 +263,7 @@ class StepBuilder:
         self.running = scheduler.running
         self.num_running_seqs = 0  # at the beginning of the step, and those admitted in it
         self.num_cow_copies = 0
+        self.num_lookahead_slots = 0  # most drafts that the workers may propose for a sequence
         self.mask_size: int | None = None  # bytes of a grammar's mask; None: not known
         self.failed: dict[SequenceGroup, str] = {}  # groups that end with an error after the step
 
@@ -362,9 +363,12 @@ class StepBuilder:
             return False
         size = self.block_manager.block_size
         before = seq.num_computed_tokens
+        num_ahead = 0
+        if group.wants_drafts and self.num_lookahead_slots:
+            num_ahead = self._look_ahead(group, seq, num_tokens)
         # else it is one token inside a block that only this sequence has: no block is needed
-        if num_tokens > 1 or before % size == 0 or len(group.unfinished) > 1:
-            slots = self.block_manager.allocate_slots(seq, num_tokens)
+        if num_tokens > 1 or before % size == 0 or num_ahead or len(group.unfinished) > 1:
+            slots = self.block_manager.allocate_slots(seq, num_tokens + num_ahead)
             if slots.block_ids:
                 out.new_block_ids[seq.seq_id] = slots.block_ids
             if slots.copies:
@@ -385,6 +389,27 @@ class StepBuilder:
             # a request admitted in this very step may read them
             self.block_manager.cache_full_blocks(seq)
         return True
+
+    def _look_ahead(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> int:
+        """How many drafts the workers may propose behind the token that `seq` samples in this step.
+        A model that guesses writes to their slots, so blocks for them are taken, if some are to
+        spare: no request is preempted for a guess.
+        """
+        end = seq.num_computed_tokens + num_tokens
+        if end < seq.num_tokens or seq.num_output_placeholders or group.fork_rule is not None:
+            return 0  # it samples no token, the token before is unknown, or it samples several
+        most = self.num_lookahead_slots
+        if seq.max_len is not None:
+            most = min(most, seq.max_len - end - 1)
+        manager = self.block_manager
+        needed = manager.num_new_blocks(seq, num_tokens + max(0, most))
+        spare = manager.get_num_free_gpu_blocks() - self._headroom(group)
+        if needed > spare and needed > manager.num_new_blocks(seq, num_tokens):
+            most = min(most, -end % manager.block_size)  # what is left of its last block
+        seq.num_lookahead_slots = max(0, most)
+        if seq.num_lookahead_slots:
+            self.orders.next.num_draft_tokens[seq.seq_id] = most
+        return seq.num_lookahead_slots
 
     def _set_bitmask(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> bool:
         "What the grammar allows after these tokens; an exception in it ends its request only."
@@ -913,9 +938,11 @@ class Scheduler:
         wrong are taken back. Without `sampled` the workers are told of the tokens.
         """
         num_drafts = seq.num_draft_tokens
-        if num_drafts:  # one token more than drafts that were right
+        guessed = num_drafts > 0 or seq.num_lookahead_slots > 0
+        if guessed:  # one token more than drafts that were right
             seq.num_computed_tokens -= num_drafts - (len(token_ids) - 1)
             seq.num_draft_tokens = 0
+            seq.num_lookahead_slots = 0
         status = None
         for n, token_id in enumerate(token_ids, 1):
             seq.token_ids.append(token_id)
@@ -926,10 +953,10 @@ class Scheduler:
         if scores:
             scores = scores[: len(token_ids)]
             seq.cumulative_logprob += sum(logprob for logprob, _, _ in scores)
-        self._tokens_known(seq, token_ids, workers_know=sampled and not num_drafts)
+        self._tokens_known(seq, token_ids, workers_know=sampled and not guessed)
         if status:
             self.requests.finish_seq(group, seq, status)
-        elif num_drafts:
+        elif guessed:
             self.block_manager.remove_draft_blocks(seq)
         self.reports.add(group, seq, token_ids, scores)
         if status:

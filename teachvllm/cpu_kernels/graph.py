@@ -315,7 +315,7 @@ class CpuGraphRunner:
         there are orders for the model as it is now.
         """
         decoded = self.decoded
-        few = len(batch.req_indices) == batch.num_decodes <= self.max_num_seqs
+        few = batch.num_queries == batch.num_decodes <= self.max_num_seqs
         self.decoded = few and batch.extras.keys() == self.extras
         if not self.decoded or self.restless == self.TRIES:
             return False

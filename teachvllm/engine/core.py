@@ -39,6 +39,7 @@ from ..trace import StepTrace, Trace
 logger = logging.getLogger("teachvllm")
 LORA_MANAGER = "teachvllm.lora.manager.LoRAManager"
 STRUCTURED_OUTPUT_MANAGER = "teachvllm.structured_output.manager.StructuredOutputManager"
+DRAFT_POLICY = "teachvllm.speculative.policy.DraftPolicy"
 
 # %% ../../nbs/52_engine_core.ipynb #1ce119d7
 def make_group(
@@ -318,6 +319,9 @@ class EngineCore:
         self.preparers: list[Callable[[EngineCoreRequest, SequenceGroup], None]] = []
         # which adapters are where, with `enable_lora`
         self.lora = resolve_class(LORA_MANAGER)(self) if config.lora_config else None
+        # how many drafts pay, with a `speculative_config`
+        speculative = config.speculative_config
+        self.draft_policy = resolve_class(DRAFT_POLICY)(speculative) if speculative else None
         self.structured_output: Any = None  # compiles grammars, from the first on that is asked for
         self.preparers.append(self._prepare_grammar)
         # Called after each step: guesses of the next tokens of running sequences, by seq_id,
@@ -462,6 +466,8 @@ class EngineCore:
         out in the order in which they are sent.
         """
         begin = time.perf_counter()
+        if self.draft_policy:
+            self.draft_policy.start_step(scheduler)
         out = scheduler.schedule()
         scheduled = time.perf_counter()
         self._check_progress(scheduler, out)
@@ -495,6 +501,8 @@ class EngineCore:
         self.in_flight.popleft()
         arrived = time.perf_counter()
         outputs = EngineCoreOutputs(step.scheduler.update_from_output(sampled))
+        if self.draft_policy:
+            self.draft_policy.step_done(step.out, sampled, arrived - step.begun_at)
         if sampled.draft_token_ids or self.drafter:
             self._update_drafts(step.scheduler, sampled.draft_token_ids)
         if self.stat_logger:

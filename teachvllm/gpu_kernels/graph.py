@@ -134,13 +134,13 @@ class MixedGraphRunner:
         """Whether a graph can run `batch`: no embeddings, adapters if they were recorded, not too
         many tokens, no text too long.
         """
-        if batch.num_decodes == len(batch.req_indices):
+        if batch.num_decodes == batch.num_queries:
             return self.decodes is not None and self.decodes.can_run(batch)
         if batch.extras.keys() != self.extras:
             return False
         if len(batch.positions) > max(self.graphs, default=0):
             return False
-        return len(batch.req_indices) <= self.num_seqs and batch.seq_lens.max() <= self.longest
+        return batch.num_queries <= self.num_seqs and batch.seq_lens.max() <= self.longest
 
     def run(
         self, inputs: dict[str, np.ndarray], sampling: dict[str, np.ndarray], batch: Batch
@@ -148,7 +148,7 @@ class MixedGraphRunner:
         """Hidden states [num_tokens, hidden_size] of a batch that `can_run` accepts, and on the
         device `inputs`, padded, and `sampling`. All are overwritten by the next run.
         """
-        if self.decodes and batch.num_decodes == len(batch.req_indices):
+        if self.decodes and batch.num_decodes == batch.num_queries:
             return self.decodes.run(inputs, sampling)
         num_tokens = len(inputs["token_ids"])
         size = min(size for size in self.graphs if size >= num_tokens)

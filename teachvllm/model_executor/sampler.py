@@ -393,6 +393,8 @@ class SamplerOutput:
     # [len(seq_ids), n] float32: vectors, and then no tokens (chapter 34)
     pooled: torch.Tensor | None = None
     drafts: dict[int, list[int]] = field(default_factory=dict)  # entry -> the tokens guessed for it
+    # seq_id -> guesses of what comes next
+    draft_token_ids: dict[int, list[int]] = field(default_factory=dict)
 
     def start_copy(self) -> "SamplerOutput":
         "The same, while it is copied to pinned memory of the host. The caller does not wait."
@@ -408,6 +410,17 @@ class SamplerOutput:
         copy.arrived = torch.cuda.current_stream().record_event()
         return copy
 
+    def accepted_token_ids(self) -> list[list[int]]:
+        "The tokens of each entry. Waits until the copy has arrived."
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        if not self.drafts:
+            tokens: list[list[int]] = self.token_ids[:, None].tolist()
+            return tokens
+        ids = self.token_ids.tolist()
+        rows = accepted_rows(ids, len(self.seq_ids), self.drafts)
+        return [[ids[row] for row in part] for part in rows]
+
     def to_model_runner_output(self) -> ModelRunnerOutput:
         "Waits until the copy has arrived, and not for what the device does after it."
         if self.arrived is not None:
@@ -416,15 +429,14 @@ class SamplerOutput:
             whole = [] if self.pooled.isnan().any() else self.pooled.tolist()
             vectors = whole or [[] if row.isnan().any() else row.tolist() for row in self.pooled]
             return ModelRunnerOutput([], [], pooled=dict(zip(self.seq_ids, vectors, strict=True)))
-        out = ModelRunnerOutput(self.seq_ids, self.token_ids[:, None].tolist(), errors=self.errors)
+        out = ModelRunnerOutput(self.seq_ids, self.accepted_token_ids(), errors=self.errors)
+        out.draft_token_ids = self.draft_token_ids
         scored = {}
         if self.logprobs is not None:
             scored = dict(zip(self.logprobs.rows.tolist(), self.logprobs.tolists(), strict=True))
             out.logprobs = {row: [scores] for row, scores in scored.items()}
         if self.drafts:
             rows = accepted_rows(self.token_ids.tolist(), len(self.seq_ids), self.drafts)
-            tokens = out.sampled_token_ids
-            out.sampled_token_ids = [[tokens[row][0] for row in part] for part in rows]
             out.logprobs = {
                 i: [scored[row] for row in part] for i, part in enumerate(rows) if part[0] in scored
             }

@@ -194,7 +194,7 @@ class CudaGraphRunner:
         """
         if batch.extras.keys() != self.extras:
             return False
-        num_seqs = len(batch.req_indices)
+        num_seqs = batch.num_queries
         fits = num_seqs == batch.num_decodes <= self.sizes[-1]
         return fits and batch.seq_lens.max() <= self.longest
 

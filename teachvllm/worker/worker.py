@@ -274,6 +274,8 @@ class Worker:
         if not self.cache_engines:
             return  # asleep: it records when it wakes up
         kv_caches = self.cache_engines[0].gpu_cache
+        if runner.proposer:
+            runner.proposer.record_steps(kv_caches)
         if self.device == "cpu":
             record = runner.context.kernels.find("record")
             if record and not self.config.model_config.enforce_eager:
@@ -343,6 +345,8 @@ class Worker:
             self.model_runner.graphs = None  # they have the cache's addresses
             if level == 1:
                 self.model_runner.model.to("cpu")
+                if self.model_runner.proposer:
+                    self.model_runner.proposer.to("cpu")
             else:
                 self.model_runner.unload_model()
             release_memory()
@@ -354,6 +358,8 @@ class Worker:
                 self.model_runner.load_model()
             elif "weights" in tags:
                 self.model_runner.model.to(self.device)
+                if self.model_runner.proposer:
+                    self.model_runner.proposer.to(self.device)
         if "kv_cache" in tags:
             self.initialize_cache(*self.num_blocks)
             self.compile_or_warm_up_model()

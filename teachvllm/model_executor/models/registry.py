@@ -51,6 +51,7 @@ QUANTIZATION_METHODS: dict[str, str | type] = {
     "compressed-tensors": "teachvllm.quantization.grouped.CompressedTensorsConfig",
     "gguf": "teachvllm.quantization.gguf.GGUFConfig",
     "int8": "teachvllm.quantization.online.Int8Config",
+    "int4": "teachvllm.quantization.online.Int4Config",
     "fp8": "teachvllm.quantization.scaled.Fp8Config",
 }
 
