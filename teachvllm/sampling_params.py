@@ -8,6 +8,7 @@ __all__ = ['GuidedDecodingParams', 'RequestOutputKind', 'StructuredOutputsParams
 
 # %% ../nbs/04_sampling_params.ipynb #7d76fc43
 import copy
+import json
 import math
 import numbers
 import typing
@@ -31,6 +32,14 @@ class RequestOutputKind(Enum):
 def is_valid_unicode(text: str) -> bool:
     "Whether `text` can be written in UTF-8: it has no half of a UTF-16 pair, as careless JSON has."
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def as_json(schema: dict[str, Any]) -> str:
+    "A schema as text, in which integers may be as long as they like: msgpack's have 64 bits."
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json: the schema is not JSON: {error}") from None
 
 
 def as_list(name: str, value: Any, kind: type) -> list[Any]:
@@ -59,7 +68,7 @@ class StructuredOutputsParams(ShowAsTable):
     `ValueError` unless exactly one is given, or for one of the wrong kind.
     """
 
-    json: Any = None  # a JSON schema: a dict, or the text of one
+    json: Any = None  # a JSON schema: a dict, which becomes a text, or the text of one
     regex: str | None = None  # which all of the answer matches
     choice: list[str] | None = None  # one of these texts
     grammar: str | None = None  # in EBNF, from its rule `root` on
@@ -99,6 +108,8 @@ class StructuredOutputsParams(ShowAsTable):
             require(
                 isinstance(value, dict | str | bool), f"json={value!r:.80} must be a JSON schema"
             )
+            if isinstance(value, dict):
+                self.json = as_json(value)
         elif self.kind in ("regex", "grammar"):
             ok = isinstance(value, str) and value != ""
             require(ok, f"{self.kind}={value!r:.80} must be a text, and not empty")

@@ -2,6 +2,7 @@
 valid and in the schema's order it accepts, and what isn't served is named.
 """
 
+import ipaddress
 import itertools
 import json
 import random
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import pytest
 
+from teachvllm.sampling_params import StructuredOutputsParams
 from teachvllm.structured_output.automaton import Automaton
 from teachvllm.structured_output.grammar import json_rules, parse_ebnf
 from teachvllm.structured_output.json_schema import schema_to_rules
@@ -411,6 +414,14 @@ def test_formats() -> None:
         "date-time": (["2024-01-01T00:00:00Z"], ["2024-01-01 00:00:00Z", "2024-01-01"]),
         "email": (["a@b.c", "x.y+z@host"], ["a@", "@b", "a b@c", "a..b@c"]),
         "uuid": (["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
+        "ipv6": (
+            ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::a:B", "1::8", "1:2:3:4:5:6:7::"],
+            ["", ":", "1", "1:2:3:4:5:6:7", "1::2::3", "12345::", "1:2:3:4:5:6:7:8:9", "g::"],
+        ),
+        "duration": (
+            ["P1Y2M3DT4H5M6S", "P3W", "PT1H", "P1D", "PT30S", "P1M", "P2DT1M"],
+            ["P", "PT", "1D", "P1", "P1S", "PT1D", "P1YT", "P1Y3D", "-P1D"],
+        ),
         "ipv4": (["0.0.0.0", "255.255.255.255"], ["256.0.0.1", "01.2.3.4", "1.2.3"]),
         "hostname": (["a", "a-b.example"], ["-a", "a-", "a..b", "a" * 31]),
         "uri": (["http://a/b?c=d#e", "ftp://h:21"], ["a", "http:/a", "http://a b"]),
@@ -419,6 +430,101 @@ def test_formats() -> None:
         automaton = automaton_of({"type": "string", "format": name})
         assert all(accepts(automaton, json.dumps(text)) for text in good), name
         assert not any(accepts(automaton, json.dumps(text)) for text in bad), name
+
+
+def test_any_ipv6_is_what_python_reads() -> None:
+    automaton = automaton_of({"format": "ipv6"})
+    rng = random.Random(0)
+    num_good = 0
+    for _ in range(5000):
+        text = "".join(rng.choice(["1", "0a:", ":", "f", "::", "12:"]) for _ in range(8))
+        try:
+            ipaddress.IPv6Address(text)
+            is_good = True
+        except ValueError:
+            is_good = False
+        num_good += is_good
+        assert accepts(automaton, json.dumps(text)) == is_good, text
+    assert num_good > 50
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 10, 64, 99, 100])
+def test_multiples(divisor: int) -> None:
+    for bounds in (
+        {},
+        {"minimum": 0},
+        {"exclusiveMinimum": 0},
+        {"maximum": 0},
+        {"exclusiveMaximum": 0},
+        {"minimum": -150, "maximum": 333},
+    ):
+        schema = {"type": "integer", "multipleOf": divisor} | bounds
+        automaton = automaton_of(schema)
+        for k in range(-500, 500):
+            assert accepts(automaton, str(k)) == is_valid(schema, str(k)), (schema, k)
+        assert not accepts(automaton, "00") and not accepts(automaton, "-0")
+    big = 10**40 - 10**40 % divisor
+    automaton = automaton_of({"multipleOf": divisor})
+    assert accepts(automaton, str(big)) and accepts(automaton, str(big + 1)) == (divisor == 1)
+
+
+def test_values_beside_what_they_must_be() -> None:
+    schema = {"enum": ["a", "bcd", "é", 3, 10, 12.5, True, None], "maxLength": 1, "minimum": 5}
+    automaton = automaton_of(schema)
+    for value in schema["enum"]:  # type: ignore[attr-defined]
+        text = json.dumps(value, ensure_ascii=False)
+        assert accepts(automaton, text) == is_valid(schema, text), value
+    assert accepts(automaton_of({"enum": [4, 6], "multipleOf": 3}), "6")
+    assert not accepts(automaton_of({"enum": [4, 6], "multipleOf": 3}), "4")
+
+
+NEVER: Any = {"type": "object", "properties": {"n": {"$ref": "#/$defs/never"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    "nothing", [False, {"minLength": 3, "maxLength": 2}, {"$ref": "#/$defs/never"}]
+)
+def test_what_has_no_value_is_left_out(nothing: Any) -> None:
+    "A member, an item, an option, a type: whatever may be absent."
+    defs = {"$defs": {"never": NEVER}}
+    one = automaton_of(defs | {"properties": {"a": nothing, "b": {"const": 1}}})
+    assert accepts(one, "{}") and accepts(one, '{"b": 1}')
+    assert not any(accepts(one, text) for text in ('{"a": 1}', '{"a": "x", "b": 1}', '{"a":', "["))
+    assert one.advance(one.start, b'{"a') == -1
+    none = automaton_of(defs | {"properties": {"a": nothing}})
+    assert accepts(none, "{}") and none.advance(none.start, b'{"') == -1
+    others = automaton_of(defs | {"type": "object", "additionalProperties": nothing})
+    assert accepts(others, "{}") and others.advance(others.start, b'{"') == -1
+    items = automaton_of(defs | {"type": "array", "items": nothing})
+    assert accepts(items, "[]") and items.advance(items.start, b"[1") == -1
+    places = automaton_of(defs | {"prefixItems": [{"const": 1}, nothing], "items": {"const": 2}})
+    assert accepts(places, "[1]") and places.advance(places.start, b"[1,") == -1
+    option = automaton_of(defs | {"anyOf": [nothing, {"const": 1}]})
+    assert accepts(option, "1") and not accepts(option, '"abc"')
+    with pytest.raises(ValueError, match="nothing fits|ever finish"):
+        automaton_of(defs | {"properties": {"a": nothing}, "required": ["a"]})
+
+
+def test_types_of_which_one_has_no_value() -> None:
+    automaton = automaton_of({"type": ["string", "null"], "minLength": 2, "maxLength": 1})
+    assert accepts(automaton, "null") and automaton.advance(automaton.start, b'"') == -1
+
+
+def test_integers_as_long_as_they_like() -> None:
+    many = 10**40
+    for schema, text in (
+        ({"const": many}, str(many)),
+        ({"type": "integer", "minimum": many}, str(many + 7)),
+        ({"enum": [-many]}, str(-many)),
+    ):
+        asked = StructuredOutputsParams(json=schema)
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=StructuredOutputsParams)
+        assert accepts(automaton_of(again.json), text)
+        assert not accepts(automaton_of(again.json), "5")
+    with pytest.raises(ValueError, match="not JSON"):
+        StructuredOutputsParams(json={"a": {1}})
+    with pytest.raises(ValueError, match="not JSON"):
+        schema_to_rules('{"const": 1' + "0" * 5000 + "}")
 
 
 def test_whitespace() -> None:
@@ -445,13 +551,22 @@ REFUSED = [
     ({"type": []}, "at #/type"),
     ({"type": "text"}, "at #/type: nothing fits 'text'"),
     ({"minLength": 3, "maxLength": 2}, "at #: nothing fits"),
-    ({"items": {"minItems": 3, "maxItems": 2}}, "at #/items: nothing fits"),
+    (
+        {"items": {"minItems": 3, "maxItems": 2}, "minItems": 1},
+        "at #/items: nothing fits",
+    ),
     ({"prefixItems": [{}], "minItems": 2}, "at #: nothing fits"),
     ({"type": "integer", "minimum": 3.2, "maximum": 3.8}, "at #: nothing fits"),
     ({"properties": {"a": {}}, "required": ["b"]}, "'b' is required"),
     ({"properties": {"a/b": {"not": {}}}}, "at #/properties/a~1b/not: the keyword 'not'"),
     ({"type": "array", "uniqueItems": True}, "at #/uniqueItems"),
-    ({"type": "number", "multipleOf": 2}, "at #/multipleOf"),
+    ({"type": "number", "multipleOf": 0.01}, "at #/multipleOf: .*from 1 to 100"),
+    ({"type": "integer", "multipleOf": 101}, "at #/multipleOf"),
+    ({"type": "integer", "multipleOf": -2}, "at #/multipleOf"),
+    ({"type": "integer", "multipleOf": True}, "at #/multipleOf"),
+    ({"multipleOf": 3, "minimum": 10}, "too far apart"),
+    ({"multipleOf": 3, "minimum": 10, "maximum": 10**6}, "too far apart"),
+    ({"multipleOf": 9, "minimum": 10, "maximum": 17}, "no multiple of 9"),
     ({"patternProperties": {}}, "at #/patternProperties"),
     ({"if": {}, "then": {}}, "at #/if"),
     ({"dependentRequired": {}}, "at #/dependentRequired"),
@@ -460,11 +575,16 @@ REFUSED = [
     ({"minProperties": 1}, "at #/minProperties"),
     ({"requried": []}, "at #/requried"),
     ({"items": [{}]}, "at #/items"),
-    ({"format": "duration"}, "format 'duration' is not served"),
+    ({"format": "iri"}, "format 'iri' is not served"),
     ({"pattern": "(?=a)"}, "at #/pattern: .*lookahead"),
     ({"pattern": 5}, "at #/pattern"),
     ({"pattern": "a", "maxLength": 3}, "pattern beside maxLength"),
-    ({"enum": ["a"], "minLength": 1}, "'minLength' beside 'enum'"),
+    ({"enum": ["a"], "pattern": "a"}, "'pattern' beside 'enum'"),
+    ({"enum": ["a", "bc"], "minLength": 3}, "at #/enum: nothing fits"),
+    ({"const": 3, "exclusiveMaximum": 3}, "at #/const: nothing fits"),
+    ({"anyOf": [False, {"minLength": 2, "maxLength": 1}]}, "nothing fits"),
+    ({"properties": {"a": False}, "required": ["a"]}, "at #/properties/a: nothing fits"),
+    ({"properties": {"a": {"type": "text"}}}, "nothing fits 'text'"),
     ({"$ref": "#/$defs/none"}, "leads nowhere"),
     ({"$ref": "other.json"}, "no place in this schema"),
     ({"$ref": 3}, "no place in this schema"),

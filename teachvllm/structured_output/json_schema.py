@@ -8,7 +8,8 @@ __all__ = ['schema_to_rules']
 # %% ../../nbs/structured_output/04_json_schema.ipynb #38e153d2
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence, Set
 from fractions import Fraction
 from typing import Any, NoReturn, TypeAlias
 from urllib.parse import unquote
@@ -29,12 +30,21 @@ from .grammar import json_rules
 
 # %% ../../nbs/structured_output/04_json_schema.ipynb #345ff743
 _EMPTY = Concat(())
+_NOTHING = Choice(())
 _COMMA, _COLON, _SPACE = Rule("comma"), Rule("colon"), Rule("ws")
+
+
+class _NothingFits(ValueError):
+    "What stands at a place of the schema is understood, and no value is allowed there."
 
 
 def _refuse(path: str, why: str) -> NoReturn:
     "Raise `ValueError`: a schema, or what is at this place of it, is not served."
     raise ValueError(f"JSON schema, at {path}: {why}")
+
+
+def _nothing_fits(path: str, why: str) -> NoReturn:
+    raise _NothingFits(f"JSON schema, at {path}: nothing fits: {why}")
 
 
 def _joined(parts: Sequence[Expr]) -> Expr | None:
@@ -103,6 +113,14 @@ _HOST = rf"{_LABEL}(\.{_LABEL}){{0,7}}"
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _MAIL = r"[A-Za-z0-9_+-]{1,20}(\.[A-Za-z0-9_+-]{1,20}){0,2}"  # a name of 64 characters at most
 _SIGN = r"([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+_GROUP = "[0-9A-Fa-f]{1,4}"
+_IPV6 = "|".join(  # so many groups before `::`, and as many behind it as are left, or fewer
+    [f"({_GROUP}:){{7}}{_GROUP}"]
+    + [f"({_GROUP}:){{1,{7 - k}}}(:{_GROUP}){{1,{k}}}" for k in range(1, 7)]
+    + [f"({_GROUP}:){{1,7}}:", f":((:{_GROUP}){{1,7}}|:)"]
+)
+_CLOCK_SPAN = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"  # as RFC 3339 has it
+_DATE_SPAN = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -110,6 +128,8 @@ _FORMATS = {
     "email": rf"{_MAIL}@{_HOST}",
     "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+    "ipv6": _IPV6,
+    "duration": f"P({_DATE_SPAN}({_CLOCK_SPAN})?|{_CLOCK_SPAN}|[0-9]+W)",
     "hostname": _HOST,
     "uri": (
         rf"[a-z][a-z0-9+.-]*://{_HOST}(:[0-9]{{1,5}})?(/{_SIGN}*)*"
@@ -125,7 +145,7 @@ def _size_of(schema: dict[str, Any], what: str, path: str) -> tuple[int, int | N
         if value is not None and (type(value) is not int or value < 0):
             _refuse(f"{path}/{key}", f"{value!r} is no count")
     if high is not None and low > high:
-        _refuse(path, f"nothing fits: min{what} {low} is more than max{what} {high}")
+        _nothing_fits(path, f"min{what} {low} is more than max{what} {high}")
     return low, high
 
 # %% ../../nbs/structured_output/04_json_schema.ipynb #29d89861
@@ -233,17 +253,10 @@ def _bound_of(value: Any, path: str) -> Fraction:
     return Fraction(str(value))
 
 # %% ../../nbs/structured_output/04_json_schema.ipynb #3d60b6b5
-def _number_of(schema: dict[str, Any], path: str, is_integer: bool) -> Expr:
-    """The numbers of a schema. With bounds, they come without an exponent and, unless whole, with
-    so few digits that a float keeps them.
-    """
-    found = {key: _bound_of(schema[key], f"{path}/{key}") for key in _BOUNDS if key in schema}
-    if not found:
-        return Rule("integer" if is_integer else "number")
-    places = 0
-    if not is_integer:
-        longest = max(len(str(abs(int(bound)))) for bound in found.values())
-        places = max(_MAX_DIGITS - longest, 0)
+def _limits_of(
+    found: dict[str, Fraction], places: int, path: str
+) -> tuple[int | None, int | None]:
+    "The smallest and the largest number within bounds, in units of the last place."
     low: int | None = None
     high: int | None = None
     for key, bound in found.items():
@@ -256,8 +269,84 @@ def _number_of(schema: dict[str, Any], path: str, is_integer: bool) -> Expr:
             most = math.ceil(scaled) - 1 if exclusive else math.floor(scaled)
             high = most if high is None else min(high, most)
     if low is not None and high is not None and low > high:
-        _refuse(path, f"nothing fits: no number within {', '.join(found)}")
-    return _between(low, high, places)
+        _nothing_fits(path, f"no number within {', '.join(found)}")
+    return low, high
+
+
+def _bounds_of(schema: dict[str, Any], path: str) -> dict[str, Fraction]:
+    "Those that a schema has."
+    return {key: _bound_of(schema[key], f"{path}/{key}") for key in _BOUNDS if key in schema}
+
+
+def _number_of(schema: dict[str, Any], path: str, is_integer: bool) -> Expr:
+    """The numbers of a schema. With bounds, they come without an exponent and, unless whole, with
+    so few digits that a float keeps them.
+    """
+    found = _bounds_of(schema, path)
+    if not found:
+        return Rule("integer" if is_integer else "number")
+    places = 0
+    if not is_integer:
+        longest = max(len(str(abs(int(bound)))) for bound in found.values())
+        places = max(_MAX_DIGITS - longest, 0)
+    return _between(*_limits_of(found, places, path), places)
+
+# %% ../../nbs/structured_output/04_json_schema.ipynb #6ade70b8
+_MAX_DIVISOR = 100
+_MAX_MULTIPLES = 1000  # that are written down one by one
+
+
+def _rest(remainder: int, divisor: int) -> Rule:
+    "What may follow digits whose number leaves this remainder."
+    return Rule(f"after {remainder} of {divisor}")
+
+
+def _next_digits(remainder: int, divisor: int, first: int = 0) -> list[Expr]:
+    "A digit from `first` on, and what may follow it."
+    return [
+        Concat((_digit(d, d), _rest((10 * remainder + d) % divisor, divisor)))
+        for d in range(first, 10)
+    ]
+
+
+def _any_multiple(divisor: int, rules: dict[str, Expr]) -> Expr:
+    "The positive multiples; adds a rule for each remainder."
+    for remainder in range(divisor):
+        may_end = () if remainder else (_EMPTY,)
+        options = (*may_end, *_next_digits(remainder, divisor))
+        rules[_rest(remainder, divisor).name] = Choice(options)
+    return Choice(tuple(_next_digits(0, divisor, first=1)))
+
+
+def _divisor_of(schema: dict[str, Any], path: str) -> int:
+    "The value of `multipleOf`."
+    value = schema["multipleOf"]
+    found = _bound_of(value, f"{path}/multipleOf")
+    if found.denominator > 1 or not 0 < found <= _MAX_DIVISOR:
+        _refuse(
+            f"{path}/multipleOf",
+            f"multipleOf {value!r:.50} is not served: whole numbers from 1 to {_MAX_DIVISOR} are",
+        )
+    return int(found)
+
+
+def _multiples_of(schema: dict[str, Any], path: str, rules: dict[str, Expr]) -> Expr:
+    "The numbers of a schema with `multipleOf`, all of them whole; adds rules."
+    divisor = _divisor_of(schema, path)
+    low, high = _limits_of(_bounds_of(schema, path), 0, path)
+    if low is not None and high is not None:
+        first, last = -(-low // divisor), high // divisor
+        if first > last:
+            _nothing_fits(path, f"no multiple of {divisor} within bounds")
+        if last - first < _MAX_MULTIPLES:
+            return Choice(tuple(literal(str(divisor * i)) for i in range(first, last + 1)))
+    if low not in (None, 0, 1) or high not in (None, 0, -1) or None not in (low, high):
+        _refuse(path, "multipleOf is not served beside these bounds: they are too far apart")
+    positive = _any_multiple(divisor, rules)
+    options = [] if high is not None else [positive]
+    options += [] if low is not None else [Concat((literal("-"), positive))]
+    options += [] if low == 1 or high == -1 else [literal("0")]
+    return Choice(tuple(options))
 
 # %% ../../nbs/structured_output/04_json_schema.ipynb #2148b009
 def _some_required(parts: Sequence[Expr], required: Sequence[bool]) -> Expr:
@@ -322,8 +411,8 @@ _ANNOTATIONS = set(
 )
 _OF_TYPE = {
     "string": ("pattern", "format", "minLength", "maxLength"),
-    "number": _BOUNDS,
-    "integer": _BOUNDS,
+    "number": (*_BOUNDS, "multipleOf"),
+    "integer": (*_BOUNDS, "multipleOf"),
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "boolean": (),
@@ -336,7 +425,7 @@ _SERVED = _ANY_TYPE.union(*_OF_TYPE.values())
 def _keywords_of(schema: Any, path: str) -> dict[str, Any]:
     "What a schema asks for, without what only describes; `ValueError` names what is not served."
     if isinstance(schema, bool):
-        return {} if schema else _refuse(path, "nothing fits `false`")
+        return {} if schema else _nothing_fits(path, "the schema is `false`")
     if not isinstance(schema, dict):
         _refuse(path, f"{schema!r} is no schema")
     found = {k: v for k, v in schema.items() if k not in _ANNOTATIONS and not k.startswith("x-")}
@@ -389,10 +478,32 @@ def _types_of(found: dict[str, Any], path: str) -> list[str]:
     return [name for name in names if name != "integer" or "number" not in names]
 
 
+_FILTERS = {"type", "minLength", "maxLength", "multipleOf", *_BOUNDS}
+
+
+def _is_within(number: Fraction, bounds: dict[str, Fraction]) -> bool:
+    compare = dict(zip(_BOUNDS, (operator.ge, operator.gt, operator.le, operator.lt)))
+    return all(compare[key](number, bound) for key, bound in bounds.items())
+
+
+def _passes(value: Any, found: dict[str, Any], path: str) -> bool:
+    "Whether a value has the length, or is the number, that the keywords beside it ask for."
+    if isinstance(value, str):
+        low, high = _size_of(found, "Length", path)
+        return low <= len(value) and (high is None or len(value) <= high)
+    if _is_of_type(value, "number") and found.keys() & set(_OF_TYPE["number"]):
+        number = _bound_of(value, path)
+        ok = "multipleOf" not in found or number % _divisor_of(found, path) == 0
+        return ok and _is_within(number, _bounds_of(found, path))
+    return True
+
+
 def _values_of(found: dict[str, Any], path: str) -> Expr:
-    "The values of `enum` or `const`, of those types that `type` allows."
+    """The values of `enum` or `const`: of those types that `type` allows, and such as the other
+    keywords do.
+    """
     key = "enum" if "enum" in found else "const"
-    others = [name for name in found if name not in ("type", key)]
+    others = [name for name in found if name not in (*_FILTERS, key)]
     if others:
         _refuse(f"{path}/{others[0]}", f"{others[0]!r} beside {key!r} is not served")
     values = [found["const"]] if key == "const" else found["enum"]
@@ -401,8 +512,9 @@ def _values_of(found: dict[str, Any], path: str) -> Expr:
     if "type" in found:
         types = _types_of(found, path)
         values = [value for value in values if any(_is_of_type(value, name) for name in types)]
+    values = [value for value in values if _passes(value, found, path)]
     if not values:
-        _refuse(f"{path}/{key}", "nothing fits: no value is left")
+        _nothing_fits(f"{path}/{key}", "no value is left")
     return Choice(tuple(map(_constant, values)))
 
 # %% ../../nbs/structured_output/04_json_schema.ipynb #7a2b522b
@@ -420,7 +532,7 @@ def _object_of(found: dict[str, Any], path: str, rules: dict[str, Expr], rule: _
     schemas = {key: (s, f"{path}/properties/{_step(key)}") for key, s in properties.items()}
     for key in required:
         if key not in schemas and others is False:
-            _refuse(path, f"nothing fits: {key!r} is required, and no property")
+            _nothing_fits(path, f"{key!r} is required, and no property")
         schemas.setdefault(key, (others, rest))
     parts: list[Expr] = [
         Concat((_constant(key), _COLON, rule(*place))) for key, place in schemas.items()
@@ -462,7 +574,7 @@ def _array_of(found: dict[str, Any], path: str, rule: _MakeRule) -> Expr:
     if isinstance(others, list):
         _refuse(f"{path}/items", "a list of schemas is called prefixItems since 2020-12")
     if others is False and low > len(listed):
-        _refuse(path, f"nothing fits: minItems {low}, and {len(listed)} items at most")
+        _nothing_fits(path, f"minItems {low}, and {len(listed)} items at most")
     firsts = [rule(s, f"{path}/prefixItems/{index}") for index, s in enumerate(listed)]
     rest = None if others is False else rule(others, f"{path}/items")
     return _enclosed("[", _items(firsts, rest, low, high), "]", may_be_empty=low == 0)
@@ -552,6 +664,7 @@ class _SchemaTranslator:
         self.places = _SchemaPlaces(schema)
         self.rules = rules
         self.made: dict[str, Any] = {}  # the schema of each path that has a rule
+        self.unmet: list[_NothingFits] = []  # why places have no value
 
     def rule(self, schema: Any, path: str) -> Rule:
         while (found := self.made.setdefault(path, schema)) is not schema and not _is_same(
@@ -560,8 +673,16 @@ class _SchemaTranslator:
             path += "+"  # what stands here was put together with something else
         if path not in self.rules:
             self.rules[path] = _EMPTY  # so that a schema inside that leads back here ends there
-            self.rules[path] = self.translate(schema, path)
+            self.rules[path] = self.attempt(self.translate, schema, path)
         return Rule(path)
+
+    def attempt(self, make: Callable[..., Expr], *args: Any) -> Expr:
+        "What `make` makes; nothing, which is noted, where no value is allowed."
+        try:
+            return make(*args)
+        except _NothingFits as error:
+            self.unmet.append(error)
+            return _NOTHING
 
     def translate(self, schema: Any, path: str) -> Expr:
         found = self.places.keywords(schema, path)
@@ -577,7 +698,8 @@ class _SchemaTranslator:
                 return self.options(found, key, path)
         if "enum" in found or "const" in found:
             return _values_of(found, path)
-        return Choice(tuple(self.of_type(name, found, path) for name in _types_of(found, path)))
+        types = _types_of(found, path)
+        return Choice(tuple(self.attempt(self.of_type, name, found, path) for name in types))
 
     def options(self, found: dict[str, Any], key: str, path: str) -> Expr:
         "One of the schemas of `anyOf` or `oneOf`, each with the keywords beside it."
@@ -585,10 +707,14 @@ class _SchemaTranslator:
         options = []
         for index, schema in enumerate(_list_of(found, key, path)):
             place = f"{path}/{key}/{index}"
-            if beside:
-                schema = _merged([beside, self.places.flat(schema, place)], place)
-            options.append(self.translate(schema, place))
+            options.append(self.attempt(self.option, schema, beside, place))
         return Choice(tuple(options))
+
+    def option(self, schema: Any, beside: dict[str, Any], place: str) -> Expr:
+        "One of them."
+        if beside:
+            schema = _merged([beside, self.places.flat(schema, place)], place)
+        return self.translate(schema, place)
 
     def of_type(self, name: str, found: dict[str, Any], path: str) -> Expr:
         "The values of one type, under the keywords that are for it."
@@ -598,9 +724,53 @@ class _SchemaTranslator:
             return _array_of(found, path, self.rule)
         if name == "string":
             return _string_of(found, path)
+        if "multipleOf" in found and name in ("integer", "number"):
+            return _multiples_of(found, path, self.rules)
         if name in ("integer", "number"):
             return _number_of(found, path, name == "integer")
         return Choice(tuple(map(literal, _LITERALS[name])))
+
+# %% ../../nbs/structured_output/04_json_schema.ipynb #925800e4
+def _is_possible(expr: Expr, possible: Set[str]) -> bool:
+    "Whether a text fits an expression, if one fits each of these rules."
+    match expr:
+        case Bytes(ranges):
+            return bool(ranges)
+        case Concat(parts):
+            return all(_is_possible(part, possible) for part in parts)
+        case Choice(options):
+            return any(_is_possible(option, possible) for option in options)
+        case Repeat(part, low):
+            return low == 0 or _is_possible(part, possible)
+    return expr.name in possible
+
+
+def _possible(rules: dict[str, Expr]) -> dict[str, None]:
+    "The names of rules that some text fits, in the order of the rules."
+    found: set[str] = set()
+    names = list(rules)
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        names.reverse()  # rules need others that come later, or earlier
+        for name in names:
+            if name not in found and _is_possible(rules[name], found):
+                found.add(name)
+    return {name: None for name in rules if name in found}
+
+
+def _pruned(expr: Expr, possible: Set[str]) -> Expr:
+    "The expression, with nothing in the place of rules that are not possible."
+    match expr:
+        case Concat(parts):
+            return Concat(tuple(_pruned(part, possible) for part in parts))
+        case Choice(options):
+            return Choice(tuple(_pruned(option, possible) for option in options))
+        case Repeat(part, low, high):
+            return Repeat(_pruned(part, possible), low, high)
+        case Rule(name):
+            return expr if name in possible else _NOTHING
+    return expr
 
 # %% ../../nbs/structured_output/04_json_schema.ipynb #30e0a186
 def schema_to_rules(
@@ -615,8 +785,8 @@ def schema_to_rules(
     fits: members come in the schema's order, others than those in `properties` only where
     `additionalProperties` asks for them; a `pattern` holds for the whole string; keywords without
     a `type` ask for theirs; constants and keys have one spelling, numbers with bounds no exponent.
-    Whitespace is as in `json_rules`. `ValueError` names the place of what is not served, and of
-    what nothing can fit. vLLM has this from XGrammar (`json_schema_converter.cc`).
+    Whitespace is as in `json_rules`. Members, items and options that no value fits are left out if
+    they may be. `ValueError` names the place of what is not served, and of what nothing fits. vLLM has this from XGrammar (`json_schema_converter.cc`).
     """
     rules = json_rules(any_whitespace=any_whitespace, whitespace_pattern=whitespace_pattern)
     try:
@@ -624,7 +794,13 @@ def schema_to_rules(
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"JSON schema: not JSON: {error}") from None
     try:
-        rules["root"] = _SchemaTranslator(schema, rules).rule(schema, "#")
+        translator = _SchemaTranslator(schema, rules)
+        rules["root"] = translator.rule(schema, "#")
+        possible = _possible(rules)
+        if "root" not in possible and translator.unmet:
+            raise translator.unmet[0]
+        if "root" in possible and len(possible) < len(rules):
+            rules = {name: _pruned(rules[name], possible) for name in possible}
     except RecursionError:
         _refuse("#", "schemas lie too deep within each other, or lead back without an end")
     except UnicodeEncodeError as error:

@@ -46,7 +46,8 @@ ANY_OBJECT = {"type": "object", "additionalProperties": True}
 # %% ../../nbs/structured_output/07_manager.ipynb #60f1e7f1
 def to_rules(asked: StructuredOutputsParams, config: StructuredOutputsConfig) -> dict[str, Expr]:
     "What a request asks for, as rules from `root` on. `ValueError` says what cannot be served."
-    size = len(msgspec.json.encode(getattr(asked, asked.kind)))
+    value = getattr(asked, asked.kind)
+    size = len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
     require(size <= MAX_TEXT, f"{asked.kind}: {size} characters are more than {MAX_TEXT}")
     if asked.kind == "regex":
         return {"root": parse_regex(asked.regex or "")}
@@ -414,7 +415,7 @@ def check_constraint(asked: StructuredOutputsParams, config: VllmConfig) -> None
     require(fault is None, fault or "")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)  # a schema may have 256,000 characters
 def _fault_of(encoded: bytes, settings: StructuredOutputsConfig) -> str | None:
     "What is wrong with a constraint, if anything: asked once for all prompts of a request."
     asked = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
