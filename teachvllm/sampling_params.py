@@ -73,18 +73,19 @@ class StructuredOutputsParams(ShowAsTable):
     choice: list[str] | None = None  # one of these texts
     grammar: str | None = None  # in EBNF, from its rule `root` on
     json_object: bool | None = None  # any JSON object
-    structural_tag: Any = None
+    structural_tag: Any = None  # free text with tags that are bound: a dict, or the text of one
     backend: str | None = None  # as `guided_decoding_backend`, and no other
     whitespace_pattern: str | None = None  # a regex: what may stand between JSON's parts
     disable_any_whitespace: bool = False  # JSON on one line: `, ` and `: `
     disable_additional_properties: bool = False  # they are not written but where a schema says so
 
     NOT_YET: typing.ClassVar = {
-        "structural_tag": (None, "an answer is bound from its first token"),
         "disable_additional_properties": (False, "say additionalProperties in the schema"),
     }
 
-    KINDS: typing.ClassVar = ("json", "regex", "choice", "grammar", "json_object")
+    KINDS: typing.ClassVar = (
+        *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
+    )
     # of these, the one that is given
     kind = property(lambda self: next(k for k in self.KINDS if self._is_given(k)))
 
@@ -110,6 +111,10 @@ class StructuredOutputsParams(ShowAsTable):
             )
             if isinstance(value, dict):
                 self.json = as_json(value)
+        elif self.kind == "structural_tag":
+            ok = isinstance(value, dict | str)
+            require(ok, f"structural_tag={value!r:.80} must be a dict, or the text of one")
+            self.structural_tag = as_json(value) if isinstance(value, dict) else value
         elif self.kind in ("regex", "grammar"):
             ok = isinstance(value, str) and value != ""
             require(ok, f"{self.kind}={value!r:.80} must be a text, and not empty")

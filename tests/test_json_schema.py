@@ -17,7 +17,7 @@ import pytest
 from teachvllm.sampling_params import StructuredOutputsParams
 from teachvllm.structured_output.automaton import Automaton
 from teachvllm.structured_output.grammar import json_rules, parse_ebnf
-from teachvllm.structured_output.json_schema import schema_to_rules
+from teachvllm.structured_output.json_schema import schema_to_rules, tag_to_rules
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -729,3 +729,142 @@ def test_any_json() -> None:
     assert re.fullmatch(
         r"\{.*\}", walk(Automaton(json_rules(any_whitespace=False)), rng), re.DOTALL
     )
+
+
+# --- Structural tags
+
+
+OLD: Any = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"enum": [1, 2]}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+def triggered(**options: Any) -> Any:
+    tags = [
+        {
+            "type": "tag",
+            "begin": one["begin"],
+            "content": {"type": "json_schema", "json_schema": one["schema"]},
+            "end": one["end"],
+        }
+        for one in OLD["structures"]
+    ]
+    return {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": tags} | options}
+
+
+def judge(text: str, at_least_one: bool = False, stop_after_first: bool = False) -> bool:
+    "By `re`: free text without the trigger, and tags."
+    free = "(?:(?!<f=).)*"
+    tag = "(?:<f=a>[12]</f>|<f=b>(?:true|false)</f>)"
+    if stop_after_first:
+        pattern = f"{free}{tag}" if at_least_one else f"{free}(?:{tag})?"
+    else:
+        pattern = f"{free}(?:{tag}{free}){'+' if at_least_one else '*'}"
+    return re.fullmatch(pattern, text, re.S) is not None
+
+
+@pytest.mark.parametrize("at_least_one", [False, True])
+@pytest.mark.parametrize("stop_after_first", [False, True])
+def test_tags_in_free_text(at_least_one: bool, stop_after_first: bool) -> None:
+    how = {"at_least_one": at_least_one, "stop_after_first": stop_after_first}
+    automaton = Automaton(tag_to_rules(triggered(**how)))
+    rng = random.Random(0)
+    pieces = ["<", "f", "=", "<f=", "<f=a>", "<f=b>", "1", "true", "</f>", "é", "<<f=a>2</f>", "\n"]
+    num_good = 0
+    for _ in range(4000):
+        text = "".join(rng.choice(pieces) for _ in range(rng.randrange(8)))
+        good = judge(text, **how)
+        num_good += good and "</f>" in text
+        assert accepts(automaton, text) == good, text
+    assert num_good > 20
+
+
+def test_both_forms_of_a_tag_are_one() -> None:
+    old, new = Automaton(tag_to_rules(OLD)), Automaton(tag_to_rules(json.dumps(triggered())))
+    for text in ("", "x <f=a>1</f> y <f=b>false</f>", "<f=a>3", "<f=c", "<f=b>true</f"):
+        assert accepts(old, text) == accepts(new, text) == judge(text)
+
+
+def test_triggers_that_share_their_ends() -> None:
+    "Which is met first counts, and none is missed."
+    triggers = ["aab", "ab!", "b?", "caa"]
+    tags = [
+        {"type": "tag", "begin": t, "content": {"type": "const_string", "value": "0"}, "end": ""}
+        for t in triggers
+    ]
+    automaton = Automaton(
+        tag_to_rules({"format": {"type": "triggered_tags", "triggers": triggers, "tags": tags}})
+    )
+    either = "|".join(map(re.escape, triggers))
+    pattern = re.compile(f"(?:(?!{either}).)*(?:(?:{either})0(?:(?!{either}).)*)*")
+    rng = random.Random(1)
+    for _ in range(5000):
+        text = "".join(rng.choice("aabc!?0") for _ in range(rng.randrange(9)))
+        seen, place, good = "", 0, True
+        while place < len(text) and good:  # read from the left, as a model writes
+            seen += text[place]
+            place += 1
+            if seen.endswith(tuple(triggers)):
+                good = text[place : place + 1] == "0"
+                seen, place = "", place + 1
+        assert accepts(automaton, text) == good, (text, pattern)
+
+
+def test_formats_within_each_other() -> None:
+    tag = {
+        "type": "sequence",
+        "elements": [
+            {
+                "type": "tag",
+                "begin": "<think>",
+                "content": {"type": "any_text"},
+                "end": "</think>",
+            },
+            {
+                "type": "or",
+                "elements": [
+                    {"type": "regex", "pattern": "[a-c]{2}"},
+                    {"type": "grammar", "grammar": 'root ::= "(" root? ")"'},
+                    {"type": "json_schema", "json_schema": {"enum": ["x"]}},
+                ],
+            },
+        ],
+    }
+    automaton = Automaton(tag_to_rules({"type": "structural_tag", "format": tag}))
+    for text in ("<think></think>ab", "<think>a</thin</think>(())", '<think>é<</think>"x"'):
+        assert accepts(automaton, text), text
+    for text in ("ab", "<think></think>", "<think></think>abc", "<think></think>(", "<think>"):
+        assert not accepts(automaton, text), text
+
+
+@pytest.mark.parametrize(
+    "tag, words",
+    [
+        ("{", "not JSON"),
+        ([], "type structural_tag is expected"),
+        ({"type": "other", "format": {}}, "type structural_tag is expected"),
+        ({"format": {}}, "at #/format"),
+        ({"format": {"type": "qwen_xml_parameter"}}, "'qwen_xml_parameter' is not served"),
+        ({"format": {"type": "any_text"}}, "'any_text' is not served"),
+        ({"structures": []}, "at #/structures"),
+        ({"structures": [{"begin": "a"}], "triggers": ["a"]}, "begin, schema and end"),
+        (OLD | {"triggers": ["<g"]}, "begins with no trigger"),
+        (OLD | {"triggers": []}, "at #/format/triggers"),
+        (OLD | {"triggers": [""]}, "an empty one"),
+        ({"structures": OLD["structures"]}, "at #/format/triggers"),
+        (
+            {"structures": [{"begin": "<", "schema": {"not": {}}, "end": ">"}], "triggers": ["<"]},
+            "'not' is not served",
+        ),
+        ({"format": {"type": "const_string", "value": "\ud800"}}, "surrogates"),
+        ({"format": {"type": "tag", "begin": "a", "content": 3, "end": "b"}}, "format None"),
+        ({"format": {"type": "tag", "begin": "a", "content": {}, "end": None}}, "is no text"),
+    ],
+)
+def test_tags_that_are_refused(tag: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tag_to_rules(tag)

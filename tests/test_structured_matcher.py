@@ -644,3 +644,14 @@ def test_a_table_has_a_bound_in_bytes() -> None:
             )
     assert automaton.num_bytes > before > 1000
     assert automaton.advance(automaton.start, b"ab") >= 0
+
+
+def test_every_byte_may_be_a_class_of_its_own() -> None:
+    options = tuple(
+        Concat((Bytes(((byte, byte),)), Bytes((((byte * 7) % 256, (byte * 7) % 256),))))
+        for byte in range(256)
+    )
+    automaton = Automaton({"root": Choice(options)})
+    for byte in range(256):
+        assert fits(automaton, bytes([byte, byte * 7 % 256]))
+        assert not fits(automaton, bytes([byte, (byte * 7 + 1) % 256]))

@@ -372,6 +372,50 @@ def test_tokens_that_end_are_no_text() -> None:
     assert allowed() == {0, 2, 3}
 
 
+TAG: dict[str, Any] = {
+    "structures": [{"begin": "e=", "schema": {"enum": [1, 22]}, "end": ";"}],
+    "triggers": ["e"],
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "xgrammar"])
+def test_structural_tags(llm: LLM, wide: str, backend: str) -> None:
+    "Free text, and behind a trigger, here a letter that comes often, what must follow it."
+    asked = [
+        SamplingParams(
+            structured_outputs=StructuredOutputsParams(structural_tag=TAG),
+            max_tokens=120,
+            seed=i,
+            temperature=2.0 * (i > 0),
+        )
+        for i in range(6)
+    ]
+    if backend == "xgrammar":
+        pytest.importorskip("xgrammar")
+        with LLM(
+            wide, tokenizer=str(bundled_model()), guided_decoding_backend=backend, **LIMITS
+        ) as other:
+            found = answers(other, asked)
+    else:
+        found = answers(llm, asked)
+    num_tags = 0
+    for [(text, _)] in found:
+        begun = re.sub("e=(1|22);", "", text)
+        num_tags += len(begun) < len(text)
+        rest = begun.partition("e")[1:]
+        assert "".join(rest) in ("", "e", "e=", "e=1", "e=2", "e=22"), text
+    assert num_tags > 3
+
+
+def test_a_reasoning_parser_that_is_not_known_is_noticed_at_once(wide: str) -> None:
+    for options in (
+        {"reasoning_parser": "qwen33"},
+        {"structured_outputs_config": {"reasoning_parser": "qwen33"}},
+    ):
+        with pytest.raises(ValueError, match="'qwen33' is not known: choose of deepseek_r1, qwen3"):
+            LLM(wide, tokenizer=str(bundled_model()), **LIMITS | options)
+
+
 def test_a_waiting_request_does_not_stop_others(llm: LLM) -> None:
     free = threading.Event()
     compile = home.AutomatonBackend.compile
@@ -559,6 +603,7 @@ def test_two_hundred_requests(wide: str) -> None:
 
 
 def test_what_is_compiled_is_kept_and_bounded(llm: LLM) -> None:
+    answers(llm, [params("choice")])
     core = llm.llm_engine.engine_core.engine_core
     manager: StructuredOutputManager = core.structured_output
     with patch.object(home, "MAX_KEPT_BYTES", 60_000):

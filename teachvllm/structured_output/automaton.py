@@ -686,11 +686,11 @@ class Automaton:
         self._table = np.concatenate([self._table, more])
 
     def _make_row(self, state: int) -> None:
-        classes, table = self._classes, self._table
+        columns_of, table = self._columns, self._table
         reached: list[set[_Stack]] = [set() for _ in range(table.shape[1])]
         for number, link in self._states[state]:
             for low, high, target in self._stacks.nodes[number].edges:
-                for column in range(classes[low], classes[high] + 1):
+                for column in range(columns_of[low], columns_of[high] + 1):
                     reached[column].add((target, link))
         numbers: dict[frozenset[_Stack], int] = {}
         columns = [frozenset(stacks) for stacks in reached]

@@ -32,7 +32,7 @@ from ..sampling_params import StructuredOutputsParams
 from ..sequence import SequenceGroup
 from .automaton import Automaton, Choice, Expr, literal, parse_regex
 from .grammar import parse_ebnf
-from .json_schema import schema_to_rules
+from .json_schema import as_format, schema_to_rules, tag_to_rules
 from .reasoning import get_reasoning_parser
 from .token_masks import TokenMasks, vocabulary_of
 
@@ -57,9 +57,11 @@ def to_rules(asked: StructuredOutputsParams, config: StructuredOutputsConfig) ->
         return parse_ebnf(asked.grammar or "")
     one_line = asked.disable_any_whitespace or config.disable_any_whitespace
     schema = asked.json if asked.kind == "json" else ANY_OBJECT
-    return schema_to_rules(
-        schema, any_whitespace=not one_line, whitespace_pattern=asked.whitespace_pattern
-    )
+    how: dict[str, Any] = {"any_whitespace": not one_line}
+    how["whitespace_pattern"] = asked.whitespace_pattern
+    if asked.kind == "structural_tag":
+        return tag_to_rules(asked.structural_tag, **how)
+    return schema_to_rules(schema, **how)
 
 # %% ../../nbs/structured_output/07_manager.ipynb #e8a763ef
 @functools.lru_cache(maxsize=4)
@@ -320,6 +322,9 @@ def _xgrammar_of(asked: StructuredOutputsParams, settings: StructuredOutputsConf
         return Grammar.from_ebnf(f"root ::= {options}")
     if asked.kind == "grammar":
         return Grammar.from_ebnf(asked.grammar or "")
+    if asked.kind == "structural_tag":
+        tag = {"type": "structural_tag", "format": as_format(asked.structural_tag)}
+        return Grammar.from_structural_tag(tag)
     one_line = asked.disable_any_whitespace or settings.disable_any_whitespace
     schema = asked.json if asked.kind == "json" else ANY_OBJECT
     text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -367,7 +372,7 @@ class XGrammarBackend:
     def check(asked: StructuredOutputsParams, settings: StructuredOutputsConfig) -> None:
         try:
             _xgrammar_of(asked, settings)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"xgrammar cannot serve {asked.kind}: {error}") from error
 
     def compile(self, asked: StructuredOutputsParams) -> CompiledGrammar:
@@ -568,6 +573,12 @@ class StructuredOutputManager:
             self.reasoning = get_reasoning_parser(name)(encode)
         # what was asked for -> what makes matchers, the latest used last
         self.compiled: OrderedDict[bytes, CompileJob] = OrderedDict()
+
+    @classmethod
+    def check_config(cls, config: VllmConfig) -> None:
+        "When an engine is made: `ValueError` for a parser that is not known."
+        if name := config.structured_outputs_config.reasoning_parser:
+            get_reasoning_parser(name)
 
     @classmethod
     def check(cls, asked: StructuredOutputsParams, config: VllmConfig) -> None:
