@@ -798,7 +798,7 @@ def schema_to_rules(
         if "root" not in possible and translator.unmet:
             raise translator.unmet[0]
         if "root" in possible and len(possible) < len(rules):
-            rules = {name: _pruned(rules[name], possible) for name in possible}
+            rules = {name: _pruned(rules[name], possible.keys()) for name in possible}
     except RecursionError:
         _refuse("#", "schemas lie too deep within each other, or lead back without an end")
     except UnicodeEncodeError as error:
