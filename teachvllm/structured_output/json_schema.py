@@ -475,7 +475,7 @@ def _types_of(found: dict[str, Any], path: str) -> list[str]:
         _refuse(f"{path}/type", f"nothing fits {asked!r}; the types are {', '.join(_OF_TYPE)}")
     return [name for name in names if name != "integer" or "number" not in names]
 
-
+# %% ../../nbs/structured_output/04_json_schema.ipynb #3b5e90c5
 _FILTERS = {"type", "minLength", "maxLength", "multipleOf", *_BOUNDS}
 
 
