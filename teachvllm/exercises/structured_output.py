@@ -74,7 +74,7 @@ _check.register(
                 "Only edges labelled None need no letter; the others wait for the next one."
             ),
         },
-        hint="Two steps: all edges with the letter; then edges with None, as often as they lead on.",
+        hint="All edges with the letter first; then edges with None, as often as they lead on.",
         engine=None,
     )
 )
