@@ -8,6 +8,7 @@ __all__ = ['GuidedDecodingParams', 'RequestOutputKind', 'StructuredOutputsParams
 
 # %% ../nbs/04_sampling_params.ipynb #7d76fc43
 import copy
+import json
 import math
 import numbers
 import typing
@@ -31,6 +32,14 @@ class RequestOutputKind(Enum):
 def is_valid_unicode(text: str) -> bool:
     "Whether `text` can be written in UTF-8: it has no half of a UTF-16 pair, as careless JSON has."
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def as_json(schema: dict[str, Any]) -> str:
+    "A schema as text, in which integers may be as long as they like: msgpack's have 64 bits."
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json: the schema is not JSON: {error}") from None
 
 
 def as_list(name: str, value: Any, kind: type) -> list[Any]:
@@ -59,23 +68,24 @@ class StructuredOutputsParams(ShowAsTable):
     `ValueError` unless exactly one is given, or for one of the wrong kind.
     """
 
-    json: Any = None  # a JSON schema: a dict, or the text of one
+    json: Any = None  # a JSON schema: a dict, which becomes a text, or the text of one
     regex: str | None = None  # which all of the answer matches
     choice: list[str] | None = None  # one of these texts
     grammar: str | None = None  # in EBNF, from its rule `root` on
     json_object: bool | None = None  # any JSON object
-    structural_tag: Any = None
+    structural_tag: Any = None  # free text with tags that are bound: a dict, or the text of one
     backend: str | None = None  # as `guided_decoding_backend`, and no other
     whitespace_pattern: str | None = None  # a regex: what may stand between JSON's parts
     disable_any_whitespace: bool = False  # JSON on one line: `, ` and `: `
     disable_additional_properties: bool = False  # they are not written but where a schema says so
 
     NOT_YET: typing.ClassVar = {
-        "structural_tag": (None, "an answer is bound from its first token"),
         "disable_additional_properties": (False, "say additionalProperties in the schema"),
     }
 
-    KINDS: typing.ClassVar = ("json", "regex", "choice", "grammar", "json_object")
+    KINDS: typing.ClassVar = (
+        *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
+    )
     # of these, the one that is given
     kind = property(lambda self: next(k for k in self.KINDS if self._is_given(k)))
 
@@ -99,6 +109,12 @@ class StructuredOutputsParams(ShowAsTable):
             require(
                 isinstance(value, dict | str | bool), f"json={value!r:.80} must be a JSON schema"
             )
+            if isinstance(value, dict):
+                self.json = as_json(value)
+        elif self.kind == "structural_tag":
+            ok = isinstance(value, dict | str)
+            require(ok, f"structural_tag={value!r:.80} must be a dict, or the text of one")
+            self.structural_tag = as_json(value) if isinstance(value, dict) else value
         elif self.kind in ("regex", "grammar"):
             ok = isinstance(value, str) and value != ""
             require(ok, f"{self.kind}={value!r:.80} must be a text, and not empty")

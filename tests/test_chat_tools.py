@@ -40,7 +40,8 @@ ADD: Any = {
         },
     },
 }
-STOP: Any = {"type": "function", "function": {"name": "stop"}}
+NONE: Any = {"type": "object", "properties": {}}  # no arguments
+STOP: Any = {"type": "function", "function": {"name": "stop", "parameters": NONE}}
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
 
 
@@ -102,7 +103,8 @@ def test_forced_calls(client: Any, choice: Any, reason: str) -> None:
         assert call.function.name in ("add", "stop") and call.id.startswith("call_")
         tool = {"add": ADD, "stop": STOP}[call.function.name]["function"]
         arguments = json.loads(call.function.arguments)
-        jsonschema.validate(arguments, tool.get("parameters", {"maxProperties": 0}))
+        jsonschema.validate(arguments, tool["parameters"])
+        assert call.function.name == "add" or arguments == {}
         content, [streamed], last = together(ask(client, seed=seed, stream=True, **options))
         assert (content, last) == ("", reason)
         assert streamed["name"] == call.function.name
@@ -115,6 +117,67 @@ def test_several_calls(client: Any) -> None:
     assert len(answer.choices) == 2
     for choice in answer.choices:
         assert choice.finish_reason == "length" or choice.message.tool_calls
+
+
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {}}])
+def test_a_tool_that_says_nothing_of_its_arguments(client: Any, parameters: Any) -> None:
+    "Any object: a random model writes one that is cut off, if it does not end it."
+    tool = {"type": "function", "function": {"name": "any"} | parameters}
+    named = {"type": "function", "function": {"name": "any"}}
+    choices = ask(client, tools=[tool], tool_choice=named, n=8, max_tokens=40).choices
+    for choice in choices:
+        if choice.finish_reason == "stop":
+            [call] = choice.message.tool_calls
+            assert isinstance(json.loads(call.function.arguments), dict)
+        else:
+            assert choice.message.content.startswith("{")
+
+
+def test_strict_calls_that_the_model_chooses(client: Any) -> None:
+    """A random model does not write the tag: what binds it is asked for. Its own choice is bound by
+    a tag with a trigger that it does write.
+    """
+    strict = {"type": "function", "function": ADD["function"] | {"strict": True}}
+    for choice in ask(client, tools=[strict], n=4, max_tokens=60).choices:
+        assert "<tool_call>" not in (choice.message.content or "") or choice.message.tool_calls
+    wrong = {
+        "type": "function",
+        "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
+    }
+    with pytest.raises(openai.BadRequestError, match="tools: .*'not' is not served"):
+        ask(client, tools=[wrong])
+    free = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+    assert ask(client, tools=[free], max_tokens=1).choices
+    # what the request says of its answer comes first
+    [choice] = ask(client, tools=[strict], extra_body={"guided_choice": ["yes"]}).choices
+    assert choice.message.content == "yes"
+
+
+def test_a_response_format_of_structural_tags(client: Any) -> None:
+    form = {
+        "type": "structural_tag",
+        "structures": [{"begin": "e=", "schema": {"enum": [1, 22]}, "end": ";"}],
+        "triggers": ["e"],
+    }
+    tags = 0
+    for seed in range(4):
+        [choice] = ask(client, response_format=form, seed=seed, max_tokens=80).choices
+        rest = re.sub("e=(1|22);", "", choice.message.content)
+        tags += rest != choice.message.content
+        assert "e" not in rest[:-4]
+    assert tags
+    with pytest.raises(openai.BadRequestError, match="begins with no trigger"):
+        ask(client, response_format=form | {"triggers": ["a"]})
+
+
+def test_integers_of_any_length(client: Any) -> None:
+    many = 10**30
+    schema = {"type": "object", "properties": {"n": {"const": many}}, "required": ["n"]}
+    form = {"type": "json_schema", "json_schema": {"name": "big", "schema": schema}}
+    [choice] = ask(client, response_format=form).choices
+    assert json.loads(choice.message.content) == {"n": many}
+    with pytest.raises(openai.BadRequestError, match="multipleOf"):
+        ask(client, extra_body={"guided_json": {"type": "integer", "multipleOf": many}})
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "unit": "m"}}</tool_call>'

@@ -72,8 +72,6 @@ NOTHING_TO_WRITE = {
     "cpu/09_numba_lora",
     "lora/02_layers",
     "lora/03_manager",
-    "structured_output/01_automaton",
-    "structured_output/02_token_masks",
     "structured_output/03_grammar",
     "structured_output/04_json_schema",
     "structured_output/05_tools",

@@ -226,7 +226,8 @@ def test_what_an_answer_must_be_is_said_once() -> None:
         "regex='' must be a text": {"regex": ""},
         "must be a JSON schema": {"json": 5},
         "whitespace_pattern=5 must be a regex": {"json": {}, "whitespace_pattern": 5},
-        "structural_tag": {"structural_tag": {"structures": []}},
+        "structural_tag=5 must be a dict": {"structural_tag": 5},
+        "not JSON": {"structural_tag": {"structures": {1}}},
     }
     for words, asked in wrong.items():
         with pytest.raises(ValueError, match=words):

@@ -2,6 +2,7 @@
 valid and in the schema's order it accepts, and what isn't served is named.
 """
 
+import ipaddress
 import itertools
 import json
 import random
@@ -10,11 +11,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import pytest
 
+from teachvllm.sampling_params import StructuredOutputsParams
 from teachvllm.structured_output.automaton import Automaton
 from teachvllm.structured_output.grammar import json_rules, parse_ebnf
-from teachvllm.structured_output.json_schema import schema_to_rules
+from teachvllm.structured_output.json_schema import schema_to_rules, tag_to_rules
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -411,6 +414,14 @@ def test_formats() -> None:
         "date-time": (["2024-01-01T00:00:00Z"], ["2024-01-01 00:00:00Z", "2024-01-01"]),
         "email": (["a@b.c", "x.y+z@host"], ["a@", "@b", "a b@c", "a..b@c"]),
         "uuid": (["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
+        "ipv6": (
+            ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::a:B", "1::8", "1:2:3:4:5:6:7::"],
+            ["", ":", "1", "1:2:3:4:5:6:7", "1::2::3", "12345::", "1:2:3:4:5:6:7:8:9", "g::"],
+        ),
+        "duration": (
+            ["P1Y2M3DT4H5M6S", "P3W", "PT1H", "P1D", "PT30S", "P1M", "P2DT1M"],
+            ["P", "PT", "1D", "P1", "P1S", "PT1D", "P1YT", "P1Y3D", "-P1D"],
+        ),
         "ipv4": (["0.0.0.0", "255.255.255.255"], ["256.0.0.1", "01.2.3.4", "1.2.3"]),
         "hostname": (["a", "a-b.example"], ["-a", "a-", "a..b", "a" * 31]),
         "uri": (["http://a/b?c=d#e", "ftp://h:21"], ["a", "http:/a", "http://a b"]),
@@ -419,6 +430,101 @@ def test_formats() -> None:
         automaton = automaton_of({"type": "string", "format": name})
         assert all(accepts(automaton, json.dumps(text)) for text in good), name
         assert not any(accepts(automaton, json.dumps(text)) for text in bad), name
+
+
+def test_any_ipv6_is_what_python_reads() -> None:
+    automaton = automaton_of({"format": "ipv6"})
+    rng = random.Random(0)
+    num_good = 0
+    for _ in range(5000):
+        text = "".join(rng.choice(["1", "0a:", ":", "f", "::", "12:"]) for _ in range(8))
+        try:
+            ipaddress.IPv6Address(text)
+            is_good = True
+        except ValueError:
+            is_good = False
+        num_good += is_good
+        assert accepts(automaton, json.dumps(text)) == is_good, text
+    assert num_good > 50
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 10, 64, 99, 100])
+def test_multiples(divisor: int) -> None:
+    for bounds in (
+        {},
+        {"minimum": 0},
+        {"exclusiveMinimum": 0},
+        {"maximum": 0},
+        {"exclusiveMaximum": 0},
+        {"minimum": -150, "maximum": 333},
+    ):
+        schema = {"type": "integer", "multipleOf": divisor} | bounds
+        automaton = automaton_of(schema)
+        for k in range(-500, 500):
+            assert accepts(automaton, str(k)) == is_valid(schema, str(k)), (schema, k)
+        assert not accepts(automaton, "00") and not accepts(automaton, "-0")
+    big = 10**40 - 10**40 % divisor
+    automaton = automaton_of({"multipleOf": divisor})
+    assert accepts(automaton, str(big)) and accepts(automaton, str(big + 1)) == (divisor == 1)
+
+
+def test_values_beside_what_they_must_be() -> None:
+    schema = {"enum": ["a", "bcd", "é", 3, 10, 12.5, True, None], "maxLength": 1, "minimum": 5}
+    automaton = automaton_of(schema)
+    for value in schema["enum"]:  # type: ignore[attr-defined]
+        text = json.dumps(value, ensure_ascii=False)
+        assert accepts(automaton, text) == is_valid(schema, text), value
+    assert accepts(automaton_of({"enum": [4, 6], "multipleOf": 3}), "6")
+    assert not accepts(automaton_of({"enum": [4, 6], "multipleOf": 3}), "4")
+
+
+NEVER: Any = {"type": "object", "properties": {"n": {"$ref": "#/$defs/never"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    "nothing", [False, {"minLength": 3, "maxLength": 2}, {"$ref": "#/$defs/never"}]
+)
+def test_what_has_no_value_is_left_out(nothing: Any) -> None:
+    "A member, an item, an option, a type: whatever may be absent."
+    defs = {"$defs": {"never": NEVER}}
+    one = automaton_of(defs | {"properties": {"a": nothing, "b": {"const": 1}}})
+    assert accepts(one, "{}") and accepts(one, '{"b": 1}')
+    assert not any(accepts(one, text) for text in ('{"a": 1}', '{"a": "x", "b": 1}', '{"a":', "["))
+    assert one.advance(one.start, b'{"a') == -1
+    none = automaton_of(defs | {"properties": {"a": nothing}})
+    assert accepts(none, "{}") and none.advance(none.start, b'{"') == -1
+    others = automaton_of(defs | {"type": "object", "additionalProperties": nothing})
+    assert accepts(others, "{}") and others.advance(others.start, b'{"') == -1
+    items = automaton_of(defs | {"type": "array", "items": nothing})
+    assert accepts(items, "[]") and items.advance(items.start, b"[1") == -1
+    places = automaton_of(defs | {"prefixItems": [{"const": 1}, nothing], "items": {"const": 2}})
+    assert accepts(places, "[1]") and places.advance(places.start, b"[1,") == -1
+    option = automaton_of(defs | {"anyOf": [nothing, {"const": 1}]})
+    assert accepts(option, "1") and not accepts(option, '"abc"')
+    with pytest.raises(ValueError, match="nothing fits|ever finish"):
+        automaton_of(defs | {"properties": {"a": nothing}, "required": ["a"]})
+
+
+def test_types_of_which_one_has_no_value() -> None:
+    automaton = automaton_of({"type": ["string", "null"], "minLength": 2, "maxLength": 1})
+    assert accepts(automaton, "null") and automaton.advance(automaton.start, b'"') == -1
+
+
+def test_integers_as_long_as_they_like() -> None:
+    many = 10**40
+    for schema, text in (
+        ({"const": many}, str(many)),
+        ({"type": "integer", "minimum": many}, str(many + 7)),
+        ({"enum": [-many]}, str(-many)),
+    ):
+        asked = StructuredOutputsParams(json=schema)
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=StructuredOutputsParams)
+        assert accepts(automaton_of(again.json), text)
+        assert not accepts(automaton_of(again.json), "5")
+    with pytest.raises(ValueError, match="not JSON"):
+        StructuredOutputsParams(json={"a": {1}})
+    with pytest.raises(ValueError, match="not JSON"):
+        schema_to_rules('{"const": 1' + "0" * 5000 + "}")
 
 
 def test_whitespace() -> None:
@@ -445,13 +551,22 @@ REFUSED = [
     ({"type": []}, "at #/type"),
     ({"type": "text"}, "at #/type: nothing fits 'text'"),
     ({"minLength": 3, "maxLength": 2}, "at #: nothing fits"),
-    ({"items": {"minItems": 3, "maxItems": 2}}, "at #/items: nothing fits"),
+    (
+        {"items": {"minItems": 3, "maxItems": 2}, "minItems": 1},
+        "at #/items: nothing fits",
+    ),
     ({"prefixItems": [{}], "minItems": 2}, "at #: nothing fits"),
     ({"type": "integer", "minimum": 3.2, "maximum": 3.8}, "at #: nothing fits"),
     ({"properties": {"a": {}}, "required": ["b"]}, "'b' is required"),
     ({"properties": {"a/b": {"not": {}}}}, "at #/properties/a~1b/not: the keyword 'not'"),
     ({"type": "array", "uniqueItems": True}, "at #/uniqueItems"),
-    ({"type": "number", "multipleOf": 2}, "at #/multipleOf"),
+    ({"type": "number", "multipleOf": 0.01}, "at #/multipleOf: .*from 1 to 100"),
+    ({"type": "integer", "multipleOf": 101}, "at #/multipleOf"),
+    ({"type": "integer", "multipleOf": -2}, "at #/multipleOf"),
+    ({"type": "integer", "multipleOf": True}, "at #/multipleOf"),
+    ({"multipleOf": 3, "minimum": 10}, "too far apart"),
+    ({"multipleOf": 3, "minimum": 10, "maximum": 10**6}, "too far apart"),
+    ({"multipleOf": 9, "minimum": 10, "maximum": 17}, "no multiple of 9"),
     ({"patternProperties": {}}, "at #/patternProperties"),
     ({"if": {}, "then": {}}, "at #/if"),
     ({"dependentRequired": {}}, "at #/dependentRequired"),
@@ -460,11 +575,16 @@ REFUSED = [
     ({"minProperties": 1}, "at #/minProperties"),
     ({"requried": []}, "at #/requried"),
     ({"items": [{}]}, "at #/items"),
-    ({"format": "duration"}, "format 'duration' is not served"),
+    ({"format": "iri"}, "format 'iri' is not served"),
     ({"pattern": "(?=a)"}, "at #/pattern: .*lookahead"),
     ({"pattern": 5}, "at #/pattern"),
     ({"pattern": "a", "maxLength": 3}, "pattern beside maxLength"),
-    ({"enum": ["a"], "minLength": 1}, "'minLength' beside 'enum'"),
+    ({"enum": ["a"], "pattern": "a"}, "'pattern' beside 'enum'"),
+    ({"enum": ["a", "bc"], "minLength": 3}, "at #/enum: nothing fits"),
+    ({"const": 3, "exclusiveMaximum": 3}, "at #/const: nothing fits"),
+    ({"anyOf": [False, {"minLength": 2, "maxLength": 1}]}, "nothing fits"),
+    ({"properties": {"a": False}, "required": ["a"]}, "at #/properties/a: nothing fits"),
+    ({"properties": {"a": {"type": "text"}}}, "nothing fits 'text'"),
     ({"$ref": "#/$defs/none"}, "leads nowhere"),
     ({"$ref": "other.json"}, "no place in this schema"),
     ({"$ref": 3}, "no place in this schema"),
@@ -609,3 +729,142 @@ def test_any_json() -> None:
     assert re.fullmatch(
         r"\{.*\}", walk(Automaton(json_rules(any_whitespace=False)), rng), re.DOTALL
     )
+
+
+# --- Structural tags
+
+
+OLD: Any = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"enum": [1, 2]}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+def triggered(**options: Any) -> Any:
+    tags = [
+        {
+            "type": "tag",
+            "begin": one["begin"],
+            "content": {"type": "json_schema", "json_schema": one["schema"]},
+            "end": one["end"],
+        }
+        for one in OLD["structures"]
+    ]
+    return {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": tags} | options}
+
+
+def judge(text: str, at_least_one: bool = False, stop_after_first: bool = False) -> bool:
+    "By `re`: free text without the trigger, and tags."
+    free = "(?:(?!<f=).)*"
+    tag = "(?:<f=a>[12]</f>|<f=b>(?:true|false)</f>)"
+    if stop_after_first:
+        pattern = f"{free}{tag}" if at_least_one else f"{free}(?:{tag})?"
+    else:
+        pattern = f"{free}(?:{tag}{free}){'+' if at_least_one else '*'}"
+    return re.fullmatch(pattern, text, re.S) is not None
+
+
+@pytest.mark.parametrize("at_least_one", [False, True])
+@pytest.mark.parametrize("stop_after_first", [False, True])
+def test_tags_in_free_text(at_least_one: bool, stop_after_first: bool) -> None:
+    how = {"at_least_one": at_least_one, "stop_after_first": stop_after_first}
+    automaton = Automaton(tag_to_rules(triggered(**how)))
+    rng = random.Random(0)
+    pieces = ["<", "f", "=", "<f=", "<f=a>", "<f=b>", "1", "true", "</f>", "é", "<<f=a>2</f>", "\n"]
+    num_good = 0
+    for _ in range(4000):
+        text = "".join(rng.choice(pieces) for _ in range(rng.randrange(8)))
+        good = judge(text, **how)
+        num_good += good and "</f>" in text
+        assert accepts(automaton, text) == good, text
+    assert num_good > 20
+
+
+def test_both_forms_of_a_tag_are_one() -> None:
+    old, new = Automaton(tag_to_rules(OLD)), Automaton(tag_to_rules(json.dumps(triggered())))
+    for text in ("", "x <f=a>1</f> y <f=b>false</f>", "<f=a>3", "<f=c", "<f=b>true</f"):
+        assert accepts(old, text) == accepts(new, text) == judge(text)
+
+
+def test_triggers_that_share_their_ends() -> None:
+    "Which is met first counts, and none is missed."
+    triggers = ["aab", "ab!", "b?", "caa"]
+    tags = [
+        {"type": "tag", "begin": t, "content": {"type": "const_string", "value": "0"}, "end": ""}
+        for t in triggers
+    ]
+    automaton = Automaton(
+        tag_to_rules({"format": {"type": "triggered_tags", "triggers": triggers, "tags": tags}})
+    )
+    either = "|".join(map(re.escape, triggers))
+    pattern = re.compile(f"(?:(?!{either}).)*(?:(?:{either})0(?:(?!{either}).)*)*")
+    rng = random.Random(1)
+    for _ in range(5000):
+        text = "".join(rng.choice("aabc!?0") for _ in range(rng.randrange(9)))
+        seen, place, good = "", 0, True
+        while place < len(text) and good:  # read from the left, as a model writes
+            seen += text[place]
+            place += 1
+            if seen.endswith(tuple(triggers)):
+                good = text[place : place + 1] == "0"
+                seen, place = "", place + 1
+        assert accepts(automaton, text) == good, (text, pattern)
+
+
+def test_formats_within_each_other() -> None:
+    tag = {
+        "type": "sequence",
+        "elements": [
+            {
+                "type": "tag",
+                "begin": "<think>",
+                "content": {"type": "any_text"},
+                "end": "</think>",
+            },
+            {
+                "type": "or",
+                "elements": [
+                    {"type": "regex", "pattern": "[a-c]{2}"},
+                    {"type": "grammar", "grammar": 'root ::= "(" root? ")"'},
+                    {"type": "json_schema", "json_schema": {"enum": ["x"]}},
+                ],
+            },
+        ],
+    }
+    automaton = Automaton(tag_to_rules({"type": "structural_tag", "format": tag}))
+    for text in ("<think></think>ab", "<think>a</thin</think>(())", '<think>é<</think>"x"'):
+        assert accepts(automaton, text), text
+    for text in ("ab", "<think></think>", "<think></think>abc", "<think></think>(", "<think>"):
+        assert not accepts(automaton, text), text
+
+
+@pytest.mark.parametrize(
+    "tag, words",
+    [
+        ("{", "not JSON"),
+        ([], "type structural_tag is expected"),
+        ({"type": "other", "format": {}}, "type structural_tag is expected"),
+        ({"format": {}}, "at #/format"),
+        ({"format": {"type": "qwen_xml_parameter"}}, "'qwen_xml_parameter' is not served"),
+        ({"format": {"type": "any_text"}}, "'any_text' is not served"),
+        ({"structures": []}, "at #/structures"),
+        ({"structures": [{"begin": "a"}], "triggers": ["a"]}, "begin, schema and end"),
+        (OLD | {"triggers": ["<g"]}, "begins with no trigger"),
+        (OLD | {"triggers": []}, "at #/format/triggers"),
+        (OLD | {"triggers": [""]}, "an empty one"),
+        ({"structures": OLD["structures"]}, "at #/format/triggers"),
+        (
+            {"structures": [{"begin": "<", "schema": {"not": {}}, "end": ">"}], "triggers": ["<"]},
+            "'not' is not served",
+        ),
+        ({"format": {"type": "const_string", "value": "\ud800"}}, "surrogates"),
+        ({"format": {"type": "tag", "begin": "a", "content": 3, "end": "b"}}, "format None"),
+        ({"format": {"type": "tag", "begin": "a", "content": {}, "end": None}}, "is no text"),
+    ],
+)
+def test_tags_that_are_refused(tag: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tag_to_rules(tag)

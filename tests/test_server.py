@@ -266,7 +266,17 @@ COMPLETIONS = [
     ({"prompt": "Hello", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1024"),
     ({"prompt": "Hello", "stop_token_ids": [1] * 1025}, "stop_token_ids", "1024"),
     ({"prompt": "Hello", "allowed_token_ids": [1] * 16385}, "allowed_token_ids", "16384"),
-    ({"prompt": "Hello", "structural_tag": "{}"}, "structural_tag", "from its first token"),
+    ({"prompt": "Hello", "structural_tag": "{}"}, "structural_tag", "structures: a list must"),
+    (
+        {"prompt": "Hello", "response_format": {"type": "structural_tag", "structures": []}},
+        "response_format",
+        "structures: a list must",
+    ),
+    (
+        {"prompt": "Hello", "guided_json": {"const": 10**400, "minimum": 10**401}},
+        "guided_json",
+        "nothing fits",
+    ),
     (
         {"prompt": "Hello", "guided_json": {}, "guided_decoding_backend": "x"},
         "guided_json",

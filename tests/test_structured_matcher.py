@@ -611,8 +611,9 @@ def test_more_logits_than_tokens() -> None:
     assert bits(empty.mask(automaton, automaton.start), 2) == [True, False]
 
 
-def test_masks_are_kept_and_let_go() -> None:
-    masks = TokenMasks([b"a", None], [1], max_masks=3)
+def test_masks_are_kept_up_to_so_many_bytes() -> None:
+    "Of all automata together, the latest used; an automaton that is gone is not held by them."
+    masks = TokenMasks([b"a", None], [1], max_bytes=3)
     automaton = Automaton({"root": parse_regex("a{0,20}")})
     first = masks.mask(automaton, automaton.start)
     assert masks.mask(automaton, automaton.start) is first
@@ -620,9 +621,37 @@ def test_masks_are_kept_and_let_go() -> None:
     for _ in range(20):
         state = automaton.advance(state, b"a")
         assert bits(masks.mask(automaton, state), 2)[1]
-    assert len(masks._masks[automaton]) == 3
-    assert masks.mask(automaton, automaton.start) == first
+        masks.mask(automaton, automaton.start)
+    assert len(masks._masks) == 3
+    assert masks.mask(automaton, automaton.start) is first
     gone = weakref.ref(automaton)
     del automaton
     gc.collect()
-    assert gone() is None and not len(masks._masks)
+    assert gone() is None
+    for _ in range(5):
+        other = Automaton({"root": parse_regex("b")})
+        assert bits(masks.mask(other, other.start), 2) == [False, False]
+    assert len(masks._masks) == 3
+
+
+def test_a_table_has_a_bound_in_bytes() -> None:
+    automaton = Automaton({"root": parse_regex("[ab]*a[ab]{12}")}, max_table=1000)
+    before = automaton.num_bytes
+    with pytest.raises(ValueError, match="a table of over 1000 bytes"):
+        for i in range(10_000):
+            automaton.advance(
+                automaton.start, f"{i:b}".replace("1", "a").replace("0", "b").encode()
+            )
+    assert automaton.num_bytes > before > 1000
+    assert automaton.advance(automaton.start, b"ab") >= 0
+
+
+def test_every_byte_may_be_a_class_of_its_own() -> None:
+    options = tuple(
+        Concat((Bytes(((byte, byte),)), Bytes((((byte * 7) % 256, (byte * 7) % 256),))))
+        for byte in range(256)
+    )
+    automaton = Automaton({"root": Choice(options)})
+    for byte in range(256):
+        assert fits(automaton, bytes([byte, byte * 7 % 256]))
+        assert not fits(automaton, bytes([byte, (byte * 7 + 1) % 256]))

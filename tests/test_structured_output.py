@@ -8,7 +8,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -18,15 +19,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from teachvllm import LLM, SamplingParams
 from teachvllm.inputs import get_tokenizer
+from teachvllm.messages import EngineCoreRequest
 from teachvllm.sampling_params import StructuredOutputsParams
 from teachvllm.structured_output import manager as home
+from teachvllm.structured_output.automaton import Automaton, parse_regex
 from teachvllm.structured_output.manager import (
+    AutomatonMatcher,
     CompileThreads,
     GrammarCompilation,
     ReasoningGrammar,
     RequestGrammar,
     StructuredOutputManager,
+    bytes_kept,
 )
+from teachvllm.structured_output.token_masks import TokenMasks
 from teachvllm.transformers_utils import bundled_model
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -237,18 +243,177 @@ def test_what_is_found_wrong_later_ends_its_request(llm: LLM) -> None:
 
 
 def test_a_grammar_that_takes_too_long_ends_its_request() -> None:
+    "From when a thread begins; the time in the queue does not count, and others get a thread."
     never = threading.Event()
-    threads = CompileThreads()
-    prerequisite = GrammarCompilation(threads.submit(never.wait), seconds=0.05)
-    assert not prerequisite.is_ready()
-    time.sleep(0.06)
-    with pytest.raises(ValueError, match=r"not compiled within 0.05 s"):
-        prerequisite.is_ready()
+    threads = CompileThreads(1)
+    slow = GrammarCompilation(threads, threads.submit(never.wait), seconds=0.05)
+    behind = GrammarCompilation(threads, threads.submit(lambda: "done"), seconds=0.05)
+    assert not slow.is_ready()
+    wait_for(lambda: slow.job.began is not None)
+    time.sleep(0.1)
+    assert not behind.is_ready()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"not compiled within 0.05 s"):
+            slow.is_ready()
+    wait_for(behind.is_ready)
+    assert len(threads.threads) == 2
     never.set()
+    wait_for(lambda: len(threads.threads) == 1)  # the late one was a stand-in's
     threads.shutdown()
     for thread in threads.threads:
         thread.join(5)
         assert not thread.is_alive()
+
+
+def wait_for(is_so: Callable[[], Any]) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        time.sleep(0.005)
+    raise AssertionError("in vain")
+
+
+def test_threads_that_are_late_are_few() -> None:
+    never = threading.Event()
+    threads = CompileThreads(1)
+    for _ in range(20):
+        prerequisite = GrammarCompilation(threads, threads.submit(never.wait), seconds=0)
+        time.sleep(0.002)
+        if prerequisite.job.began is not None:
+            with pytest.raises(ValueError, match="not compiled within"):
+                prerequisite.is_ready()
+    assert len(threads.threads) <= 1 + threads.MAX_LATE
+    never.set()
+    threads.shutdown()
+
+
+def test_every_request_has_an_exception_of_its_own() -> None:
+    threads = CompileThreads()
+
+    def fail() -> None:
+        raise ValueError("wrong")
+
+    def depth(error: BaseException) -> int:
+        return sum(1 for _ in traceback.walk_tb(error.__traceback__))
+
+    job = threads.submit(fail)
+    errors = []
+    wait_for(job.future.done)
+    for _ in range(5):
+        with pytest.raises(ValueError, match="wrong") as raised:
+            GrammarCompilation(threads, job).is_ready()
+        errors.append(raised.value)
+    assert len(set(map(id, errors))) == 5 and len(set(map(depth, errors))) == 1
+    other = threads.submit(lambda: 1 // 0)
+    wait_for(other.future.done)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: integer division"):
+        GrammarCompilation(threads, other).is_ready()
+    threads.shutdown()
+
+
+def test_an_aborted_request_takes_its_job_off_the_queue(llm: LLM) -> None:
+    "Unless another waits for the same; who asks for it later gets it."
+    answers(llm, [params("choice")])
+    engine = llm.llm_engine
+    core = engine.engine_core.engine_core
+    manager: StructuredOutputManager = core.structured_output
+    free = threading.Event()
+    begun: list[str] = []
+    compile = home.AutomatonBackend.compile
+
+    def slow(self: Any, asked: StructuredOutputsParams) -> Any:
+        begun.append(str(asked.choice))
+        free.wait(60)
+        return compile(self, asked)
+
+    def bound(text: str) -> SamplingParams:
+        return SamplingParams(structured_outputs=StructuredOutputsParams(choice=[text]))
+
+    with patch.object(home.AutomatonBackend, "compile", slow):
+        for i in range(2):
+            engine.add_request(f"busy {i}", {"prompt_token_ids": [1]}, bound(f"busy {i}"))
+        wait_for(lambda: len(begun) == 2)
+        for name, text in (("a", "alone"), ("b", "both"), ("c", "both"), ("d", "early")):
+            engine.add_request(name, {"prompt_token_ids": [1]}, bound(text))
+        with pytest.raises(ValueError, match="blocks"):  # never queued, never wanted
+            core.add_request(EngineCoreRequest("e", [1] * 700, bound("many"), 0, [2]))
+        assert len(manager.threads.jobs) >= 3
+        for name in ("a", "b", "d", "busy 0"):
+            engine.abort_request(name)
+        assert len(manager.threads.jobs) == 1
+        engine.add_request("f", {"prompt_token_ids": [1]}, bound("early"))
+        assert len(manager.threads.jobs) == 2
+        free.set()
+        ended = {}
+        while engine.has_unfinished_requests():
+            ended |= {one.request_id: one for one in engine.step() if one.finished}
+    texts = {name: ended[name].outputs[0].text for name in ended if ended[name].outputs}
+    assert texts["c"] == "both" and texts["f"] == "early" and texts["busy 1"] == "busy 1"
+    assert "['alone']" not in begun and "['many']" not in begun
+
+
+def test_tokens_that_end_are_no_text() -> None:
+    "EOS with bytes of its own, and a stop token: only where the answer may end."
+    vocabulary: list[bytes | None] = [b"a", b"</s>", b'"', b"<", b"ab"]
+    masks = TokenMasks(vocabulary, ())
+    automaton = Automaton({"root": parse_regex('"[a-z</>]*"')})
+    matcher = AutomatonMatcher(automaton, masks, [1, 4])
+
+    def allowed() -> set[int]:
+        [byte] = matcher.mask()
+        return {i for i in range(5) if byte >> i & 1}
+
+    assert allowed() == {2} and not matcher.accept(1)
+    assert matcher.accept(2) and allowed() == {0, 2, 3}
+    assert not matcher.accept(1) and not matcher.accept(4)
+    assert matcher.accept(0) and matcher.accept(2) and allowed() == {1, 4}
+    assert matcher.accept(4) and allowed() == {1, 4}
+    matcher.rollback(2)
+    assert allowed() == {0, 2, 3}
+
+
+TAG: dict[str, Any] = {
+    "structures": [{"begin": "e=", "schema": {"enum": [1, 22]}, "end": ";"}],
+    "triggers": ["e"],
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "xgrammar"])
+def test_structural_tags(llm: LLM, wide: str, backend: str) -> None:
+    "Free text, and behind a trigger, here a letter that comes often, what must follow it."
+    asked = [
+        SamplingParams(
+            structured_outputs=StructuredOutputsParams(structural_tag=TAG),
+            max_tokens=120,
+            seed=i,
+            temperature=2.0 * (i > 0),
+        )
+        for i in range(6)
+    ]
+    if backend == "xgrammar":
+        pytest.importorskip("xgrammar")
+        with LLM(
+            wide, tokenizer=str(bundled_model()), guided_decoding_backend=backend, **LIMITS
+        ) as other:
+            found = answers(other, asked)
+    else:
+        found = answers(llm, asked)
+    num_tags = 0
+    for [(text, _)] in found:
+        begun = re.sub("e=(1|22);", "", text)
+        num_tags += len(begun) < len(text)
+        rest = begun.partition("e")[1:]
+        assert "".join(rest) in ("", "e", "e=", "e=1", "e=2", "e=22"), text
+    assert num_tags > 3
+
+
+def test_a_reasoning_parser_that_is_not_known_is_noticed_at_once(wide: str) -> None:
+    for options in (
+        {"reasoning_parser": "qwen33"},
+        {"structured_outputs_config": {"reasoning_parser": "qwen33"}},
+    ):
+        with pytest.raises(ValueError, match="'qwen33' is not known: choose of deepseek_r1, qwen3"):
+            LLM(wide, tokenizer=str(bundled_model()), **LIMITS | options)
 
 
 def test_a_waiting_request_does_not_stop_others(llm: LLM) -> None:
@@ -358,7 +523,7 @@ def test_matchers_are_few() -> None:
         masks = grammar.bitmask(list(tokens), drafts)
         assert masks == [bytes(tokens + drafts[:i]) for i in range(len(drafts) + 1)]
         tokens.append(generator.randrange(100))
-    assert len(grammar.followed) <= 8
+    assert len(grammar.followed) <= 8 and len(grammar.lengths) <= 8
     with pytest.raises(ValueError, match="token 200 does not fit"):
         grammar.bitmask([200], [])
 
@@ -438,12 +603,46 @@ def test_two_hundred_requests(wide: str) -> None:
 
 
 def test_what_is_compiled_is_kept_and_bounded(llm: LLM) -> None:
+    answers(llm, [params("choice")])
     core = llm.llm_engine.engine_core.engine_core
     manager: StructuredOutputManager = core.structured_output
-    with patch.object(home, "MAX_KEPT", 3):
-        for i in range(6):
+    with patch.object(home, "MAX_KEPT_BYTES", 60_000):
+        for i in range(40):
             bound = StructuredOutputsParams(choice=[f"choice {i}"])
             [[(text, _)]] = answers(llm, [SamplingParams(structured_outputs=bound)])
             assert text == f"choice {i}"
-        assert len(manager.compiled) == 3
+        total = sum(bytes_kept(key, job) for key, job in manager.compiled.items())
+        assert 3 <= len(manager.compiled) < 40 and total < 100_000
+    with patch.object(home, "MAX_KEPT_BYTES", 1):  # all are outgrown at once
+        before = next(reversed(manager.compiled.values()))
+        answers(llm, [SamplingParams(structured_outputs=bound)])
+        assert next(reversed(manager.compiled.values())) is not before
     assert threading.active_count() < 20
+
+
+def test_a_long_answer_takes_linear_time() -> None:
+    "Texts are looked at as often as tokens come: by Python's own loops, and for each length once."
+    made = 0
+
+    class Free:
+        def __init__(self) -> None:
+            nonlocal made
+            made += 1
+
+        def accept(self, token_id: int) -> bool:
+            return True
+
+        def rollback(self, num_tokens: int) -> None:
+            pass
+
+        def mask(self) -> bytes:
+            return b""
+
+    grammar = RequestGrammar(Free)
+    sequences: list[list[int]] = [[i] for i in range(50)]
+    grammar.bitmask([], [])
+    for _ in range(200):
+        for tokens in sequences:
+            grammar.bitmask(list(tokens), [])
+            tokens.append(len(tokens))
+    assert made == 50 and len(grammar.followed) == 50 and grammar.lengths == {200: 50}

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teachvllm.structured_output.automaton import Automaton
+from teachvllm.structured_output.json_schema import tag_to_rules
 from teachvllm.structured_output.reasoning import (
     REASONING_PARSERS,
     ReasoningParser,
@@ -537,7 +539,8 @@ def test_the_schema_of_a_forced_call() -> None:
     assert not fits([]) and not fits([{"name": "other", "parameters": {}}])
     assert not fits([{"name": "get_weather", "parameters": {"place": "O"}}])
     assert not fits([{"name": "get_weather", "parameters": {"place": "Oslo", "default": "R"}}])
-    assert not fits([{"name": "clock", "parameters": {"a": 1}}])
+    assert fits([{"name": "clock", "parameters": {"a": 1}}])  # any object
+    assert not fits([{"name": "clock", "parameters": 1}])
     one = tools_schema(tools, "required", parallel=False)
     assert fits([good], one) and not fits([good, clock], one)
     inner = schema["items"]["anyOf"][1]["properties"]["parameters"]["properties"]["$ref"]
@@ -564,6 +567,36 @@ def test_forced_calls() -> None:
     check_splits("named", '{"a": {"b": []}}', True)
 
 
+def test_a_tag_for_strict_calls() -> None:
+    "What it lets through the parser reads as calls; what does not fit a strict tool it does not."
+    name = 'get "it"'
+    strict = {"name": name, "strict": True, "parameters": {"properties": {"a": {"enum": [1, 2]}}}}
+    tools = [{"type": "function", "function": strict}, CLOCK]
+    parser = parser_of("hermes")
+    automaton = Automaton(tag_to_rules(parser.structural_tag(tools, True)))
+
+    def fits(text: str) -> bool:
+        state = automaton.advance(automaton.start, text.encode())
+        return state >= 0 and automaton.is_final(state)
+
+    def call(name: str, arguments: str) -> str:
+        start = f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": '
+        return f"{start}{arguments}}}\n</tool_call>"
+
+    first, second = call(name, '{"a": 1}'), call("clock", '{"zone": [1]}')
+    good = f"Well. {first} and {second}."
+    assert fits(good) and fits("no call") and fits("")
+    content, calls = parser.parse(good)
+    assert content is not None and content.startswith("Well.")
+    assert [one.name for one in calls] == [name, "clock"]
+    for text in (call(name, '{"a": 3}'), call("other", "{}"), call("clock", "[]"), "<tool_call>x"):
+        assert not fits(text)
+    automaton = Automaton(tag_to_rules(parser.structural_tag(tools, False)))
+    assert fits("Well. " + call("clock", "{}")) and not fits(call("clock", "{}") + "x")
+    for kind in ("llama3_json", "mistral", "pythonic"):
+        assert get_tool_parser(kind)().structural_tag(tools, True) is None
+
+
 def test_check_tools() -> None:
     assert check_tools(None, None, False) == "none"
     assert check_tools([], None, False) == "none"
@@ -573,7 +606,7 @@ def test_check_tools() -> None:
     assert check_tools([WEATHER], NAMED, False) == NAMED
     strict = {"type": "function", "function": {"name": "s", "strict": True}}
     assert check_tools([strict], "required", False) == "required"
-    assert check_tools([strict], "auto", True) == "auto"  # and says that it changes nothing
+    assert check_tools([strict], "auto", True) == "auto"
     for tools, choice, has_parser, message in [
         (
             [CLOCK],

@@ -394,6 +394,8 @@ class EngineCore:
             for request_id, index in aborts:
                 for scheduler in self.schedulers:
                     scheduler.abort(request_id, index)
+            if self.structured_output is not None:
+                self.structured_output.requests_ended()
 
     def get_request_ids(self) -> list[str]:
         "The requests that have not ended, or whose end is not reported yet."

@@ -125,6 +125,8 @@ class Processor:
         self.eos_token_ids = get_eos_token_ids(model, tokenizer)
         self.task = model.pooler_config.task if model.pooler_config else "generate"
         self.random = random.Random(model.seed)  # gives a seed to each request that brings none
+        if vllm_config.structured_outputs_config.reasoning_parser:
+            resolve_class(STRUCTURED_OUTPUT_MANAGER).check_config(vllm_config)
 
     @classmethod
     def from_config(cls, vllm_config: VllmConfig) -> "Processor":

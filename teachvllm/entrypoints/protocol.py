@@ -51,7 +51,6 @@ warned: set[str] = set()
 # why -> field of a request: the values, beside None, that ask for nothing
 _NOT_SERVED_BY_REASON: dict[str, dict[str, list[Any]]] = {
     "tools are its newer name": {"functions": [[]], "function_call": ["none"]},
-    "an answer is bound from its first token": {"structural_tag": []},
     "how long a model reasons is not asked of it": {
         "reasoning": [],
         "reasoning_effort": ["none"],
@@ -157,10 +156,15 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    "OpenAI's: any text, any JSON object, or JSON that fits a schema."
+    """OpenAI's: any text, any JSON object, or JSON that fits a schema; and vLLM's: text with tags
+    that are bound, `structures` and `triggers`, or a `format`.
+    """
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: Annotated[list[dict[str, Any]], at_most(1024)] | None = None
+    triggers: Annotated[list[str], at_most(1024)] | None = None
+    format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def check_schema(self) -> "ResponseFormat":
@@ -178,6 +182,9 @@ class ResponseFormat(BaseModel):
             return {"json_object": True}
         if self.type == "json_schema" and self.json_schema:
             return {"json": self.json_schema.json_schema}
+        if self.type == "structural_tag":
+            fields = {"structures", "triggers", "format"}
+            return {"structural_tag": self.model_dump(include=fields, exclude_none=True)}
         return {}
 
 
@@ -190,6 +197,7 @@ class ConstraintFields(BaseModel):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], at_most(4096)] | None = None
     guided_grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     guided_decoding_backend: str | None = None
     guided_whitespace_pattern: str | None = None
 
@@ -210,6 +218,7 @@ class ConstraintFields(BaseModel):
             for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")
         }
         older["backend"] = self.guided_decoding_backend
+        older["structural_tag"] = self.structural_tag
         asked = {name: value for name, value in older.items() if value is not None}
         if self.response_format is not None:
             asked |= self.response_format.to_constraint()

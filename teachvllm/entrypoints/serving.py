@@ -339,7 +339,9 @@ CHAT_ANSWERS = "teachvllm.structured_output.chat.ChatAnswers"
 class ChatPlan(Protocol):
     "What a chat's answers must be, and how they are read: see `ChatAnswers`."
 
-    schema: Any  # of calls that are forced, else None
+    # a field of `StructuredOutputsParams` that binds the answer, else None
+    constraint: dict[str, Any] | None
+    forces: bool  # a call: nothing else can bind the answer
     keeps_tags: bool  # special tokens must stay in the text
 
     def begin(self, prompt_token_ids: list[int]) -> None:
@@ -1044,11 +1046,14 @@ class OpenAIServing:
         changes: dict[str, Any] = {}
         if plan.keeps_tags:
             changes["skip_special_tokens"] = False
-        if plan.schema is not None:
+        if plan.constraint is not None:
             field = request.constraint_field
             is_free = field is None or request.constraint is None
-            require(is_free, f"{field}: not with a tool_choice that forces a call")
-            changes["structured_outputs"] = {"json": plan.schema}
+            require(
+                is_free or not plan.forces, f"{field}: not with a tool_choice that forces a call"
+            )
+            if is_free:  # else what the request says comes before tools that are strict
+                changes["structured_outputs"] = plan.constraint
         return request.model_copy(update=changes), plan
 
     async def check_constraint(self, request: GenerationRequest, field: str | None = None) -> None:
@@ -1165,7 +1170,8 @@ class OpenAIServing:
         most = self.room(len(ids), getattr(request, name), name, "messages")
         if plan is not None:
             plan.begin(ids)
-        await self.check_constraint(request, "tools" if plan and plan.schema is not None else None)
+        by_tools = plan is not None and request.structured_outputs == plan.constraint is not None
+        await self.check_constraint(request, "tools" if by_tools else None)
         writer = ChatWriter(request, model_name, self.tokenizer, plan)
         outputs = self.outputs(request, writer.head["id"], [{"prompt_token_ids": ids}], [most])
         answer: ChatCompletionResponse | AsyncIterator[str] = await self.respond(

@@ -606,6 +606,7 @@ PARTS = (  # modules of this package that register exercises
     "write_triton",
     "quantization",
     "write_quantized",
+    "structured_output",
 )
 
 

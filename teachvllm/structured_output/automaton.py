@@ -592,7 +592,8 @@ class Automaton:
     A state is a set of stacks, and its number tells when it was met. Where a byte fits, a text can
     be finished behind it. `ValueError`: a rule is unknown, can never finish or begins with itself;
     more than `max_size` nodes and edges; while in use, a state of more than `max_stacks` stacks,
-    or states of more than `max_weight` together. `limit` can be set lower for a while.
+    states of more than `max_weight` together, or a table of more than `max_table` bytes. `limit`
+    can be set lower for a while.
     It is for one thread at a time. vLLM has this from XGrammar (Dong et al. 2024).
     """
 
@@ -603,10 +604,13 @@ class Automaton:
         max_size: int = 300_000,
         max_stacks: int = 10_000,
         max_weight: int = 1_000_000,
+        max_table: int = 64 * 2**20,
     ):
         network = _make_network(rules, start, max_size)
         self.weight = 0  # stacks of all states that have been met
         self.max_weight = self.limit = max_weight
+        self.max_table = max_table
+        self._size = network.size
         self._stacks = _Stacks(network, max_stacks)
         self._classes = _byte_classes(network)
         self._columns: list[int] = self._classes.tolist()  # the same, quicker for single bytes
@@ -619,6 +623,11 @@ class Automaton:
     def num_states(self) -> int:
         "How many states have been met."
         return len(self._states)
+
+    @property
+    def num_bytes(self) -> int:
+        "Memory that it takes, about: a node, an edge or a stack is a small object of Python's."
+        return self._table.nbytes + 100 * (self._size + self.weight + len(self._stacks.links))
 
     def is_final(self, state: int) -> bool:
         "May a text end here?"
@@ -661,19 +670,27 @@ class Automaton:
                 raise ValueError(
                     f"the grammar has too many states: over {self.limit} stacks in all of them"
                 )
+            if len(self._states) == len(self._table):
+                self._grow()
             self._numbers[closed] = len(self._states)
             self._states.append(closed)
-            if len(self._states) > len(self._table):
-                more = np.full_like(self._table, _NOT_MADE)
-                self._table = np.concatenate([self._table, more])
         return self._numbers[closed]
 
+    def _grow(self) -> None:
+        "A table for twice as many states."
+        if 2 * self._table.nbytes > self.max_table:
+            raise ValueError(
+                f"the grammar has too many states: a table of over {self.max_table} bytes"
+            )
+        more = np.full_like(self._table, _NOT_MADE)
+        self._table = np.concatenate([self._table, more])
+
     def _make_row(self, state: int) -> None:
-        classes, table = self._classes, self._table
+        columns_of, table = self._columns, self._table
         reached: list[set[_Stack]] = [set() for _ in range(table.shape[1])]
         for number, link in self._states[state]:
             for low, high, target in self._stacks.nodes[number].edges:
-                for column in range(classes[low], classes[high] + 1):
+                for column in range(columns_of[low], columns_of[high] + 1):
                     reached[column].add((target, link))
         numbers: dict[frozenset[_Stack], int] = {}
         columns = [frozenset(stacks) for stacks in reached]

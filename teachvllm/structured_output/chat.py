@@ -12,6 +12,7 @@ from typing import Any
 
 from ..config import require
 from ..inputs import encode
+from ..kernels import warn_once
 from teachvllm.structured_output.reasoning import (
     ReasoningParser,
     ReasoningStream,
@@ -77,7 +78,8 @@ class AnswerReader:
 @dataclass
 class AnswerPlan:
     """What a chat's answers must be, and how they are read. `schema`: of calls that are forced, else
-    None. `keeps_tags`: special tokens must stay in the text.
+    None. `tag`: a structural tag for calls that the model may write, if they are strict.
+    `keeps_tags`: special tokens must stay in the text.
     """
 
     reasoning: ReasoningParser | None = None
@@ -85,6 +87,19 @@ class AnswerPlan:
     schema: Any = None
     max_calls: int | None = None
     named: bool = False
+    tag: Any = None
+
+    @property
+    def constraint(self) -> dict[str, Any] | None:
+        "The field of `StructuredOutputsParams` that binds the answer; None: it is free."
+        if self.schema is not None:
+            return {"json": self.schema}
+        return None if self.tag is None else {"structural_tag": self.tag}
+
+    @property
+    def forces(self) -> bool:
+        "Whether the answer can be nothing but a call, so that nothing else can bind it."
+        return self.schema is not None
 
     def begin(self, prompt_token_ids: list[int]) -> None:
         "The prompt is known: reasoning that has ended in it is not looked for in the answer."
@@ -173,4 +188,15 @@ class ChatAnswers:
             tools_schema(tools or [], choice, parallel is not False) if forced else None,
             1 if parallel is False else None,
             name_of_choice(choice) is not None,
+            None if forced else self._tag(tools or [], parallel is not False),
         )
+
+    def _tag(self, tools: list[dict[str, Any]], parallel: bool) -> dict[str, Any] | None:
+        "What binds calls that the model may write, if a tool is strict and the form can be bound."
+        if self.tools is None or not any(tool["function"].get("strict") for tool in tools):
+            return None
+        tag = self.tools.structural_tag(tools, parallel)
+        if tag is None:
+            form = type(self.tools).__name__
+            warn_once(f'strict=true of a tool changes nothing with tool_choice="auto" and {form}')
+        return tag

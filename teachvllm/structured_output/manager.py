@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['BACKENDS', 'to_rules', 'masks_of', 'GrammarMatcher', 'AutomatonMatcher', 'RequestGrammar', 'ReasoningGrammar',
            'CompiledGrammar', 'GrammarBackend', 'AutomatonGrammar', 'AutomatonBackend', 'XGrammarMatcher',
-           'XGrammarGrammar', 'XGrammarBackend', 'tokenizer_of', 'make_backend', 'check_constraint', 'CompileThreads',
-           'GrammarCompilation', 'is_outgrown', 'StructuredOutputManager']
+           'XGrammarGrammar', 'XGrammarBackend', 'tokenizer_of', 'make_backend', 'check_constraint', 'CompileJob',
+           'CompileThreads', 'GrammarCompilation', 'bytes_kept', 'StructuredOutputManager']
 
 # %% ../../nbs/structured_output/07_manager.ipynb #85d689ff
 import functools
 import json
 import logging
-import queue
 import threading
 import time
-from collections import OrderedDict
+import weakref
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from importlib.util import find_spec
@@ -32,21 +32,22 @@ from ..sampling_params import StructuredOutputsParams
 from ..sequence import SequenceGroup
 from .automaton import Automaton, Choice, Expr, literal, parse_regex
 from .grammar import parse_ebnf
-from .json_schema import schema_to_rules
+from .json_schema import as_format, schema_to_rules, tag_to_rules
 from .reasoning import get_reasoning_parser
 from .token_masks import TokenMasks, vocabulary_of
 
 # %% ../../nbs/structured_output/07_manager.ipynb #7be9e83c
 logger = logging.getLogger("teachvllm")
-MAX_COMPILE_SECONDS = 30.0  # a request that waits longer ends with an error
-MAX_KEPT = 64  # compiled grammars
+MAX_COMPILE_SECONDS = 30.0  # a grammar that takes longer ends its requests with an error
+MAX_KEPT_BYTES = 64 * 2**20  # of compiled grammars; masks have a bound of their own
 MAX_TEXT = 256_000  # characters of a schema, regex or grammar
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 # %% ../../nbs/structured_output/07_manager.ipynb #60f1e7f1
 def to_rules(asked: StructuredOutputsParams, config: StructuredOutputsConfig) -> dict[str, Expr]:
     "What a request asks for, as rules from `root` on. `ValueError` says what cannot be served."
-    size = len(msgspec.json.encode(getattr(asked, asked.kind)))
+    value = getattr(asked, asked.kind)
+    size = len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
     require(size <= MAX_TEXT, f"{asked.kind}: {size} characters are more than {MAX_TEXT}")
     if asked.kind == "regex":
         return {"root": parse_regex(asked.regex or "")}
@@ -56,9 +57,11 @@ def to_rules(asked: StructuredOutputsParams, config: StructuredOutputsConfig) ->
         return parse_ebnf(asked.grammar or "")
     one_line = asked.disable_any_whitespace or config.disable_any_whitespace
     schema = asked.json if asked.kind == "json" else ANY_OBJECT
-    return schema_to_rules(
-        schema, any_whitespace=not one_line, whitespace_pattern=asked.whitespace_pattern
-    )
+    how: dict[str, Any] = {"any_whitespace": not one_line}
+    how["whitespace_pattern"] = asked.whitespace_pattern
+    if asked.kind == "structural_tag":
+        return tag_to_rules(asked.structural_tag, **how)
+    return schema_to_rules(schema, **how)
 
 # %% ../../nbs/structured_output/07_manager.ipynb #e8a763ef
 @functools.lru_cache(maxsize=4)
@@ -84,7 +87,8 @@ class AutomatonMatcher:
     """The states of one sequence, one behind each of its tokens.
 
     Where the text may end, so may the sequence: by one of `stop_token_ids`. After it no other
-    token may come.
+    token may come. Elsewhere these may not come, even if they have bytes that would fit: a token
+    that ends the sequence ends it in the middle of a string, too.
     """
 
     ENDED = -2  # no state of an automaton
@@ -94,6 +98,7 @@ class AutomatonMatcher:
         self.masks = masks
         self.stop_token_ids = stop_token_ids
         self.states = [automaton.start]
+        self.stops_have_text = any(masks.vocabulary[i] for i in stop_token_ids)
 
     def accept(self, token_id: int) -> bool:
         state = self._after(token_id)
@@ -104,8 +109,8 @@ class AutomatonMatcher:
 
     def _after(self, token_id: int) -> int | None:
         state = self.states[-1]
-        if token_id in self.stop_token_ids and self._may_end():
-            return self.ENDED
+        if token_id in self.stop_token_ids:
+            return self.ENDED if self._may_end() else None
         text = self.masks.vocabulary[token_id]
         if state == self.ENDED or not text:
             return None
@@ -118,17 +123,20 @@ class AutomatonMatcher:
     def mask(self) -> bytes:
         state = self.states[-1]
         if state == self.ENDED:
-            return self._with_stops(bytes(self.masks.mask_size))
+            return self._with_stops(bytes(self.masks.mask_size), True)
         mask = self.masks.mask(self.automaton, state)
-        return self._with_stops(mask) if self._may_end() else mask
+        may_end = self._may_end()
+        return self._with_stops(mask, may_end) if may_end or self.stops_have_text else mask
 
     def _may_end(self) -> bool:
         return self.states[-1] == self.ENDED or self.automaton.is_final(self.states[-1])
 
-    def _with_stops(self, mask: bytes) -> bytes:
+    def _with_stops(self, mask: bytes, may_come: bool) -> bytes:
         changed = bytearray(mask)
         for token_id in self.stop_token_ids:
-            changed[token_id // 8] |= 1 << token_id % 8
+            bit = 1 << token_id % 8
+            changed[token_id // 8] |= bit
+            changed[token_id // 8] ^= 0 if may_come else bit
         return bytes(changed)
 
 # %% ../../nbs/structured_output/07_manager.ipynb #7fc11612
@@ -141,7 +149,8 @@ class RequestGrammar:
 
     def __init__(self, make_matcher: Callable[[], GrammarMatcher]):
         self.make_matcher = make_matcher
-        self.followed: list[tuple[list[int], GrammarMatcher]] = []
+        self.followed: dict[tuple[int, ...], GrammarMatcher] = {}  # by what was written
+        self.lengths: Counter[int] = Counter()  # of those texts: usually one or two
 
     def bitmask(self, output_token_ids: list[int], drafts: list[int]) -> list[bytes]:
         "See `Grammar`. Behind a draft that may not come, masks do not matter: it is rejected."
@@ -159,16 +168,23 @@ class RequestGrammar:
         return masks
 
     def _matcher_behind(self, token_ids: list[int]) -> GrammarMatcher:
-        fitting = [one for one in self.followed if token_ids[: len(one[0])] == one[0]]
-        if fitting:
-            tokens, matcher = max(fitting, key=lambda one: len(one[0]))
-        else:
-            tokens, matcher = [], self.make_matcher()
-            self.followed.append((tokens, matcher))
-        for token_id in token_ids[len(tokens) :]:
+        written = tuple(token_ids)
+        known, matcher = self._take(written)
+        for token_id in written[known:]:
             require(matcher.accept(token_id), f"token {token_id} does not fit the answer's grammar")
-            tokens.append(token_id)
+        self.followed[written] = matcher
+        self.lengths[len(written)] += 1
         return matcher
+
+    def _take(self, written: tuple[int, ...]) -> tuple[int, GrammarMatcher]:
+        "The matcher that knows the longest beginning, and how long that is; else a new one."
+        for length in sorted(self.lengths, reverse=True):
+            if length <= len(written) and written[:length] in self.followed:
+                self.lengths[length] -= 1
+                if not self.lengths[length]:
+                    del self.lengths[length]
+                return length, self.followed.pop(written[:length])
+        return 0, self.make_matcher()
 
 # %% ../../nbs/structured_output/07_manager.ipynb #54f45d65
 class ReasoningGrammar:
@@ -207,8 +223,9 @@ class CompiledGrammar(Protocol):
     def matcher(self, stop_token_ids: list[int]) -> GrammarMatcher:
         "For a new sequence, whose answer one of these tokens may end."
 
-    def is_outgrown(self) -> bool:
-        "Whether it has grown so large in use that the next request gets a new one."
+    @property
+    def num_bytes(self) -> int:
+        "How much memory it takes, about; one that grows in use takes more then."
 
 
 class GrammarBackend(Protocol):
@@ -232,8 +249,9 @@ class AutomatonGrammar:
     def matcher(self, stop_token_ids: list[int]) -> GrammarMatcher:
         return AutomatonMatcher(self.automaton, self.masks, stop_token_ids)
 
-    def is_outgrown(self) -> bool:
-        return self.automaton.weight > self.automaton.max_weight // 2
+    @property
+    def num_bytes(self) -> int:
+        return self.automaton.num_bytes
 
 
 class AutomatonBackend:
@@ -304,6 +322,9 @@ def _xgrammar_of(asked: StructuredOutputsParams, settings: StructuredOutputsConf
         return Grammar.from_ebnf(f"root ::= {options}")
     if asked.kind == "grammar":
         return Grammar.from_ebnf(asked.grammar or "")
+    if asked.kind == "structural_tag":
+        tag = {"type": "structural_tag", "format": as_format(asked.structural_tag)}
+        return Grammar.from_structural_tag(tag)
     one_line = asked.disable_any_whitespace or settings.disable_any_whitespace
     schema = asked.json if asked.kind == "json" else ANY_OBJECT
     text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -322,8 +343,9 @@ class XGrammarGrammar:
     def matcher(self, stop_token_ids: list[int]) -> GrammarMatcher:
         return XGrammarMatcher(self.compiled, self.vocab_size, stop_token_ids)
 
-    def is_outgrown(self) -> bool:
-        return False
+    @property
+    def num_bytes(self) -> int:
+        return int(self.compiled.memory_size_bytes)
 
 
 class XGrammarBackend:
@@ -344,13 +366,13 @@ class XGrammarBackend:
         info = self.xgrammar.TokenizerInfo(
             vocabulary, self.xgrammar.VocabType.RAW, vocab_size=self.vocab_size, stop_token_ids=[]
         )
-        return self.xgrammar.GrammarCompiler(info)
+        return self.xgrammar.GrammarCompiler(info, cache_enabled=False)  # the manager has one
 
     @staticmethod
     def check(asked: StructuredOutputsParams, settings: StructuredOutputsConfig) -> None:
         try:
             _xgrammar_of(asked, settings)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"xgrammar cannot serve {asked.kind}: {error}") from error
 
     def compile(self, asked: StructuredOutputsParams) -> CompiledGrammar:
@@ -398,7 +420,7 @@ def check_constraint(asked: StructuredOutputsParams, config: VllmConfig) -> None
     require(fault is None, fault or "")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)  # a schema may have 256,000 characters
 def _fault_of(encoded: bytes, settings: StructuredOutputsConfig) -> str | None:
     "What is wrong with a constraint, if anything: asked once for all prompts of a request."
     asked = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
@@ -411,38 +433,89 @@ def _fault_of(encoded: bytes, settings: StructuredOutputsConfig) -> str | None:
     return None
 
 # %% ../../nbs/structured_output/07_manager.ipynb #24231610
+class CompileJob:
+    "A grammar that is compiled once, for all requests that ask for it meanwhile or later."
+
+    def __init__(self, function: Callable[[], Any]):
+        self.function = function
+        self.future: Future[Any] = Future()
+        self.groups: list[weakref.ref[SequenceGroup]] = []  # of the requests that asked
+        self.began: float | None = None  # in seconds of `time.monotonic`; None: it is in the queue
+        self.is_late = False
+
+    def is_wanted(self) -> bool:
+        "Whether a request that asked for it has not ended."
+        groups = [group for known in self.groups if (group := known()) is not None]
+        return any(not group.is_finished() for group in groups)
+
+    def run(self) -> None:
+        "In a thread, unless it was cancelled."
+        if self.future.set_running_or_notify_cancel():
+            self.began = time.monotonic()
+            try:
+                self.future.set_result(self.function())
+            except BaseException as error:  # without the frames, which hold what was half made
+                self.future.set_exception(error.with_traceback(None))
+
+# %% ../../nbs/structured_output/07_manager.ipynb #53fe9f02
 class CompileThreads:
-    "Threads that compile what is given to them; they do not keep a process from ending."
+    "Threads that do one job after the other; they do not keep a process from ending."
+
+    MAX_LATE = 6  # threads that others stand in for
 
     def __init__(self, num_threads: int = 2):
         self.num_threads = num_threads
-        self.tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self.jobs: deque[CompileJob | None] = deque()
+        self.has_jobs = threading.Condition()
         self.threads: list[threading.Thread] = []
 
-    def submit(self, function: Callable[[], Any]) -> "Future[Any]":
-        "What `function` will return, or raise."
+    def submit(self, function: Callable[[], Any]) -> CompileJob:
+        "A job that is done when its turn comes."
         if len(self.threads) < self.num_threads:
-            thread = threading.Thread(target=self._work, name="grammar", daemon=True)
-            self.threads.append(thread)
-            thread.start()
-        future: Future[Any] = Future()
-        self.tasks.put((future, function))
-        return future
+            self._start()
+        job = CompileJob(function)
+        self._put(job)
+        return job
+
+    def drop_unwanted(self) -> None:
+        "Jobs for which no request waits any more leave the queue."
+        with self.has_jobs:
+            for job in [job for job in self.jobs if job is not None and not job.is_wanted()]:
+                self.jobs.remove(job)
+                job.future.cancel()
+
+    def give_up(self, job: CompileJob) -> None:
+        "A thread takes too long: another does what comes next, and this job is its last."
+        if not job.is_late and len(self.threads) < self.num_threads + self.MAX_LATE:
+            job.is_late = True
+            self._start()
 
     def shutdown(self) -> None:
         "They end after what they are doing."
         for _ in self.threads:
-            self.tasks.put(None)
+            self._put(None)
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name="grammar", daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def _put(self, job: CompileJob | None) -> None:
+        with self.has_jobs:
+            self.jobs.append(job)
+            self.has_jobs.notify()
 
     def _work(self) -> None:
-        while (task := self.tasks.get()) is not None:
-            future, function = task
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
+        while True:
+            with self.has_jobs:
+                self.has_jobs.wait_for(lambda: self.jobs)
+                job = self.jobs.popleft()
+            if job is None:
+                return
+            job.run()
+            if job.is_late:
+                self.threads.remove(threading.current_thread())
+                return
 
 # %% ../../nbs/structured_output/07_manager.ipynb #3d9a9ffd
 class GrammarCompilation:
@@ -450,26 +523,37 @@ class GrammarCompilation:
 
     name = "grammar"
 
-    def __init__(self, future: "Future[Any]", seconds: float = MAX_COMPILE_SECONDS):
-        self.future = future
-        self.deadline = time.monotonic() + seconds
+    def __init__(
+        self, threads: CompileThreads, job: CompileJob, seconds: float = MAX_COMPILE_SECONDS
+    ):
+        self.threads = threads
+        self.job = job
         self.seconds = seconds
 
     def is_ready(self) -> bool:
-        "Asked before each step until it is; `ValueError` ends the request."
-        if self.future.done():
-            self.future.result()
+        """Asked before each step until it is; `ValueError` ends the request. Each request has an
+        exception of its own: one that is raised again would get longer each time.
+        """
+        if self.job.future.done():
+            error = self.job.future.exception()
+            if isinstance(error, ValueError):
+                raise ValueError(str(error)) from error
+            if error is not None:
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
             return True
-        require(
-            time.monotonic() < self.deadline,
-            f"the grammar was not compiled within {self.seconds:g} s: ask for a smaller one",
-        )
+        began = self.job.began
+        if began is not None and time.monotonic() - began > self.seconds:
+            self.threads.give_up(self.job)
+            raise ValueError(
+                f"the grammar was not compiled within {self.seconds:g} s: ask for a smaller one"
+            )
         return False
 
-
-def is_outgrown(future: "Future[CompiledGrammar]") -> bool:
-    "Whether what was compiled is too large to go on with. One that failed fails again."
-    return future.done() and future.exception() is None and future.result().is_outgrown()
+# %% ../../nbs/structured_output/07_manager.ipynb #76405dfc
+def bytes_kept(key: bytes, job: CompileJob) -> int:
+    "What a job takes of memory, about: what was asked for, and what was made of it."
+    is_made = job.future.done() and not job.future.cancelled() and job.future.exception() is None
+    return len(key) + (job.future.result().num_bytes if is_made else 0)
 
 
 class StructuredOutputManager:
@@ -488,7 +572,13 @@ class StructuredOutputManager:
             encode = functools.partial(encode_text, tokenizer_of(config), add_special_tokens=False)
             self.reasoning = get_reasoning_parser(name)(encode)
         # what was asked for -> what makes matchers, the latest used last
-        self.compiled: OrderedDict[bytes, Future[Any]] = OrderedDict()
+        self.compiled: OrderedDict[bytes, CompileJob] = OrderedDict()
+
+    @classmethod
+    def check_config(cls, config: VllmConfig) -> None:
+        "When an engine is made: `ValueError` for a parser that is not known."
+        if name := config.structured_outputs_config.reasoning_parser:
+            get_reasoning_parser(name)
 
     @classmethod
     def check(cls, asked: StructuredOutputsParams, config: VllmConfig) -> None:
@@ -498,28 +588,38 @@ class StructuredOutputManager:
     def prepare(self, request: EngineCoreRequest, group: SequenceGroup) -> None:
         "A request came: it waits until its grammar is compiled."
         params = request.sampling_params
-        future = self._compile(params.constraint)
+        job = self._compile(params.constraint, group)
         stop_token_ids = params.all_stop_token_ids or request.stop_token_ids
-        group.grammar = RequestGrammar(lambda: future.result().matcher(stop_token_ids))
+        group.grammar = RequestGrammar(lambda: job.future.result().matcher(stop_token_ids))
         if self.reasoning is not None and not self.reasoning.is_reasoning_end(
             request.prompt_token_ids
         ):
             end = self.reasoning.end_ids
             group.grammar = ReasoningGrammar(group.grammar, end, self.mask_size)
-        group.prerequisites.append(GrammarCompilation(future))
+        group.prerequisites.append(GrammarCompilation(self.threads, job))
+
+    def requests_ended(self) -> None:
+        "Some were aborted: what was to be compiled for them alone need not be."
+        self.threads.drop_unwanted()
 
     def shutdown(self) -> None:
         "No more requests come."
         self.threads.shutdown()
 
-    def _compile(self, asked: StructuredOutputsParams) -> "Future[Any]":
+    def _compile(self, asked: StructuredOutputsParams, group: SequenceGroup) -> CompileJob:
         key = msgspec.msgpack.encode(asked)
-        future = self.compiled.get(key)
-        if future is not None and not is_outgrown(future):
-            self.compiled.move_to_end(key)
-            return future
-        future = self.threads.submit(lambda: self.backend.compile(asked))
-        self.compiled[key] = future
-        while len(self.compiled) > MAX_KEPT:
-            self.compiled.popitem(last=False)
-        return future
+        job = self.compiled.pop(key, None)
+        if job is not None and not job.future.done():
+            job.groups.append(weakref.ref(group))
+        if job is None or job.future.cancelled() or bytes_kept(key, job) > MAX_KEPT_BYTES // 2:
+            self._make_room()
+            job = self.threads.submit(lambda: self.backend.compile(asked))
+            job.groups.append(weakref.ref(group))
+        self.compiled[key] = job
+        return job
+
+    def _make_room(self) -> None:
+        "What was not used for the longest time is forgotten: requests that have it keep it."
+        total = sum(bytes_kept(key, job) for key, job in self.compiled.items())
+        while self.compiled and total > MAX_KEPT_BYTES:
+            total -= bytes_kept(*self.compiled.popitem(last=False))

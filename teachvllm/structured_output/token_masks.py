@@ -8,10 +8,12 @@ __all__ = ['MAX_WALK', 'vocabulary_of', 'TokenMasks']
 # %% ../../nbs/structured_output/02_token_masks.ipynb #4a5b3456
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import numpy as np
 
@@ -121,7 +123,7 @@ class TokenMasks:
     `vocabulary`: each token's bytes; None, and tokens without bytes, are never allowed. The
     `eos_token_ids` are allowed where a text may end, and nowhere else. `vocab_size`: the length of
     the model's logits, if it is more than the vocabulary's: nobody may choose what is beyond.
-    Of each automaton the last `max_masks` masks are kept, for as long as the automaton lives.
+    The masks that were used last are kept, of all automata together up to `max_bytes`.
     vLLM: `StructuredOutputManager.grammar_bitmask` in `v1/structured_output/__init__.py`.
     """
 
@@ -130,11 +132,10 @@ class TokenMasks:
         vocabulary: list[bytes | None],
         eos_token_ids: Iterable[int],
         vocab_size: int | None = None,
-        max_masks: int = 1024,
+        max_bytes: int = 64 * 2**20,
     ):
         self.eos_token_ids = sorted(set(eos_token_ids))
         self.vocab_size = len(vocabulary) if vocab_size is None else vocab_size
-        self.max_masks = max_masks
         self.vocabulary = vocabulary + [None] * (self.vocab_size - len(vocabulary))
         self.mask_size = -(-self.vocab_size // 8)  # bytes
         if self.vocab_size < len(vocabulary):
@@ -142,7 +143,10 @@ class TokenMasks:
         if not all(0 <= token < self.vocab_size for token in self.eos_token_ids):
             raise ValueError(f"an EOS id beyond the {self.vocab_size} logits: {self.eos_token_ids}")
         self._trie = _make_trie(vocabulary)
-        self._masks: WeakKeyDictionary[Automaton, dict[int, bytes]] = WeakKeyDictionary()
+        self.max_masks = max(1, max_bytes // max(1, self.mask_size))
+        # by automaton, which they do not keep alive, and state; the latest used last
+        self._masks: OrderedDict[tuple[ref[Automaton], int], bytes] = OrderedDict()
+        self._lock = Lock()  # automata of several threads may have the same vocabulary
 
     def allowed(self, automaton: Automaton, state: int) -> np.ndarray:
         """[vocab_size] bool: the tokens that may come after this state. `ValueError` if that takes more
@@ -175,10 +179,14 @@ class TokenMasks:
         """
         if state < 0:
             raise ValueError("the text does not fit: no token may follow")
-        masks = self._masks.setdefault(automaton, {})
-        if state not in masks:
-            packed = np.packbits(self.allowed(automaton, state), bitorder="little").tobytes()
-            if len(masks) >= self.max_masks:
-                del masks[next(iter(masks))]  # the oldest
-            masks[state] = packed
-        return masks[state]
+        key = (ref(automaton), state)
+        with self._lock:
+            if key in self._masks:
+                self._masks.move_to_end(key)
+                return self._masks[key]
+        packed = np.packbits(self.allowed(automaton, state), bitorder="little").tobytes()
+        with self._lock:
+            self._masks[key] = packed
+            while len(self._masks) > self.max_masks:
+                self._masks.popitem(last=False)
+        return packed

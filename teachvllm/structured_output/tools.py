@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from ..config import require
-from ..kernels import warn_once
 
 # %% ../../nbs/structured_output/05_tools.ipynb #782325a4
 STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -446,6 +445,12 @@ class ToolParser:
         """
         raise NotImplementedError
 
+    def structural_tag(self, tools: list[dict[str, Any]], parallel: bool) -> dict[str, Any] | None:
+        """Free text with calls in this form, whose arguments fit their tools' schemas: see
+        `tag_to_rules`. None: the form has no text that begins a call and nothing else.
+        """
+        return None
+
     def parse(self, text: str) -> tuple[str | None, list[ToolCall]]:
         "The content, None if there is none, and the calls of a whole answer."
         stream = self.stream(eager=False)
@@ -487,6 +492,21 @@ class HermesToolParser(ToolParser):
     """
 
     markers = ("<tool_call>",)
+
+    def structural_tag(self, tools: list[dict[str, Any]], parallel: bool) -> dict[str, Any] | None:
+        "Calls as these models' templates write them; a tool that is not `strict` takes any object."
+        tags = []
+        for function in (tool["function"] for tool in tools):
+            is_strict = function.get("strict") and function.get("parameters")
+            schema = function["parameters"] if is_strict else {"type": "object"}
+            name = json.dumps(function["name"], ensure_ascii=False)
+            begin = f'{self.markers[0]}\n{{"name": {name}, "arguments": '
+            content = {"type": "json_schema", "json_schema": schema}
+            tag = {"type": "tag", "begin": begin, "content": content, "end": "}\n</tool_call>"}
+            tags.append(tag)
+        triggers = list(self.markers)
+        kind = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+        return {"type": "structural_tag", "format": kind | {"stop_after_first": not parallel}}
 
     def read_calls(self, stream: ToolStream) -> Reading[None]:
         "One call, and its closing tag."
@@ -687,7 +707,11 @@ def check_tools(tools: list[Tool] | None, tool_choice: ToolChoice, has_parser: b
         ok = isinstance(function.get("name"), str) and function["name"] != ""
         require(ok, "tools: each needs a function with a name")
     if choice == "auto":
-        _check_auto(functions, has_parser)
+        require(
+            has_parser,
+            '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be '
+            "set",
+        )
     elif choice != "required":
         name = name_of_choice(choice)
         require(
@@ -700,15 +724,6 @@ def check_tools(tools: list[Tool] | None, tool_choice: ToolChoice, has_parser: b
             "The tool specified in `tool_choice` does not match any of the specified `tools`",
         )
     return choice
-
-
-def _check_auto(functions: list[dict[str, Any]], has_parser: bool) -> None:
-    require(
-        has_parser,
-        '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
-    )
-    if any(function.get("strict") for function in functions):
-        warn_once('strict=true of a tool changes nothing with tool_choice="auto"')
 
 # %% ../../nbs/structured_output/05_tools.ipynb #8b4abb29
 DATA = ("const", "default", "enum", "examples")  # in a schema: values, and no schemas
@@ -736,9 +751,8 @@ def move_references(schema: Any, to: str, is_by_name: bool = False) -> Any:
 
 
 def parameters_of(tool: Tool) -> Any:
-    "The schema of a tool's arguments; one without parameters takes an empty object."
-    schema = tool["function"].get("parameters")
-    return {"type": "object", "additionalProperties": False} if schema is None else schema
+    "The schema of a tool's arguments; one without parameters, or with `{}`, takes any object."
+    return tool["function"].get("parameters") or {"type": "object"}
 
 
 def tools_schema(tools: list[Tool], tool_choice: ToolChoice, parallel: bool = True) -> Any:
