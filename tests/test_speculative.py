@@ -3,14 +3,10 @@
 import random
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from helpers import make_tiny
 
 from teachvllm import LLM, SamplingParams
-from teachvllm.config import NotSupportedYet, SpeculativeConfig
-from teachvllm.speculative.policy import BatchCosts, DraftPolicy, DraftStats
+from teachvllm.speculative.policy import DraftPolicy
 from teachvllm.worker.model_runner import DraftStep, Proposer
 
 LIMITS: dict[str, Any] = {

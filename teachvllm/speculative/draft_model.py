@@ -22,7 +22,7 @@ from ..model_executor.sampler import SamplingMetadata
 from ..quantization.grouped import pack_groups_of
 from ..quantization.online import group_size, round_to_nearest
 from ..worker.model_runner import Batch, DraftStep, InputBatch, ModelRunner, Proposer
-from ..worker.model_runner import choosing_inputs, sampling_metadata, to_device
+from ..worker.model_runner import choosing_inputs, sampling_metadata
 
 # %% ../../nbs/speculative/05_draft_model.ipynb #3b19890d
 class DraftBatch:
@@ -168,8 +168,7 @@ class DraftModelProposer(Proposer):
         hidden, inputs = drafter._run_model(batch, sampling, self.kv_caches)
         logits = drafter.compute_logits(hidden, inputs["logits_indices"], inputs)
         token_ids, _ = drafter.sampler(logits, draft_metadata(inputs))
-        numbers: np.ndarray = token_ids.cpu().numpy()
-        return numbers
+        return np.asarray(token_ids.cpu())
 
 # %% ../../nbs/speculative/05_draft_model.ipynb #dd6a338b
 def draft_metadata(inputs: dict[str, torch.Tensor]) -> SamplingMetadata:
@@ -187,7 +186,8 @@ class SelfQuantizedProposer(DraftModelProposer):
     def make_config(self, config: VllmConfig) -> VllmConfig:
         "The same model, its weights rounded while they are loaded."
         model = config.model_config
-        quantization = config.speculative_config.quantization or "int4"
+        speculative = config.speculative_config
+        quantization = (speculative and speculative.quantization) or "int4"
         require(
             model.quantization_method is None,
             f"method='self_quantized' wants a model with plain weights: {model.model!r} has "
@@ -223,8 +223,9 @@ class SelfQuantizedProposer(DraftModelProposer):
         """
         if head.weight.numel():
             weight = round_to_nearest(head.weight.data, 8, group_size(head.weight))
-            head.packed = pack_groups_of(head, weight) or head.packed
-            head.packed_version = version_of(head.weight)
+            made: Any = head  # what a `LinearMethod` keeps in its layer
+            made.packed = pack_groups_of(head, weight) or made.packed
+            made.packed_version = version_of(head.weight)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         "It has no layers of its own in the cache."

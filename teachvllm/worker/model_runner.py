@@ -667,6 +667,8 @@ class Proposer:
     other methods if it has a model. vLLM: the proposers of `v1/spec_decode/`.
     """
 
+    every_step = False  # ask also after steps behind which no drafts are wanted
+
     def __init__(self, runner: "ModelRunner"):
         self.runner = runner  # of the target, whose `config` has the `speculative_config`
 
@@ -859,7 +861,7 @@ class ModelRunner:
         else:
             output = self._sample_step(batch, hidden, inputs, sampling)
         output = output.start_copy()
-        if self.proposer and out.num_draft_tokens and output.seq_ids:
+        if self.proposer and (out.num_draft_tokens or self.proposer.every_step):
             step = draft_step(state, batch, output, out)
             step.hidden = hidden
             step.kv_caches = kv_caches
