@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from helpers import make_tiny
 
 from teachvllm import LLM, SamplingParams
 from teachvllm.speculative.policy import DraftPolicy
@@ -145,3 +146,21 @@ def test_no_token_changes(folder: str, method: str, world: str) -> None:
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     free = scheduler.block_manager.get_num_free_gpu_blocks()
     assert free == scheduler.block_manager.num_gpu_blocks
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["itself", "another"])
+def test_a_draft_model(folder: str, tmp_path: Any, kind: str, world: str) -> None:
+    "With places of its own in the cache. The target as its own draft is always right."
+    draft = folder
+    if kind == "another":
+        make_tiny("llama", tmp_path, layers=1)
+        draft = str(tmp_path)
+    requests = random_requests(random.Random(f"{kind} {world}"), 24)
+    expected = answers(make(folder, **WORLDS[world]), requests)
+    llm = make(folder, **WORLDS[world], speculative_config=speculate("draft_model", draft))
+    assert answers(llm, requests) == expected
+    stats = policy_of(llm).stats
+    assert stats.num_drafts > 0
+    if kind == "itself":
+        assert stats.acceptance == 1

@@ -152,6 +152,13 @@ class StatLogger:
                 100 * stats.num_gpu_blocks_used / stats.num_gpu_blocks,
                 stats.num_preemptions,
             )
+            if stats.spec_decoding:
+                logger.info(
+                    "drafts so far: %d, %.0f%% right, %.2f tokens a step",
+                    stats.spec_decoding.num_draft_tokens,
+                    100 * stats.spec_decoding.acceptance,
+                    stats.spec_decoding.mean_length,
+                )
             self.last = time.monotonic()
             self.num_prompt_tokens = 0
             self.num_generation_tokens = 0
@@ -322,6 +329,8 @@ class EngineCore:
         # how many drafts pay, with a `speculative_config`
         speculative = config.speculative_config
         self.draft_policy = resolve_class(DRAFT_POLICY)(speculative) if speculative else None
+        if self.draft_policy:
+            self.preparers.append(self.draft_policy.prepare)
         self.structured_output: Any = None  # compiles grammars, from the first on that is asked for
         self.preparers.append(self._prepare_grammar)
         # Called after each step: guesses of the next tokens of running sequences, by seq_id,
@@ -572,8 +581,12 @@ class EngineCore:
     def get_stats(self) -> SchedulerStats:
         "See `Scheduler.get_stats`; of all schedulers together."
         self._check()
-        by_scheduler = [msgspec.structs.astuple(one.get_stats()) for one in self.schedulers]
-        return SchedulerStats(*map(sum, zip(*by_scheduler)))
+        numbers = [msgspec.structs.astuple(one.get_stats())[:-1] for one in self.schedulers]
+        total: list[Any] = list(map(sum, zip(*numbers)))
+        stats = SchedulerStats(*total)
+        if self.draft_policy:
+            stats.spec_decoding = self.draft_policy.stats
+        return stats
 
     def call_lora(self, method: str, *args: Any) -> Any:
         "Call a method of the `LoRAManager`; `ValueError` if there is none."

@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['GAUGES', 'COUNTERS', 'FIRST_TOKEN', 'NEXT_TOKEN', 'REQUEST', 'HISTOGRAMS', 'OLDER_NAMES', 'logger', 'one_two_five',
-           'RequestStats', 'import_prometheus', 'OlderName', 'LoRAInfo', 'make_metrics', 'PrometheusStatLogger',
-           'LoggingStatLogger']
+           'RequestStats', 'import_prometheus', 'OlderName', 'LoRAInfo', 'DraftCounts', 'make_metrics',
+           'PrometheusStatLogger', 'LoggingStatLogger']
 
 # %% ../../nbs/63_metrics.ipynb #392c2b01
 import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ..config import VllmConfig
 from .core import LOAD_LINE
@@ -21,6 +21,7 @@ from teachvllm.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     SchedulerStats,
+    SpecDecodingStats,
 )
 
 # %% ../../nbs/63_metrics.ipynb #3fd31922
@@ -213,6 +214,39 @@ class LoRAInfo:
         yield family
 
 
+class DraftCounts:
+    "What became of drafts, as the core counted it: a collector for a Prometheus registry."
+
+    TEXTS: ClassVar = {
+        "num_drafts": "Times that a sequence's drafts were looked at.",
+        "num_draft_tokens": "Drafts that were looked at.",
+        "num_accepted_tokens": "Drafts that were right. Does guessing pay?",
+    }
+
+    def __init__(self, stat_logger: Any):
+        self.stat_logger = stat_logger
+
+    def collect(self) -> Iterator[Any]:
+        "Asked when the metrics are read."
+        import_prometheus()
+        from prometheus_client.core import CounterMetricFamily
+
+        stats = self.stat_logger.drafted
+        model = self.stat_logger.model_name
+        for name, text in self.TEXTS.items():
+            family = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=["model_name"])
+            family.add_metric([model], getattr(stats, name))
+            yield family
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were right, by their place behind the newest token.",
+            labels=["model_name", "position"],
+        )
+        for place, number in enumerate(stats.num_accepted_tokens_per_pos):
+            family.add_metric([model, str(place)], number)
+        yield family
+
+
 def make_metrics(registry: Any, model_name: str, max_model_len: int) -> dict[str, Any]:
     "All metrics of a model, empty, in a Prometheus registry: by their names without `vllm:`."
     prometheus = import_prometheus()
@@ -252,6 +286,9 @@ class PrometheusStatLogger:
             ["num_preemptions", "prefix_cache_queries", "prefix_cache_hits"], 0
         )
         self.knows_blocks = False
+        self.drafted = SpecDecodingStats()  # what the core said last
+        if vllm_config.speculative_config:
+            self.registry.register(DraftCounts(self))
         if vllm_config.lora_config:
             self.registry.register(LoRAInfo(self.requests, vllm_config.lora_config.max_loras))
         self.metrics = make_metrics(
@@ -369,6 +406,7 @@ class PrometheusStatLogger:
             total = getattr(stats, name)
             self.metrics[name].inc(max(0, total - before))
             self.totals[name] = total
+        self.drafted = stats.spec_decoding or self.drafted
         if not self.knows_blocks:
             self.knows_blocks = True
             config = vars(self.config.cache_config) | {

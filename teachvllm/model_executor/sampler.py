@@ -395,6 +395,8 @@ class SamplerOutput:
     drafts: dict[int, list[int]] = field(default_factory=dict)  # entry -> the tokens guessed for it
     # seq_id -> guesses of what comes next
     draft_token_ids: dict[int, list[int]] = field(default_factory=dict)
+    # of each entry, how many tokens it had before; empty where none guesses
+    num_tokens: list[int] = field(default_factory=list)
 
     def start_copy(self) -> "SamplerOutput":
         "The same, while it is copied to pinned memory of the host. The caller does not wait."

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..arg_utils import EngineArgs, create_model_config
 from ..attention.backend import KVCacheSpec
 from ..config import VllmConfig, require
 from ..core.block_manager import num_blocks_for
@@ -73,8 +74,26 @@ class DraftModelProposer(Proposer):
         self.num_computed: dict[int, int] = {}
 
     def make_config(self, config: VllmConfig) -> VllmConfig:
-        "The configuration of the model that drafts."
-        raise NotImplementedError
+        "The configuration of the model that drafts: what is not its own is the target's."
+        speculative = config.speculative_config
+        model = config.model_config
+        assert speculative is not None
+        args = EngineArgs(
+            speculative.model or "",
+            dtype=model.dtype,
+            max_model_len=model.max_model_len,
+            quantization=speculative.quantization,
+            skip_tokenizer_init=True,
+            enforce_eager=model.enforce_eager,
+            trust_remote_code=model.trust_remote_code,
+        )
+        draft = create_model_config(args, config.device_config.device)
+        require(
+            draft.vocab_size == model.vocab_size,
+            f"Draft model {draft.model!r} and target model should have the same vocabulary size: "
+            f"{draft.vocab_size} and {model.vocab_size} tokens",
+        )
+        return replace(config, model_config=draft, speculative_config=None, lora_config=None)
 
     # The model
 
@@ -168,7 +187,8 @@ class DraftModelProposer(Proposer):
         hidden, inputs = drafter._run_model(batch, sampling, self.kv_caches)
         logits = drafter.compute_logits(hidden, inputs["logits_indices"], inputs)
         token_ids, _ = drafter.sampler(logits, draft_metadata(inputs))
-        return np.asarray(token_ids.cpu())
+        numbers: np.ndarray = token_ids.cpu().numpy()
+        return numbers
 
 # %% ../../nbs/speculative/05_draft_model.ipynb #dd6a338b
 def draft_metadata(inputs: dict[str, torch.Tensor]) -> SamplingMetadata:

@@ -707,8 +707,7 @@ def draft_step(
     for seq_id, new in zip(sampled.seq_ids, sampled.accepted_token_ids(), strict=True):
         wanted = out.num_draft_tokens.get(seq_id, 0)
         slot = state.slot_of[seq_id]
-        # the second: the logits were NaN; the third: the host has not heard of the token before
-        if not wanted or new[-1] < 0 or state.on_device[slot]:
+        if not wanted or new[-1] < 0:  # the second: its logits were NaN
             continue
         if not state.logits_processors.is_foreseeable(slot):
             continue  # no draft of it would be accepted
@@ -899,15 +898,27 @@ class ModelRunner:
         scores = self.score_prompts(batch, hidden, inputs) if state.prompt_logprobs else None
         # a row behind a draft is no entry of its own
         entries = batch.sample_offsets == 0
-        seq_ids = state.seq_ids[batch.sample_indices[entries]].tolist()
+        slots = batch.sample_indices[entries]
         return SamplerOutput(
-            seq_ids,
+            state.seq_ids[slots].tolist(),
             token_ids,
             logprobs,
             errors=errors,
             prompt_logprobs=scores,
             drafts=batch.drafts,
+            num_tokens=state.num_tokens[slots].tolist() if self.proposer else [],
         )
+
+    def tokens_known(self, sampled: SamplerOutput, token_ids: list[list[int]]) -> None:
+        """The host has the `token_ids` of a step's entries. A step needs none of them here, but a
+        proposer reads whole texts. A sequence may have left its slot meanwhile.
+        """
+        state = self.input_batch
+        known = list(zip(sampled.seq_ids, sampled.num_tokens, token_ids))
+        for seq_id, start, new in reversed(known):  # of several samples the first is its own
+            slot = state.slot_of.get(seq_id)
+            if slot is not None and new[-1] >= 0:
+                state.token_ids[slot, start : start + len(new)] = new
 
     def head_inputs(
         self, batch: Batch, grammar_bitmask: dict[int, list[bytes]] | None = None

@@ -313,6 +313,8 @@ class Worker:
         """
         sampled, marks = self.in_flight.popleft()
         out = sampled.to_model_runner_output()
+        if self.model_runner.proposer:
+            self.model_runner.tokens_known(sampled, out.sampled_token_ids)
         if marks:
             out.device_span = self.clock.span(*marks)
         return out
