@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOG2_E', 'INTERPRETED', 'write_kernel', 'reshape_and_cache', 'dot', 'interpreted', 'no_triton', 'builtin_names',
-           'remember_types', 'replace_once', 'quicken_interpreter', 'find_sequence', 'allocate_partials',
-           'merge_splits']
+           'quicken_interpreter', 'find_sequence', 'allocate_partials', 'merge_splits']
 
 # %% ../../nbs/23_triton_utils.ipynb #6f4e4c49
 import dataclasses
@@ -133,7 +132,7 @@ def builtin_names(language: Any) -> tuple[str, ...]:
 
 
 @functools.cache
-def remember_types() -> None:
+def _remember_types() -> None:
     """What the type of a tensor says of its shape is worked out once for each type, no longer for
     each value that a kernel computes.
     """
@@ -183,7 +182,7 @@ def remember_types() -> None:
 
 
 @functools.cache
-def replace_once() -> None:
+def _replace_once() -> None:
     "The functions that a kernel calls find the language replaced by its launch."
     from triton.runtime import interpreter
 
@@ -232,9 +231,9 @@ def quicken_interpreter(overflow_checks: bool = False) -> None:
         checks = {"sanitize_overflow": overflow_checks}
         builder.options = dataclasses.replace(builder.options, **checks)
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
-        replace_once()
+        _replace_once()
     if hasattr(interpreter, "_get_np_dtype") and hasattr(interpreter, "interpreter_semantic"):
-        remember_types()
+        _remember_types()
 
 # %% ../../nbs/23_triton_utils.ipynb #abcf54be
 if interpreted():
