@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -139,17 +140,25 @@ def run_compiling(*argv: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def on_card(
-    card: str, *command: str, seconds: float = 800, **more: str
+    card: str, *command: str, seconds: float = 800, count: int = 1, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    "A command in a process whose card is pretended, until it has ended. `card` may be two."
-    full = [sys.executable, "-m", "teachvllm.pretend", "--num-sms", "4", *card.split(), *command]
-    env = compiling_env(PYTHONPATH=str(ROOT / "tests"), OMP_NUM_THREADS="1", **more)
-    return subprocess.run(full, env=env, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
+    """A command in a process whose card is pretended, one of so many, until it has ended: what
+    `python -m teachvllm.pretend` does, without a Python that imports torch only to start another.
+    """
+    from teachvllm.pretend import environment
+
+    with tempfile.TemporaryDirectory() as folder:
+        env = environment(Path(folder), card=card, count=count, num_sms=4)
+        paths = [env["PYTHONPATH"], str(ROOT / "tests")]
+        env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
+        options: dict[str, Any] = {"capture_output": True, "text": True, "cwd": ROOT}
+        return subprocess.run(command, env=env, timeout=seconds, **options)
 
 
-def answers_on_card(card: str, script: str, *names: str) -> dict[str, str]:
+def answers_on_card(card: str, script: str, *names: str, count: int = 1) -> dict[str, str]:
     "What a script of this folder found there: task -> what went wrong, or an empty text."
-    done = on_card(card, sys.executable, "-W", "ignore", f"tests/{script}", *names)
+    command = [sys.executable, "-W", "ignore", f"tests/{script}", *names]
+    done = on_card(card, *command, count=count)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -87,7 +87,37 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (wheel,) = folder.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
+    share_compiled(folder / "site" / "teachvllm")
     return folder / "site"
+
+
+def share_compiled(package: Path) -> None:
+    """Let the wheel's `package` keep what Numba compiles where the repository's keeps it: the files
+    are the same, and what one of this run's tests has compiled no other need compile again.
+    """
+    try:
+        from numba.core.caching import UserProvidedCacheLocator
+
+        from teachvllm.cpu_kernels.utils import kernel_folder
+    except ImportError:  # there is no Numba, or it is another one: it compiles twice
+        return
+
+    def place(folder: Path) -> str:
+        path: str = UserProvidedCacheLocator.get_suitable_cache_subpath(str(folder / "utils.py"))
+        return path
+
+    ours = ROOT / "teachvllm" / "cpu_kernels"
+    theirs = package / "cpu_kernels"
+    for path in ours.glob("*.py"):
+        assert (theirs / path.name).read_bytes() == path.read_bytes()
+        times = path.stat()  # by which Numba knows a file, too
+        os.utime(theirs / path.name, ns=(times.st_atime_ns, times.st_mtime_ns))
+    kept = Path(kernel_folder())
+    compiled = kept / place(ours)
+    compiled.mkdir(parents=True, exist_ok=True)
+    link = package / "__pycache__" / kept.name / place(theirs)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(compiled, target_is_directory=True)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,10 @@
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -324,7 +326,7 @@ def settings() -> dict[tuple[str, str], str]:
     "What went wrong in each setting: the engine in all of them on an H100, in the most used on a T4."
     found = {}
     for card, names in {"H100": [], "T4": on_a_card.ON_EACH_CARD}.items():
-        answers = answers_on_card(f"--count 2 {card}", "on_a_card.py", *names)
+        answers = answers_on_card(card, "on_a_card.py", *names, count=2)
         found |= {(card, name): wrong for name, wrong in answers.items()}
     return found
 
@@ -383,10 +385,12 @@ def test_chapter(card: str, name: str) -> None:
 def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # real ones are hidden: one was asked for
     code = "import torch; print(torch.cuda.device_count(), torch.cuda.get_device_name())"
-    done = on_card("T4", sys.executable, "-c", code)
-    assert done.stdout.strip() == "1 Tesla T4", done.stderr
+    pretend_cards = [sys.executable, "-m", "teachvllm.pretend", "--count", "2", "T4"]
+    run = partial(subprocess.run, capture_output=True, text=True, cwd=ROOT)
+    done = run([*pretend_cards, sys.executable, "-c", code])
+    assert done.stdout.strip() == "2 Tesla T4", done.stderr
     hide = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
     hidden = on_card("T4", sys.executable, "-c", hide + code.split(",")[0] + ")")
     assert hidden.stdout.strip() == "0", hidden.stderr
     code = f"import os; os._exit({os.EX_CONFIG})"
-    assert on_card("T4", sys.executable, "-c", code).returncode == os.EX_CONFIG
+    assert run([*pretend_cards, sys.executable, "-c", code]).returncode == os.EX_CONFIG

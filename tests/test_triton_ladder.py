@@ -7,7 +7,10 @@ them as JSON.
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -306,6 +309,69 @@ def test_the_interpreter_compiles_nothing() -> None:
         pytest.skip("Triton is not interpreted here")
     with pytest.raises(ValueError, match="TRITON_INTERPRET"), ladder.compiling_for(90):
         pass
+
+
+QUICKENED = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import numpy as np, torch, triton
+import triton.language as tl
+
+@triton.jit
+def weigh(x, row, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    return tl.where(column[None, :] <= row[:, None], x * 0.5 + column, 1 - x)
+
+@triton.jit
+def kernel(out, x, y, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    where = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = row[:, None] < n
+    a = tl.load(x + where, mask=inside, other=1).to(tl.float32)
+    b = tl.load(y + where, mask=inside, other=2)
+    acc = tl.zeros((ROWS, ROWS), tl.float32)
+    for i in range(2):
+        acc += tl.dot(weigh(a, row, WIDTH), tl.trans(b.to(tl.float32) + i))
+    total = tl.sum(acc, 1) + tl.max(weigh(a, row, WIDTH).to(tl.float16), 1) - (row // 3 % 2 << 1)
+    tl.store(out + row, total, mask=row < n)
+
+@triton.jit
+def odd(out):
+    tl.store(out + tl.arange(0, 3), weigh(1.0, tl.arange(0, 4), 4))
+
+def run():
+    "What kernels write from each dtype, and what is said of a shape that is refused."
+    found = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64):
+        x = torch.arange(-40, 40).view(5, 16).to(dtype)
+        out = torch.full((8,), torch.nan)
+        kernel[(2,)](out, x, x.flip(0).to(torch.int8), 5, 4, 16)
+        found.append(out.numpy().tobytes())
+        for _ in range(2):
+            try:
+                odd[(1,)](out)
+            except Exception as error:
+                found.append(repr(error))
+        assert tl.core.is_builtin(tl.load) and tl.core.is_builtin(tl.core.tensor.to)
+        assert not isinstance(tl.range, type(run))
+    return found
+
+plain = run()
+from teachvllm.gpu_kernels.utils import interpreted, quicken_interpreter
+quicken_interpreter()
+assert interpreted() and "power of 2" in plain[1]
+quick = [run() for _ in range(2)]
+assert quick == [plain, plain], (plain, quick)
+"""
+
+
+def test_a_quick_interpreter_computes_the_same(tmp_path: Path) -> None:
+    "Bit for bit, with the same errors, and the language is its own again after each launch."
+    (tmp_path / "quickened.py").write_text(QUICKENED)
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "quickened.py")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_every_rung_compiles_and_fits() -> None:
