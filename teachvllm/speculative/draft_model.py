@@ -141,7 +141,8 @@ class DraftModelProposer(Proposer):
     def first_tokens(self, step: DraftStep, ends: np.ndarray) -> np.ndarray:
         "The first token of each sequence that the model has not seen: int64 [n]."
         seen = np.array([self.num_computed[seq_id] for seq_id in step.seq_ids])
-        return np.minimum(seen, ends - 1)
+        first: np.ndarray = np.minimum(seen, ends - 1)
+        return first
 
     def note(self, step: DraftStep, ends: np.ndarray) -> None:
         "What of the sequences is in the cache now; of guesses nothing is, until they are tokens."
