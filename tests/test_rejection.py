@@ -259,7 +259,7 @@ from teachvllm.gpu_kernels.sass import resources
 
 types = ["*i64", "*i64", "*fp32", "*fp32", "*i64", "*i64", "*fp32", "*fp32", "i32", "i32"]
 for capability in (75, 80, 90):
-    for with_draft in (False, True):
+    for with_draft in (True,) if capability > 75 else (True, False):
         names = reject_kernel.arg_names
         signature = dict(zip(names, [*types, "constexpr", "constexpr"]))
         source = ASTSource(reject_kernel, signature, {"WITH_DRAFT": with_draft, "BLOCK": BLOCK})
@@ -273,4 +273,4 @@ for capability in (75, 80, 90):
 def test_it_compiles_for_real_chips() -> None:
     pytest.importorskip("triton")
     child = run_compiling("-c", COMPILE)
-    assert len(child.stdout.splitlines()) == 6
+    assert len(child.stdout.splitlines()) == 4
