@@ -1,15 +1,18 @@
 """What followed the text's last tokens before: three forms that find the same, and the proposer."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+from helpers import make_tiny, random_prompts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from teachvllm import LLM, SamplingParams
 from teachvllm.speculative import ngram
 from teachvllm.speculative.ngram import (
     NgramProposer,
@@ -93,3 +96,33 @@ def test_without_numba_it_is_numpys() -> None:
 def test_numbers_that_make_no_sense_are_refused(low: int, high: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         NgramProposer(low, high)
+
+
+def test_guesses_in_the_engine_change_no_text(tmp_path: Path) -> None:
+    "A tiny model repeats itself when it is greedy, so there are steps to save; seeds hold, too."
+    make_tiny("llama", tmp_path)
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.3, max_tokens=40, ignore_eos=True, seed=3)
+    params = [greedy, drawn, greedy]
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 100}
+    with LLM(str(tmp_path), device="cpu", num_gpu_blocks_override=80, **options) as llm:
+        core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        core.preparers.append(lambda request, group: setattr(group, "wants_drafts", True))
+        proposer = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)
+
+        def draft(scheduler: Any) -> dict[int, list[int]]:
+            known = {i: np.array(s.token_ids, np.int32) for i, (_, s) in scheduler.seqs.items()}
+            step = SimpleNamespace(token_ids=list(known.values()), num_drafts=[3] * len(known))
+            return dict(zip(known, proposer.propose(step), strict=True))
+
+        found = []
+        for drafter in (None, draft):
+            core.drafter = drafter
+            with llm.record() as trace:
+                outputs = llm.generate(
+                    random_prompts(3, longest=20, seed=1), params, use_tqdm=False
+                )
+            found.append([out.outputs[0].token_ids for out in outputs])
+            steps = sum(bool(step.num_scheduled_tokens) for step in trace.steps)
+            found.append(steps)
+    assert found[0] == found[2] and found[3] < found[1]

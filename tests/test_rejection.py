@@ -24,9 +24,9 @@ from teachvllm.speculative.rejection import (
     Rejected,
     accepts,
     draw_whole,
+    reject_batch,
     rejection_kernels,
     rejection_sample,
-    reject_batch,
     residual,
     whole_weights,
 )
@@ -72,12 +72,15 @@ def chi_square(observed: torch.Tensor, probs: torch.Tensor) -> None:
 
 
 P = torch.tensor([0.4, 0.05, 0.25, 0.1, 0.2, 0.0])
-FILTERED = P * keep_mask(
-    P.sort(descending=True).values[None],
-    torch.tensor([3]),
-    torch.tensor([1.0]),
-    torch.tensor([0.0]),
-)[0][P.argsort(descending=True).argsort()]
+FILTERED = (
+    P
+    * keep_mask(
+        P.sort(descending=True).values[None],
+        torch.tensor([3]),
+        torch.tensor([1.0]),
+        torch.tensor([0.0]),
+    )[0][P.argsort(descending=True).argsort()]
+)
 TARGETS = {
     "plain": P,
     "greedy": F.one_hot(torch.tensor(2), 6).float(),
@@ -152,8 +155,10 @@ def test_forms_agree_bit_for_bit(data: st.DataObject) -> None:
         target[-1] = {"zeros": 0.0, "nan": torch.nan}[broken]
     uniform = numbers(generator, num_drafts)
     resample = data.draw(st.sampled_from([0.0, 1 - 2**-24, None]))
-    resample = numbers(generator, len(counts)).fill_(resample) if resample is not None else numbers(
-        generator, len(counts)
+    resample = (
+        numbers(generator, len(counts)).fill_(resample)
+        if resample is not None
+        else numbers(generator, len(counts))
     )
     probs = None if kind == "certain" else draft
     args = target, probs, ids, counts, uniform, resample
@@ -236,6 +241,25 @@ def test_whole_weights_lose_next_to_nothing() -> None:
     assert (weights.sum(-1) / 2**38 - 1).abs().max() < 1e-6
     assert torch.equal(weights.flip(-1).cumsum(-1)[:, -1], weights.sum(-1))
     assert whole_weights(torch.tensor([torch.nan, -1.0, 0.0, 2**-38])).tolist() == [0, 0, 0, 1]
+
+
+def test_threads_share_the_sequences() -> None:
+    "More threads than sequences, and fewer."
+    form = form_of("numba")
+    generator = torch.Generator().manual_seed(5)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for counts in ([2, 3], [1, 0, 4, 2, 2, 1, 3]):
+            num_drafts = sum(counts)
+            target = random_probs(generator, num_drafts + len(counts), 20_000)
+            draft = random_probs(generator, num_drafts, 20_000)
+            ids = torch.multinomial(draft, 1, generator=generator)[:, 0]
+            uniforms = numbers(generator, num_drafts) / 100, numbers(generator, len(counts))
+            args = target, draft, ids, counts, *uniforms
+            assert form(*args).tolists() == reject_batch(*args).tolists()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_who_has_a_fused_form() -> None:
