@@ -71,7 +71,7 @@ def pick(p, q, with_draft, left_out, uniform):
             return np.int64(i)
     return np.int64(-1)
 
-# %% ../../nbs/cpu/10_numba_rejection.ipynb #55466ef1
+# %% ../../nbs/cpu/10_numba_rejection.ipynb #b6cc7587
 @compiled
 def reject_seqs(words):
     "One thread's sequences of `reject_batch`."
@@ -107,7 +107,7 @@ def reject_seqs(words):
             out[seq, j] = -1
         num_accepted[seq] = good
 
-# %% ../../nbs/cpu/10_numba_rejection.ipynb #ffc4c3d7
+# %% ../../nbs/cpu/10_numba_rejection.ipynb #68056d03
 def _run(p):
     reject_seqs(arguments(p)[0])
 
