@@ -21,6 +21,7 @@ SIDE_ROADS = (
     "quantization",
     "lora",
     "structured_output",
+    "speculative",
     "parallel",
     "cpu",
     "gpu",
