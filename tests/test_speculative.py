@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from helpers import make_tiny
 
-from teachvllm import LLM, SamplingParams
-from teachvllm.speculative.policy import DraftPolicy
+from teachvllm import LLM, BeamSearchParams, SamplingParams
+from teachvllm.config import NotSupportedYet
+from teachvllm.speculative.policy import BatchCosts, DraftPolicy
 from teachvllm.worker.model_runner import DraftStep, Proposer
 
 LIMITS: dict[str, Any] = {
@@ -126,6 +127,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "oracle": speculate(model="test_speculative.Oracle"),
     "broken": speculate(model="test_speculative.Broken"),
     "self_quantized": speculate("self_quantized"),
+    "ngram": speculate("ngram", prompt_lookup_min=1, prompt_lookup_max=3),
     "adaptive": speculate(model="test_speculative.Oracle", adaptive=True),
 }
 
@@ -140,7 +142,7 @@ def test_no_token_changes(folder: str, method: str, world: str) -> None:
     llm = make(folder, **WORLDS[world], speculative_config=METHODS[method])
     assert answers(llm, requests) == expected
     stats = policy_of(llm).stats
-    if method in ("oracle", "self_quantized"):
+    if method in ("oracle", "self_quantized", "ngram"):
         assert stats.num_accepted_tokens > 0
         assert stats.num_accepted_tokens_per_pos[0] >= stats.num_accepted_tokens_per_pos[-1]
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -164,3 +166,138 @@ def test_a_draft_model(folder: str, tmp_path: Any, kind: str, world: str) -> Non
     assert stats.num_drafts > 0
     if kind == "itself":
         assert stats.acceptance == 1
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(folder: str, tmp_path: Any) -> None:
+    model = make_tiny("llama", tmp_path)
+    model.resize_token_embeddings(130)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="same vocabulary size: 130 and 128"):
+        make(folder, speculative_config=speculate("draft_model", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"num_speculative_tokens": 3}, "without speculative model"),
+        ({"method": "ngram"}, "num_speculative_tokens must be provided"),
+        (speculate("ngram", prompt_lookup_min=0, prompt_lookup_max=2), "must be > 0"),
+        (speculate("ngram", disable_by_batch_size=1), "is > 1, but got"),
+        (speculate("draft_model", "x", draft_tensor_parallel_size=3), "cannot be other value"),
+        (speculate("medusa"), "not in teachvllm yet"),
+        (speculate("custom_class", "nowhere.Mine"), "names no class"),
+        (speculate("custom_class"), "needs model"),
+        (speculate("ngram", num_tokens=3), "no argument `num_tokens`"),
+        ("ngram", "must be a dict"),
+    ],
+)
+def test_what_is_refused(folder: str, config: Any, says: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=says):
+        make(folder, speculative_config=config)
+
+
+def test_short_names(folder: str) -> None:
+    llm = make(folder, spec_method="ngram", spec_tokens=3)
+    assert policy_of(llm).most == 3
+    with pytest.raises(ValueError, match="as an argument and"):
+        make(folder, spec_tokens=3, speculative_config=speculate("ngram"))
+
+
+def test_a_model_that_is_quantized_already(tmp_path: Any, folder: str) -> None:
+    with pytest.raises(ValueError, match="wants a model with plain weights"):
+        make(folder, quantization="int8", speculative_config=speculate("self_quantized"))
+
+
+@pytest.mark.parametrize("method", ["ngram", "itself"])
+def test_two_workers(folder: str, method: str) -> None:
+    "Each proposes the same, and the draft model is cut as its target is."
+    requests = random_requests(random.Random(method), 12)
+    expected = answers(make(folder), requests)
+    config = METHODS["ngram"] if method == "ngram" else speculate("draft_model", folder)
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with make(folder, speculative_config=config, **two) as llm:
+        assert answers(llm, requests) == expected
+        assert policy_of(llm).stats.num_accepted_tokens > 0
+
+
+def test_two_stages(folder: str) -> None:
+    "Only the last one guesses; a draft model is refused."
+    requests = random_requests(random.Random(1), 12)
+    expected = answers(make(folder), requests)
+    two = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with pytest.raises(NotSupportedYet, match="pipeline_parallel_size"):
+        make(folder, speculative_config=speculate("draft_model", folder), **two)
+    with make(folder, speculative_config=METHODS["ngram"], **two) as llm:
+        assert answers(llm, requests) == expected
+
+
+def test_beams_have_no_drafts(folder: str) -> None:
+    prompt = {"prompt_token_ids": list(range(3, 20))}
+    beam = BeamSearchParams(beam_width=3, max_tokens=6)
+    plain = make(folder)
+    llm = make(folder, speculative_config=METHODS["oracle"])
+    wanted, got = (
+        [o.token_ids for o in one.beam_search([prompt], beam)[0].outputs] for one in (plain, llm)
+    )
+    assert wanted == got
+    assert policy_of(llm).stats.num_drafts == 0
+
+
+def test_sleeps_and_wakes(folder: str) -> None:
+    requests = random_requests(random.Random(2), 6)
+    expected = answers(make(folder), requests)
+    for method in ("self_quantized", "draft_model"):
+        model = folder if method == "draft_model" else None
+        llm = make(folder, speculative_config=speculate(method, model))
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert answers(llm, requests) == expected
+
+
+def test_disabled_by_batch_size(folder: str) -> None:
+    requests = random_requests(random.Random(3), 8)
+    llm = make(folder, speculative_config=METHODS["oracle"] | {"disable_by_batch_size": 2})
+    answers(llm, requests)
+    policy = policy_of(llm)
+    assert policy.num_drafts(1) == 4 and policy.num_drafts(2) == 0
+
+
+def test_a_step_that_fails_and_a_proposer_that_does(folder: str) -> None:
+    "A proposer that raises is a fault of the step: its requests end, and the engine goes on."
+    requests = random_requests(random.Random(4), 4)
+    llm = make(folder, speculative_config=speculate(model="test_speculative.Raises"))
+    with pytest.raises(RuntimeError, match="no idea"):
+        answers(llm, requests)
+    Raises.calm = True
+    assert answers(llm, requests) == answers(make(folder), requests)
+
+
+class Raises(Proposer):
+    calm = False
+
+    def propose(self, step: DraftStep) -> list[list[int]]:
+        if not self.calm:
+            raise RuntimeError("no idea")
+        return [[] for _ in step.seq_ids]
+
+
+def test_costs_find_the_best_number() -> None:
+    for cost, right, best in ((0.1, 0.9, 6), (0.3, 0.0, 0), (2.0, 0.9, 0)):
+        costs = BatchCosts()
+        for _ in range(50):
+            costs.add_seconds(0, 1.0)
+            costs.add_seconds(6, 1 + 6 * cost)
+            costs.add_right(6, [6] * round(10 * right) + [0] * round(10 - 10 * right))
+        assert costs.best(6) == best
+
+
+def test_a_served_engine_counts_drafts(folder: str) -> None:
+    requests = random_requests(random.Random(5), 8)
+    llm = make(folder, speculative_config=METHODS["oracle"])
+    answers(llm, requests)
+    answers(llm, requests)
+    stats = llm.llm_engine.engine_core.engine_core.get_stats().spec_decoding
+    assert stats is not None and stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
+    assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
+    assert make(folder).llm_engine.engine_core.engine_core.get_stats().spec_decoding is None

@@ -97,7 +97,8 @@ class NgramProposer(Proposer):
     def __init__(self, runner: ModelRunner):
         super().__init__(runner)
         config = runner.config.speculative_config
-        self.search = NgramSearch(config.prompt_lookup_min, config.prompt_lookup_max)
+        assert config is not None
+        self.search = NgramSearch(config.prompt_lookup_min or 5, config.prompt_lookup_max or 5)
 
     def propose(self, step: DraftStep) -> list[list[int]]:
         "What followed the last tokens where they were before; nothing if they are new."
