@@ -476,6 +476,9 @@ class Frames:
         for event in events:
             kind = event.kind.replace("_", " ")
             event_items += f"<li><b>{kind}</b> {html.escape(event.text)}</li>"
+        for name, (number, right) in step.drafts.items():
+            text = f"{name}: {right} of {number} right, {right + 1} new tokens"
+            event_items += f"<li><b>drafts</b> {html.escape(text)}</li>"
         holders = self._holders(step.block_tables)
         shared = sum(len(names) > 1 for names in holders.values())
         counts = (

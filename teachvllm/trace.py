@@ -65,6 +65,8 @@ class StepTrace(ShowAsTable):
     num_prompt_tokens: dict[str, int] = field(default_factory=dict)
     # of these, the names of the adapters that they ask for
     adapters: dict[str, str] = field(default_factory=dict)
+    # sequence -> drafts that the step looked at, and how many of them were right
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
     # of those that finished in it: prompt and output
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     process_start: float | None = None  # None: right after the execution
@@ -77,6 +79,7 @@ class StepTrace(ShowAsTable):
         # JSON knows no tuples
         for name in ("copied_blocks", "swapped_out_blocks", "swapped_in_blocks", "block_events"):
             setattr(self, name, [tuple(entry) for entry in getattr(self, name)])
+        self.drafts = {name: (number, right) for name, (number, right) in self.drafts.items()}
 
     @property
     def seconds(self) -> float:

@@ -78,6 +78,14 @@ NOTHING_TO_WRITE = {
     "structured_output/06_reasoning",
     "structured_output/07_manager",
     "structured_output/08_chat",
+    "speculative/01_idea",
+    "speculative/03_ngram",
+    "speculative/04_draft_model",
+    "speculative/05_eagle",
+    "speculative/06_policy",
+    "cpu/10_numba_rejection",
+    "cpu/11_numba_ngram",
+    "gpu/12_rejection",
 }
 
 

@@ -7,8 +7,10 @@ import pytest
 from helpers import make_tiny
 
 from teachvllm import LLM, BeamSearchParams, SamplingParams
+from teachvllm.block_player import block_player
 from teachvllm.config import NotSupportedYet
 from teachvllm.speculative.policy import BatchCosts, DraftPolicy
+from teachvllm.trace import Trace
 from teachvllm.worker.model_runner import DraftStep, Proposer
 
 LIMITS: dict[str, Any] = {
@@ -301,3 +303,17 @@ def test_a_served_engine_counts_drafts(folder: str) -> None:
     assert stats is not None and stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
     assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
     assert make(folder).llm_engine.engine_core.engine_core.get_stats().spec_decoding is None
+
+
+def test_the_trace_and_the_player_show_drafts(folder: str, tmp_path: Any) -> None:
+    requests = random_requests(random.Random(6), 4)
+    llm = make(folder, speculative_config=METHODS["oracle"])
+    answers(llm, requests)
+    with llm.record() as trace:
+        answers(llm, requests)
+    seen = [pair for step in trace.steps for pair in step.drafts.values()]
+    assert seen and all(0 <= right <= number for number, right in seen)
+    number, right = seen[0]
+    assert f"{right} of {number} right, {right + 1} new tokens" in block_player(trace)
+    again = Trace.load(trace.save(tmp_path / "trace.json"))
+    assert [step.drafts for step in again.steps] == [step.drafts for step in trace.steps]

@@ -31,7 +31,8 @@ from teachvllm.executor.executor_base import (
     let_interrupts_in,
 )
 from ..kernels import warn_once
-from ..messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from ..messages import EngineCoreOutputs, EngineCoreRequest, ModelRunnerOutput
+from ..messages import SchedulerStats
 from ..sequence import Sequence, SequenceGroup
 from ..trace import StepTrace, Trace
 
@@ -261,13 +262,19 @@ class StepRecorder:
         )
 
     def record_processed(
-        self, step: InFlight, waited: float, begin: float, device_span: tuple[float, float] | None
+        self, step: InFlight, waited: float, begin: float, sampled: ModelRunnerOutput
     ) -> None:
-        """The step's tokens were processed since `begin`, after `waited` seconds of waiting for
-        them.
+        """The tokens that were `sampled` were processed since `begin`, after `waited` seconds of
+        waiting for them.
         """
         trace = step.trace
+        device_span = sampled.device_span
         assert trace is not None
+        if drafts := step.out.scheduled_spec_decode_tokens:
+            names = {seq.seq_id: name for name, seq in self.seqs.items()}
+            for seq_id, token_ids in zip(sampled.seq_ids, sampled.sampled_token_ids):
+                if seq_id in drafts and seq_id in names:
+                    trace.drafts[names[seq_id]] = len(drafts[seq_id]), len(token_ids) - 1
         trace.process_start = begin - self.begin
         trace.process_seconds = time.perf_counter() - begin
         trace.wait_seconds = waited
@@ -520,7 +527,7 @@ class EngineCore:
             num_tokens = sum(map(len, sampled.sampled_token_ids))
             self.stat_logger.step(step.out, num_tokens, self.get_stats)
         if self.recorder and step.trace:  # else it was sent before the recording began
-            self.recorder.record_processed(step, arrived - begin, arrived, sampled.device_span)
+            self.recorder.record_processed(step, arrived - begin, arrived, sampled)
             outputs.trace = step.trace
         return outputs
 

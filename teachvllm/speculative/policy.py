@@ -23,25 +23,29 @@ class BatchCosts:
     first j + 1 drafts were all right (or 0, if there was no such draft).
     """
 
-    MEMORY = 0.2  # the newest step's share of a mean
+    MEMORY = 0.05  # the least that the newest step counts in a mean: the first counts whole
 
     seconds: dict[int, float] = field(default_factory=dict)
     num_steps: Counter[int] = field(default_factory=Counter)
     right: list[float] = field(default_factory=list)
+    num_right_steps: int = 0
 
     def add_seconds(self, num_drafts: int, seconds: float) -> None:
         "A step for which so many drafts were asked took `seconds`."
         self.num_steps[num_drafts] += 1
         before = self.seconds.get(num_drafts, seconds)
         seconds = min(seconds, 2 * before)  # a step that was disturbed says little
-        self.seconds[num_drafts] = before + self.MEMORY * (seconds - before)
+        share = max(self.MEMORY, 1 / self.num_steps[num_drafts])
+        self.seconds[num_drafts] = before + share * (seconds - before)
 
     def add_right(self, most: int, num_right: list[int]) -> None:
         "How many drafts were right, for each sequence of a step; there may have been `most`."
         self.right += [0.0] * (most - len(self.right))
+        self.num_right_steps += 1
+        share = max(self.MEMORY, 1 / self.num_right_steps)
         for place in range(most):
-            share = sum(number > place for number in num_right) / len(num_right)
-            self.right[place] += self.MEMORY * (share - self.right[place])
+            found = sum(number > place for number in num_right) / len(num_right)
+            self.right[place] += share * (found - self.right[place])
 
     def tokens(self, num_drafts: int) -> float:
         "What a sequence gets in a step with so many drafts: its own token, and those that are right."
