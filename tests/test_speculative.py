@@ -288,9 +288,9 @@ def test_costs_find_the_best_number() -> None:
     for cost, right, best in ((0.1, 0.9, 6), (0.3, 0.0, 0), (2.0, 0.9, 0)):
         costs = BatchCosts()
         for _ in range(50):
-            costs.add_seconds(0, 1.0)
-            costs.add_seconds(6, 1 + 6 * cost)
-            costs.add_right(6, [6] * round(10 * right) + [0] * round(10 - 10 * right))
+            costs.add_plain(1.0)
+            num_right = [6] * round(10 * right) + [0] * round(10 - 10 * right)
+            costs.add_drafted(6, [6] * 10, num_right, 1 + 6 * cost)
         assert costs.best(6) == best
 
 

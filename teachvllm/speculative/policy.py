@@ -6,7 +6,8 @@
 __all__ = ['BatchCosts', 'DraftPolicy']
 
 # %% ../../nbs/speculative/06_policy.ipynb #8e31afd5
-from collections import Counter
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 
 from ..config import SpeculativeConfig
@@ -18,46 +19,59 @@ from ..sequence import SequenceGroup
 # %% ../../nbs/speculative/06_policy.ipynb #5032b8a9
 @dataclass
 class BatchCosts:
-    """What steps of about the same number of sequences cost and brought, as running means:
-    `seconds` by the number of drafts that were asked for, and `right[j]`, how often a sequence's
-    first j + 1 drafts were all right (or 0, if there was no such draft).
+    """What steps of about the same number of sequences cost and brought.
+
+    `plain` are the seconds of the newest steps without drafts, and `drafted` those of steps with
+    some, each with its drafts a sequence. `offered[j]` is a running mean of how often a sequence had
+    j + 1 drafts or more, `right[j]` of how often its first j + 1 were all right.
     """
 
     MEMORY = 0.05  # the least that the newest step counts in a mean: the first counts whole
+    NEWEST = 8  # times that are kept
 
-    seconds: dict[int, float] = field(default_factory=dict)
-    num_steps: Counter[int] = field(default_factory=Counter)
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=BatchCosts.NEWEST))
+    drafted: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=BatchCosts.NEWEST)
+    )
+    offered: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
-    num_right_steps: int = 0
+    num_tried: int = 0  # steps that asked for drafts
 
-    def add_seconds(self, num_drafts: int, seconds: float) -> None:
-        "A step for which so many drafts were asked took `seconds`."
-        self.num_steps[num_drafts] += 1
-        before = self.seconds.get(num_drafts, seconds)
-        seconds = min(seconds, 2 * before)  # a step that was disturbed says little
-        share = max(self.MEMORY, 1 / self.num_steps[num_drafts])
-        self.seconds[num_drafts] = before + share * (seconds - before)
+    def add_plain(self, seconds: float) -> None:
+        "A step without drafts."
+        self.plain.append(seconds)
 
-    def add_right(self, most: int, num_right: list[int]) -> None:
-        "How many drafts were right, for each sequence of a step; there may have been `most`."
-        self.right += [0.0] * (most - len(self.right))
-        self.num_right_steps += 1
-        share = max(self.MEMORY, 1 / self.num_right_steps)
-        for place in range(most):
-            found = sum(number > place for number in num_right) / len(num_right)
-            self.right[place] += share * (found - self.right[place])
+    def add_drafted(
+        self, most: int, num_drafts: list[int], num_right: list[int], seconds: float
+    ) -> None:
+        """A step for which `most` drafts a sequence were asked: how many each had, and how many of
+        them were right.
+        """
+        self.num_tried += 1
+        share = max(self.MEMORY, 1 / self.num_tried)
+        for means, numbers in ((self.offered, num_drafts), (self.right, num_right)):
+            means += [0.0] * (most - len(means))
+            for place in range(most):
+                found = sum(number > place for number in numbers) / len(numbers)
+                means[place] += share * (found - means[place])
+        if any(num_drafts):
+            self.drafted.append((seconds, sum(num_drafts) / len(num_drafts)))
 
     def tokens(self, num_drafts: int) -> float:
         "What a sequence gets in a step with so many drafts: its own token, and those that are right."
         return 1 + sum(self.right[:num_drafts])
 
-    def best(self, most: int) -> int:
-        """The number of drafts, 0 to `most`, with the most tokens a second. What `most` drafts and
-        none cost was measured; between the two the cost is taken for a straight line.
+    def costs(self, most: int) -> list[float]:
+        """Seconds of a step with up to 0, 1, … `most` drafts a sequence: a straight line in the
+        drafts that there are.
         """
-        none, all_ = self.seconds[0], self.seconds[most]
-        costs = [none + (all_ - none) * k / most for k in range(most + 1)]
-        costs = [self.seconds.get(k, cost) for k, cost in enumerate(costs)]
+        none = statistics.median(self.plain)
+        each = statistics.median((t - none) / d for t, d in self.drafted) if self.drafted else 0.0
+        return [none + max(0.0, each) * sum(self.offered[:k]) for k in range(most + 1)]
+
+    def best(self, most: int) -> int:
+        "The number of drafts, 0 to `most`, with the most tokens a second."
+        costs = self.costs(most)
         return max(range(most + 1), key=lambda k: self.tokens(k) / costs[k])
 
 # %% ../../nbs/speculative/06_policy.ipynb #9f4a84de
@@ -70,9 +84,10 @@ class DraftPolicy:
     where drafts did not pay. vLLM has `disable_by_batch_size`, which is a part of it.
     """
 
-    TRIES = 6  # steps of each kind before a choice
+    TRIES = 4  # steps of each kind before a choice
+    AGAIN = 2  # and when the other kind is tried again
     PATIENCE = 64
-    LONGEST = 2048
+    LONGEST = 4096
 
     def __init__(self, config: SpeculativeConfig):
         self.config = config
@@ -116,14 +131,15 @@ class DraftPolicy:
     def _plan(self, size: int) -> list[int]:
         "The numbers of drafts of the next steps with about so many sequences."
         costs = self.costs.setdefault(size, BatchCosts())
-        if costs.num_steps[0] < self.TRIES or costs.num_steps[self.most] < self.TRIES:
+        if min(len(costs.plain), costs.num_tried) < self.TRIES:
             # the first step with drafts has none to look at yet
             return [self.most] * (1 + self.TRIES) + [0] * (1 + self.TRIES)
         best = costs.best(self.most)
         patience = self.patience.get(size, self.PATIENCE)
-        self.patience[size] = self.PATIENCE if best else min(2 * patience, self.LONGEST)
+        longest = 4 * self.PATIENCE if best else self.LONGEST
+        self.patience[size] = min(2 * patience, longest)
         other = 0 if best else self.most
-        return [best] * patience + [other] * 3
+        return [best] * patience + [other] * self.AGAIN
 
     @staticmethod
     def may_have_drafts(group: SequenceGroup) -> bool:
@@ -135,31 +151,28 @@ class DraftPolicy:
     def step_done(self, out: SchedulerOutput, sampled: ModelRunnerOutput, seconds: float) -> None:
         "Count the drafts of the step that `out` ordered, and its time."
         drafts = out.scheduled_spec_decode_tokens
-        num_right = []
-        for seq_id, token_ids in zip(sampled.seq_ids, sampled.sampled_token_ids):
-            if seq_id in drafts:
-                self.stats.add(len(drafts[seq_id]), len(token_ids) - 1)
-            num_right.append(len(token_ids) - 1)
+        num_drafts = [len(drafts.get(seq_id, ())) for seq_id in sampled.seq_ids]
+        num_right = [len(token_ids) - 1 for token_ids in sampled.sampled_token_ids]
+        for number, right in zip(num_drafts, num_right):
+            if number:
+                self.stats.add(number, right)
         asked = max(out.num_draft_tokens.values(), default=0)
-        if out.num_scheduled_tokens:
-            self._learn(out, asked, num_right, seconds)
+        size = len(out.num_scheduled_tokens).bit_length()
+        if plan := self.plans.get(size):
+            plan.pop(0)
+        if num_right and asked == self.asked_before and self._is_typical(out):
+            costs = self.costs.setdefault(size, BatchCosts())
+            if asked:
+                costs.add_drafted(asked, num_drafts, num_right, seconds)
+            else:
+                costs.add_plain(seconds)
         self.asked_before = asked
 
-    def _learn(
-        self, out: SchedulerOutput, asked: int, num_right: list[int], seconds: float
-    ) -> None:
-        "A step that only decodes, and asks for as many drafts as the one before, is typical."
-        size = len(out.num_scheduled_tokens).bit_length()
-        plan = self.plans.get(size)
-        if plan:
-            plan.pop(0)
+    @staticmethod
+    def _is_typical(out: SchedulerOutput) -> bool:
+        "Whether the step only decodes, and no sequence is new in it."
         drafts = out.scheduled_spec_decode_tokens
-        decodes = all(
+        return not out.new_seqs and all(
             number == 1 + len(drafts.get(seq_id, ()))
             for seq_id, number in out.num_scheduled_tokens.items()
         )
-        if not decodes or out.new_seqs or asked != self.asked_before or size not in self.costs:
-            return
-        self.costs[size].add_seconds(asked, seconds)
-        if asked and num_right:
-            self.costs[size].add_right(asked, num_right)
