@@ -102,8 +102,10 @@ class StructuredOutputsParams(ShowAsTable):
         require(given != [], f"You must use one kind of structured outputs constraint: {kinds}")
         value = getattr(self, self.kind)
         if self.kind == "choice":
-            ok = isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
-            require(ok and value, f"choice={value!r:.80} must be a list of texts, at least one")
+            ok = isinstance(value, list | tuple) and value
+            require(ok, f"choice={value!r:.80} must be a list of texts, at least one")
+            wrong = [one for one in value if not isinstance(one, str)]
+            require(not wrong, f"choice: {wrong[:1]!r:.80} has to be a text, in quotes")
             self.choice = list(value)
         elif self.kind == "json":
             require(
@@ -121,6 +123,16 @@ class StructuredOutputsParams(ShowAsTable):
         pattern = self.whitespace_pattern
         ok = pattern is None or isinstance(pattern, str)
         require(ok, f"whitespace_pattern={pattern!r:.80} must be a regex")
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> "StructuredOutputsParams | None":
+        """The same from fields that may all be None, which asks for nothing. `json` may also be a
+        model of pydantic's, an object or its class. vLLM 0.8.5: `GuidedDecodingParams`.
+        """
+        if hasattr(values.get("json"), "model_json_schema"):
+            values["json"] = values["json"].model_json_schema()
+        given = {name: value for name, value in values.items() if value is not None}
+        return cls(**given) if given.keys() & set(cls.KINDS) else None
 
 
 GuidedDecodingParams = StructuredOutputsParams
