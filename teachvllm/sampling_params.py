@@ -102,7 +102,7 @@ class StructuredOutputsParams(ShowAsTable):
         require(given != [], f"You must use one kind of structured outputs constraint: {kinds}")
         value = getattr(self, self.kind)
         if self.kind == "choice":
-            ok = isinstance(value, list | tuple) and value
+            ok = isinstance(value, list | tuple) and len(value) > 0
             require(ok, f"choice={value!r:.80} must be a list of texts, at least one")
             wrong = [one for one in value if not isinstance(one, str)]
             require(not wrong, f"choice: {wrong[:1]!r:.80} has to be a text, in quotes")

@@ -1046,8 +1046,7 @@ class OpenAIServing:
             plan: ChatPlan | None = self.answers.plan(*asked)
         except ValueError as error:
             of_tools = request.tool_choice is None or str(error).startswith("tools:")
-            field = "tools" if of_tools else "tool_choice"
-            raise RequestError(str(error), field) from error
+            raise RequestError(str(error), "tools" if of_tools else "tool_choice") from error
         if plan is None:
             return request, None
         changes: dict[str, Any] = {}
