@@ -788,8 +788,9 @@ def schema_to_rules(
 
     Every text that fits is valid, but for `oneOf`, which is read as `anyOf`. Not every valid text
     fits: members come in the schema's order, others than those in `properties` only where
-    `required` or `additionalProperties` asks for them; a `pattern` holds for the whole string; keywords without
-    a `type` ask for theirs; constants and keys have one spelling, numbers with bounds no exponent.
+    `required` or `additionalProperties` asks for them; a `pattern` holds for the whole string;
+    keywords without a `type` ask for theirs; constants and keys have one spelling, numbers with
+    bounds no exponent.
     Whitespace is as in `json_rules`. Members, items and options that no value fits are left out if
     they may be. `ValueError` names the place of what is not served, and of what nothing fits. vLLM has this from XGrammar (`json_schema_converter.cc`).
     """
