@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LLM', 'LLMEngine', 'AsyncLLM', 'AsyncLLMEngine', 'AsyncEngineArgs', 'EngineArgs', 'VllmConfig', 'SamplingParams',
-           'BeamSearchParams', 'RequestOutputKind', 'LoRARequest', 'RequestOutput', 'CompletionOutput', 'PoolingParams',
-           'PoolingOutput', 'PoolingRequestOutput', 'EmbeddingOutput', 'EmbeddingRequestOutput', 'ClassificationOutput',
-           'ClassificationRequestOutput', 'ScoringOutput', 'ScoringRequestOutput', 'TextPrompt', 'TokensPrompt',
-           'Trace', 'as_vllm']
+           'BeamSearchParams', 'RequestOutputKind', 'StructuredOutputsParams', 'GuidedDecodingParams', 'LoRARequest',
+           'RequestOutput', 'CompletionOutput', 'PoolingParams', 'PoolingOutput', 'PoolingRequestOutput',
+           'EmbeddingOutput', 'EmbeddingRequestOutput', 'ClassificationOutput', 'ClassificationRequestOutput',
+           'ScoringOutput', 'ScoringRequestOutput', 'TextPrompt', 'TokensPrompt', 'Trace', 'as_vllm']
 
 # %% ../nbs/99_package.ipynb #9cdbb0db
 from importlib import import_module
@@ -22,9 +22,11 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` do
     from teachvllm.messages import LoRARequest
     from teachvllm.sampling_params import (
         BeamSearchParams,
+        GuidedDecodingParams,
         PoolingParams,
         RequestOutputKind,
         SamplingParams,
+        StructuredOutputsParams,
     )
     from teachvllm.outputs import (
         ClassificationOutput,
@@ -56,6 +58,8 @@ _MODULE_OF = {
     "SamplingParams": "teachvllm.sampling_params",
     "BeamSearchParams": "teachvllm.sampling_params",
     "RequestOutputKind": "teachvllm.sampling_params",
+    "StructuredOutputsParams": "teachvllm.sampling_params",
+    "GuidedDecodingParams": "teachvllm.sampling_params",
     "LoRARequest": "teachvllm.messages",
     "RequestOutput": "teachvllm.outputs",
     "CompletionOutput": "teachvllm.outputs",
@@ -86,6 +90,8 @@ _all_ = [
     "SamplingParams",
     "BeamSearchParams",
     "RequestOutputKind",
+    "StructuredOutputsParams",
+    "GuidedDecodingParams",
     "LoRARequest",
     "RequestOutput",
     "CompletionOutput",

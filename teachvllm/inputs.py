@@ -362,8 +362,8 @@ def apply_chat_template(
             ignored = False
         require(
             not ignored,
-            "tools= has no effect: the model's chat template leaves them out; "
-            "pass a chat_template= with them",
+            "tools= has no effect: the model's chat template leaves them out; pass a "
+            "chat_template= with them (of a server: --chat-template FILE)",
         )
     # the template writes the special tokens itself, so the tokenizer must not add a second BOS
     return encode(tokenizer, text, add_special_tokens=False)

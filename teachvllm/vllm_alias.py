@@ -39,7 +39,14 @@ NAMES: dict[str, dict[str, str]] = {
     "vllm.engine.llm_engine": {"LLMEngine": "teachvllm.engine.llm_engine"},
     "vllm.engine.async_llm_engine": {"AsyncLLMEngine": "teachvllm.engine.async_llm"},
     "vllm.sampling_params": dict.fromkeys(
-        ("SamplingParams", "BeamSearchParams", "RequestOutputKind"), "teachvllm.sampling_params"
+        (
+            "SamplingParams",
+            "BeamSearchParams",
+            "RequestOutputKind",
+            "GuidedDecodingParams",
+            "StructuredOutputsParams",
+        ),
+        "teachvllm.sampling_params",
     ),
     "vllm.outputs": dict.fromkeys(
         (
@@ -69,6 +76,8 @@ NAMES: dict[str, dict[str, str]] = {
         "VllmConfig": "teachvllm.config",
         "ModelConfig": "teachvllm.config",
         "PoolerConfig": "teachvllm.config",
+        "StructuredOutputsConfig": "teachvllm.config",
+        "DecodingConfig": "teachvllm.config:StructuredOutputsConfig",
     },
     "vllm.v1.engine.async_llm": {"AsyncLLM": "teachvllm.engine.async_llm"},
     "vllm.pooling_params": {"PoolingParams": "teachvllm.sampling_params"},

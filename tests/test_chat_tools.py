@@ -247,9 +247,27 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("options, words", WRONG)
 def test_tools_that_are_refused(client: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=words):
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
         ask(client, **options)
+    if "choose" in words or "match any" in words:
+        assert caught.value.param == "tool_choice"
+    if "function with" in words:
+        assert caught.value.param == "tools"
     assert ask(client, max_tokens=1).choices
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_grammar_without_a_token_is_a_bad_request(client: Any, is_stream: bool) -> None:
+    for body, words in (
+        ({"guided_choice": ["yes"], "allowed_token_ids": [3]}, "tokens that the grammar allows"),
+        ({"guided_choice": ["a\u0004"]}, "no token of the model"),
+    ):
+        with pytest.raises((openai.BadRequestError, openai.APIError), match=words) as caught:
+            answer = client.chat.completions.create(
+                model="tiny", messages=HELLO, extra_body=body, stream=is_stream
+            )
+            print([*answer])
+        assert str(caught.value.code) == "400" and caught.value.type == "BadRequestError"
 
 
 def test_servers_without_tools(engine: AsyncLLM) -> None:
@@ -262,7 +280,7 @@ def test_servers_without_tools(engine: AsyncLLM) -> None:
         model = client.models.list().data[0].id
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser to be set"):
             ask(client, model=model, tools=[ADD])
-        with pytest.raises(openai.BadRequestError, match="tools= has no effect"):
+        with pytest.raises(openai.BadRequestError, match="no effect.*--chat-template FILE"):
             ask(client, model=model, tools=[ADD], tool_choice="required")
     with pytest.raises(ValueError, match="needs a tool_call_parser"):
         ChatAnswers(None, None, enable_auto_tool_choice=True)

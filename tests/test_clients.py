@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 from speaker import make_speaker
 
@@ -87,6 +88,26 @@ def test_every_name_of_the_table_is_there() -> None:
     assert not [name for name in sys.modules if name.partition(".")[0] == "vllm"]
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm")
+
+
+def test_structured_output_under_vllms_names() -> None:
+    class City(pydantic.BaseModel):
+        name: str
+
+    with as_vllm():
+        from vllm.config import DecodingConfig, StructuredOutputsConfig
+        from vllm.sampling_params import GuidedDecodingParams, StructuredOutputsParams
+    assert GuidedDecodingParams is StructuredOutputsParams is teachvllm.StructuredOutputsParams
+    assert GuidedDecodingParams is teachvllm.GuidedDecodingParams
+    assert DecodingConfig is StructuredOutputsConfig and DecodingConfig().backend == "auto"
+    make = GuidedDecodingParams.from_optional
+    assert make() is None and make(json=None, regex=None, backend="teachvllm") is None
+    made = make(choice=["a", "b"], json=None, whitespace_pattern=None)
+    assert made == StructuredOutputsParams(choice=["a", "b"])
+    for schema in (City, City(name="Rome")):
+        assert json.loads(make(json=schema).json)["required"] == ["name"]
+    with pytest.raises(ValueError, match="only use one kind"):
+        make(regex="a", choice=["a"])
 
 
 def test_a_script_for_vllm_runs_unchanged(speaker: str, tmp_path: Path) -> None:

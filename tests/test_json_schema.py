@@ -17,7 +17,12 @@ import pytest
 from teachvllm.sampling_params import StructuredOutputsParams
 from teachvllm.structured_output.automaton import Automaton
 from teachvllm.structured_output.grammar import json_rules, parse_ebnf
-from teachvllm.structured_output.json_schema import schema_to_rules, tag_to_rules
+from teachvllm.structured_output.json_schema import (
+    check_for_library,
+    schema_to_rules,
+    tag_to_rules,
+)
+from teachvllm.structured_output.manager import XGRAMMAR_FORMATS, XGRAMMAR_KEYWORDS
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -557,7 +562,12 @@ REFUSED = [
     ),
     ({"prefixItems": [{}], "minItems": 2}, "at #: nothing fits"),
     ({"type": "integer", "minimum": 3.2, "maximum": 3.8}, "at #: nothing fits"),
-    ({"properties": {"a": {}}, "required": ["b"]}, "'b' is required"),
+    (
+        {"properties": {"a": {}}, "required": ["b"], "additionalProperties": False},
+        "required 'b' is not among properties",
+    ),
+    ({"const": float("nan")}, "at #/const: .*neither NaN nor infinity"),
+    ({"items": {"enum": [1, [float("inf")]]}}, "at #/items/enum: .*neither NaN"),
     ({"properties": {"a/b": {"not": {}}}}, "at #/properties/a~1b/not: the keyword 'not'"),
     ({"type": "array", "uniqueItems": True}, "at #/uniqueItems"),
     ({"type": "number", "multipleOf": 0.01}, "at #/multipleOf: .*from 1 to 100"),
@@ -601,7 +611,7 @@ REFUSED = [
     ({"minLength": -1}, "at #/minLength"),
     ({"properties": []}, "properties is an object"),
     ({"enum": 3}, "is no list"),
-    ({"enum": [float("nan")]}, "JSON compliant"),
+    ({"enum": [float("nan")]}, "neither NaN"),
     ({"enum": ["\ud800"]}, "surrogates"),
     ({"properties": {"\ud800": {}}}, "surrogates"),
     (3, "is no schema"),
@@ -868,3 +878,78 @@ def test_formats_within_each_other() -> None:
 def test_tags_that_are_refused(tag: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tag_to_rules(tag)
+
+
+def test_what_is_required_may_be_no_property() -> None:
+    "Nothing is said of it, so it may be anything; others still do not come."
+    automaton = Automaton(schema_to_rules({"properties": {"a": {}}, "required": ["b"]}))
+
+    def is_whole(text: str) -> bool:
+        state = automaton.advance(automaton.start, text.encode())
+        return state >= 0 and automaton.is_final(state)
+
+    assert is_whole('{"b": [1]}') and is_whole('{"a": 1, "b": null}')
+    assert not is_whole("{}") and not is_whole('{"a": 1}') and not is_whole('{"b": 1, "c": 2}')
+
+
+def test_a_schema_without_an_end_is_no_json() -> None:
+    endless: dict[str, Any] = {"type": "object"}
+    endless["properties"] = {"a": endless}
+    with pytest.raises(ValueError, match="Circular"):
+        schema_to_rules(endless)
+    for kind in ("json", "structural_tag"):
+        with pytest.raises(ValueError, match="Circular"):
+            StructuredOutputsParams(**{kind: endless})
+
+
+@pytest.mark.parametrize("key", ["maxLength", "maxItems"])
+def test_what_is_too_large_is_named(key: str) -> None:
+    with pytest.raises(ValueError, match=r"rule '#/properties/a'.*\{0,(400000|399999)\}.*" + key):
+        Automaton(schema_to_rules({"properties": {"a": {key: 400_000}}, "required": ["a"]}))
+
+
+# What a library leaves out
+
+DROPPED: list[tuple[Any, str]] = [
+    ({"not": {}}, "at #/not"),
+    (
+        {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+        "at #/properties/a/uniqueItems",
+    ),
+    ({"type": "string", "format": "nonsense"}, "format 'nonsense'"),
+    ({"type": "string", "format": ["date"]}, "format"),
+    ({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"contains": {}}}}, "at #/\\$defs/a/contains"),
+    ({"type": "string", "pattern": "a", "minLength": 2}, "'minLength' beside 'pattern'"),
+    ({"type": "string", "pattern": "a", "format": "date"}, "'format' beside 'pattern'"),
+    ({"anyOf": [{"type": "null"}], "minimum": 3}, "'minimum' beside 'anyOf'"),
+    ({"enum": ["a", 1], "type": "string"}, "at #/type"),
+    ({"enum": [3], "minimum": 4}, "'minimum' beside 'enum'"),
+    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "at #/allOf"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 4}, "'minimum' beside 'multipleOf'"),
+    ({"type": "number", "multipleOf": 3}, "at #/multipleOf"),
+    ({"properties": {"a": {}}, "required": ["b"]}, "required 'b' is not among properties"),
+    ({"minimum": 3}, "without a type"),
+    ({"pattern": "a"}, "without a type"),
+    (3, "is no schema"),
+]
+KEPT: list[Any] = [
+    True,
+    {},
+    {"type": "string", "enum": ["a"], "description": "x"},
+    {"properties": {"a": {"$ref": "#"}, "b": False}, "required": ["a"]},
+    {"type": "integer", "minimum": 3, "exclusiveMaximum": 9},
+    {"type": "object", "minProperties": 1, "additionalProperties": True},
+    {"type": "string", "format": "uri-reference"},
+    {"anyOf": [{"type": "integer"}, {"type": "array", "minItems": 2, "items": {}}]},
+]
+
+
+@pytest.mark.parametrize("schema, words", DROPPED)
+def test_what_xgrammar_would_drop_is_refused(schema: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_for_library(schema, XGRAMMAR_KEYWORDS, XGRAMMAR_FORMATS)
+
+
+@pytest.mark.parametrize("schema", KEPT)
+def test_what_xgrammar_keeps_is_served(schema: Any) -> None:
+    check_for_library(schema, XGRAMMAR_KEYWORDS, XGRAMMAR_FORMATS)

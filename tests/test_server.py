@@ -279,7 +279,7 @@ COMPLETIONS = [
     ),
     (
         {"prompt": "Hello", "guided_json": {}, "guided_decoding_backend": "x"},
-        "guided_json",
+        "guided_decoding_backend",
         "this engine has",
     ),
     (
@@ -327,6 +327,17 @@ COMPLETIONS = [
         {"prompt": "Hello", "response_format": {"type": "json_schema"}},
         "response_format",
         "needs json_schema",
+    ),
+    ({"prompt": "Hello", "response_format": {}}, "response_format", "type is required"),
+    (
+        {"prompt": "Hello", "response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format",
+        "json_schema.name is required",
+    ),
+    (
+        {"prompt": "Hello", "guided_regex": "a", "guided_decoding_backend": "outlines"},
+        "guided_decoding_backend",
+        "this engine has",
     ),
     ({"prompt": "Hello", "response_format": {"type": "xml"}}, "response_format", "json_object"),
 ]

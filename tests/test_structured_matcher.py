@@ -655,3 +655,18 @@ def test_every_byte_may_be_a_class_of_its_own() -> None:
     for byte in range(256):
         assert fits(automaton, bytes([byte, byte * 7 % 256]))
         assert not fits(automaton, bytes([byte, (byte * 7 + 1) % 256]))
+
+
+def test_a_message_shows_the_place_and_not_all_of_a_regex() -> None:
+    for before, behind in ((0, 500), (500, 0), (500, 500), (3, 3)):
+        pattern = "a" * before + "(?=b)" + "c" * behind
+        with pytest.raises(ValueError, match=f"at {before}: lookahead") as caught:
+            parse_regex(pattern)
+        shown = str(caught.value).split("'")[1]
+        assert len(shown) <= 80 and "(?=b)" in shown and shown in pattern
+        assert ("…" in str(caught.value)) == (len(pattern) > 80)
+
+
+def test_the_largest_repetition_is_named() -> None:
+    with pytest.raises(ValueError, match=r"rule 'root': \{7,400000\} as a quantifier"):
+        Automaton({"root": parse_regex("a{3}(bc){7,400000}d{9}")})

@@ -472,8 +472,59 @@ def test_xgrammar_as_another_backend(wide: str) -> None:
         [output] = llm.generate({"prompt_token_ids": [5]}, ended, use_tqdm=False)
         eos = llm.get_tokenizer().eos_token_id
         assert output.outputs[0].token_ids[-3:] == [eos] * 3
-        with pytest.raises(ValueError, match="xgrammar cannot serve regex"):
-            answers(llm, [SamplingParams(structured_outputs=StructuredOutputsParams(regex="a["))])
+        tag = {"structures": [{"begin": "a", "schema": {"not": {}}, "end": ""}], "triggers": ["a"]}
+        for wrong, words in (
+            ({"regex": "a["}, "xgrammar cannot serve regex"),
+            ({"json": {"type": "array", "uniqueItems": True}}, "the keyword 'uniqueItems'"),
+            ({"json": "[1"}, "xgrammar cannot serve json"),
+            ({"structural_tag": tag}, "the keyword 'not'"),
+            ({"json_object": True, "whitespace_pattern": " "}, "whitespace_pattern"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                answers(llm, [SamplingParams(structured_outputs=StructuredOutputsParams(**wrong))])
+        unwritable = StructuredOutputsParams(choice=["\x04"])
+        [output] = llm.generate(
+            {"prompt_token_ids": [5]},
+            SamplingParams(structured_outputs=unwritable),
+            use_tqdm=False,
+        )
+        assert "choice: no token of the model" in output.outputs[0].stop_reason
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"structured_outputs": StructuredOutputsParams(choice=["\x04"])}, "choice: no token of"),
+        ({"structured_outputs": StructuredOutputsParams(regex="a\\x04")}, "no token of the model"),
+        (
+            {
+                "structured_outputs": StructuredOutputsParams(choice=["yes"]),
+                "allowed_token_ids": [7, 70],
+            },
+            "allowed_token_ids has none of the tokens that the grammar allows",
+        ),
+    ],
+)
+def test_a_grammar_that_leaves_no_token_says_so(llm: LLM, wrong: dict, words: str) -> None:
+    free, bound = llm.generate(
+        [{"prompt_token_ids": [5]}] * 2,
+        [SamplingParams(max_tokens=3), SamplingParams(max_tokens=5, **wrong)],
+        use_tqdm=False,
+    )
+    assert free.outputs[0].finish_reason == "length"
+    assert bound.outputs[0].finish_reason == "error"
+    assert bound.outputs[0].stop_reason.startswith("GrammarError: ")
+    assert words in bound.outputs[0].stop_reason
+
+
+def test_allowed_tokens_within_a_grammar(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = [tokenizer.encode(letter)[0] for letter in "yes"] + [tokenizer.eos_token_id]
+    asked = StructuredOutputsParams(choice=["yes", "no"])
+    [[(text, reason)]] = answers(
+        llm, [SamplingParams(structured_outputs=asked, allowed_token_ids=ids, temperature=1)]
+    )
+    assert (text, reason) == ("yes", "stop")
 
 
 # Drafts, forks and all else at once
@@ -510,7 +561,7 @@ def test_matchers_are_few() -> None:
             del self.tokens[len(self.tokens) - num_tokens :]
 
         def mask(self) -> bytes:
-            return bytes(self.tokens)
+            return b"\1" + bytes(self.tokens)
 
     grammar = RequestGrammar(Counted)
     generator = random.Random(0)
@@ -521,7 +572,7 @@ def test_matchers_are_few() -> None:
             sequences.append(list(tokens))
         drafts = [generator.randrange(100) for _ in range(generator.randrange(3))]
         masks = grammar.bitmask(list(tokens), drafts)
-        assert masks == [bytes(tokens + drafts[:i]) for i in range(len(drafts) + 1)]
+        assert masks == [b"\1" + bytes(tokens + drafts[:i]) for i in range(len(drafts) + 1)]
         tokens.append(generator.randrange(100))
     assert len(grammar.followed) <= 8 and len(grammar.lengths) <= 8
     with pytest.raises(ValueError, match="token 200 does not fit"):
@@ -636,7 +687,7 @@ def test_a_long_answer_takes_linear_time() -> None:
             pass
 
         def mask(self) -> bytes:
-            return b""
+            return b"\1"
 
     grammar = RequestGrammar(Free)
     sequences: list[list[int]] = [[i] for i in range(50)]

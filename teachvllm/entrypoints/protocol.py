@@ -172,7 +172,7 @@ class ResponseFormat(BaseModel):
         schema = self.json_schema and self.json_schema.json_schema
         require(
             self.type != "json_schema" or schema is not None,
-            "response_format: type json_schema needs json_schema with a schema",
+            "type json_schema needs json_schema with a schema",
         )
         return self
 
@@ -949,6 +949,8 @@ def describe_validation(errors: list[Any]) -> tuple[str, str | None]:
         place = [str(part) for part in error["loc"] if part != "body"]
         messages = found.setdefault(place[0] if place else "", [])
         message = say_plainly(error["msg"])
+        if error["type"] == "missing" and len(place) > 1:
+            message = f"{'.'.join(place[1:])} is required"
         if message not in messages:
             messages.append(message)
     lines = [

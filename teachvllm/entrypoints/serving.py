@@ -79,7 +79,7 @@ from teachvllm.inputs import (
 from ..llm import Scorer, require_pooler
 from ..messages import LoRARequest
 from ..outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput
-from ..sampling_params import PoolingParams
+from ..sampling_params import GrammarError, PoolingParams
 
 # %% ../../nbs/65_serving.ipynb #c462434c
 logger = logging.getLogger("teachvllm")
@@ -483,9 +483,14 @@ class Usage:
         self.num_cached: dict[int, int] = {}
 
     def add(self, i: int, output: RequestOutput) -> None:
-        "Take an output of the prompt number `i`; `RuntimeError` if it says that the step failed."
+        """Take an output of the prompt number `i`. `RuntimeError` if it says that the step failed,
+        `ValueError` if the request's grammar is to blame.
+        """
         for part in output.outputs:
             if part.finish_reason == "error":
+                name, _, why = str(part.stop_reason).partition(": ")
+                if name == GrammarError.__name__:
+                    raise ValueError(why)
                 raise RuntimeError(str(part.stop_reason))
             if self.counts_output:
                 self.num_output += len(part.token_ids)
@@ -1040,7 +1045,8 @@ class OpenAIServing:
         try:
             plan: ChatPlan | None = self.answers.plan(*asked)
         except ValueError as error:
-            raise RequestError(str(error), "tools") from error
+            of_tools = request.tool_choice is None or str(error).startswith("tools:")
+            raise RequestError(str(error), "tools" if of_tools else "tool_choice") from error
         if plan is None:
             return request, None
         changes: dict[str, Any] = {}
@@ -1066,6 +1072,8 @@ class OpenAIServing:
                 manager = resolve_class(STRUCTURED_OUTPUT_MANAGER)
                 await asyncio.to_thread(manager.check, asked, self.engine.config)
         except ValueError as error:
+            if str(error).startswith("backend=") and request.guided_decoding_backend is not None:
+                field = "guided_decoding_backend"
             raise RequestError(f"{field}: {error}", field) from error
 
     def outputs(

@@ -164,7 +164,11 @@ class _Cursor:
         return found
 
     def wrong(self, what: str) -> ValueError:
-        return ValueError(f"regex {self.pattern!r}, at {self.place}: {what}")
+        begin = max(0, min(self.place - 40, len(self.pattern) - 80))
+        shown = self.pattern[begin : begin + 80]
+        before = "…" if begin else ""
+        behind = "…" if begin + 80 < len(self.pattern) else ""
+        return ValueError(f"regex {before}{shown!r}{behind}, at {self.place}: {what}")
 
 # %% ../../nbs/structured_output/01_automaton.ipynb #6c542b7e
 _DIGIT = [(0x30, 0x39)]
@@ -348,6 +352,9 @@ class _Node:
     calls: list[tuple[int, int]] = field(default_factory=list)  # a rule's number, where it returns
 
 
+_HIDDEN = "\0"  # in the name of a rule that nobody named
+
+
 class _Network:
     "All rules that the first one needs, as nodes in one list; in `todo`, what is to be placed."
 
@@ -361,12 +368,28 @@ class _Network:
         self.ends: list[int] = []
         self.numbers: dict[str, int] = {}
         self.todo: list[tuple[Expr, int, int, str]] = []
+        self.largest = (0, "")  # repetition: how often, and what a message says of it
 
     def grow(self, by: int = 1) -> None:
         "Count `by` more nodes or edges."
         self.size += by
         if self.size > self.max_size:
-            raise ValueError(f"the grammar has more than max_size={self.max_size} nodes and edges")
+            _, where = self.largest
+            raise ValueError(
+                f"the grammar has more than max_size={self.max_size} nodes and edges{where}"
+            )
+
+    def repeat(self, copies: int, expr: Repeat, name: str) -> None:
+        "Count the copies of a repetition, and remember the largest one."
+        if copies > self.largest[0]:
+            times = f"{{{expr.low},{'' if expr.high is None else expr.high}}}"
+            where = f"the rule {name.split(_HIDDEN)[0]!r}"
+            self.largest = (
+                copies,
+                f"; its largest repetition is in {where}: {times} as a quantifier, or minLength "
+                "and maxLength, or minItems and maxItems",
+            )
+        self.grow(copies)
 
     def node(self) -> int:
         "A new node."
@@ -392,13 +415,10 @@ class _Network:
         return self.numbers[name]
 
 # %% ../../nbs/structured_output/01_automaton.ipynb #73f2bced
-_HIDDEN = "\0"  # in the name of a rule that nobody named
-
-
 def _place_repeat(network: _Network, expr: Repeat, begin: int, end: int, name: str) -> None:
     "Copies of the part in a row, with skips to the end where enough have come."
     copies = max(expr.low, 1) if expr.high is None else expr.high
-    network.grow(copies)
+    network.repeat(copies, expr, name)
     part = expr.part
     if copies > 1 and not isinstance(part, Bytes | Rule):  # once, in a rule that all copies call
         hidden = f"{name.split(_HIDDEN)[0]}{_HIDDEN}{id(part)}"
