@@ -785,7 +785,8 @@ def create_speculative_config(args: "EngineArgs") -> SpeculativeConfig | None:
         if value is not None:
             require(
                 settled.get(name, value) == value,
-                f"{name} is {value!r} as an argument and {settled.get(name)!r} in speculative_config",
+                f"{name} is {value!r} as an argument and {settled.get(name)!r} in "
+                "speculative_config",
             )
             settled[name] = value
     return SpeculativeConfig(**settled) if settled else None

@@ -949,7 +949,7 @@ def describe_validation(errors: list[Any]) -> tuple[str, str | None]:
         place = [str(part) for part in error["loc"] if part != "body"]
         messages = found.setdefault(place[0] if place else "", [])
         message = say_plainly(error["msg"])
-        if error["type"] == "missing" and len(place) > 1:
+        if error.get("type") == "missing" and len(place) > 1:
             message = f"{'.'.join(place[1:])} is required"
         if message not in messages:
             messages.append(message)

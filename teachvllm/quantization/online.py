@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..kernels import warn_once
-from ..model_executor.layers import LinearMethod, UnquantizedLinearMethod, version_of
+from ..model_executor.layers import LinearMethod, ParallelLMHead
+from ..model_executor.layers import UnquantizedLinearMethod, version_of
 from .grouped import GroupedWeight, QuantizationConfig, pack_groups_of
 
 # %% ../../nbs/quantization/03_online.ipynb #e6fc7c8b
@@ -74,13 +75,15 @@ class IntOnlineLinearMethod(UnquantizedLinearMethod):
             super().process_weights_after_loading(layer)
             return
         layer.packed = packed
-        layer.weight.data = layer.weight.new_empty(0)
+        if not layer.shares_weight:
+            layer.weight.data = layer.weight.new_empty(0)
         layer.packed_version = version_of(layer.weight)
 
     def restore_weights(self, layer: Any) -> bool:
         if not hasattr(layer.packed, "dequantize"):
             return super().restore_weights(layer)
-        layer.weight.data = layer.packed.dequantize(layer.context.dtype)
+        if not layer.shares_weight:
+            layer.weight.data = layer.packed.dequantize(layer.context.dtype)
         layer.packed = None
         return True
 
@@ -104,11 +107,23 @@ class Int8Config(QuantizationConfig):
 
 class Int4Config(Int8Config):
     """The same with four bits: they are seen in the text (below), but not in a draft that the model
-    looks at before it stands.
+    looks at before it stands. With "head_bits" the head is rounded, too.
     """
 
     BITS = 4
+    head_bits = 0  # 0: the head stays as it is
 
     @classmethod
     def get_name(cls) -> str:
         return "int4"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Int4Config":
+        made = cls()
+        made.head_bits = config.get("head_bits", 0)
+        return made
+
+    def get_quant_method(self, layer: Any, prefix: str) -> LinearMethod | None:
+        if self.head_bits and isinstance(layer, ParallelLMHead):
+            return IntOnlineLinearMethod(self.head_bits)
+        return super().get_quant_method(layer, prefix)

@@ -20,8 +20,6 @@ from ..core.block_manager import num_blocks_for
 from ..core.orders import SchedulerOutput
 from ..model_executor.layers import ParallelLMHead, VocabParallelEmbedding, version_of
 from ..model_executor.sampler import SamplingMetadata
-from ..quantization.grouped import pack_groups_of
-from ..quantization.online import group_size, round_to_nearest
 from ..worker.model_runner import Batch, DraftStep, InputBatch, ModelRunner, Proposer
 from ..worker.model_runner import choosing_inputs, sampling_metadata
 
@@ -215,7 +213,10 @@ class SelfQuantizedProposer(DraftModelProposer):
             f"{model.quantization_method} already",
         )
         hf_config = copy(model.hf_config)
-        hf_config.quantization_config = {"quant_method": quantization, "online": True}
+        asked: dict[str, object] = {"quant_method": quantization, "online": True}
+        if quantization == "int4":
+            asked["head_bits"] = 8  # with four, drafts would be wrong too often
+        hf_config.quantization_config = asked
         return replace(
             config,
             model_config=replace(model, hf_config=hf_config, quantization=quantization),
@@ -224,9 +225,7 @@ class SelfQuantizedProposer(DraftModelProposer):
         )
 
     def load_model(self) -> None:
-        """Load the model once more and round it; the head as well, which is much of what a small
-        model reads for a token. The embedding is the target's.
-        """
+        "Load the model once more, rounded. The embedding is the target's."
         super().load_model()
         targets = dict(self.runner.model.named_modules())
         layers = dict(self.drafter.model.named_modules())
@@ -234,19 +233,9 @@ class SelfQuantizedProposer(DraftModelProposer):
             if isinstance(layer, VocabParallelEmbedding):
                 layer.weight.data = targets[name].weight.data
         for layer in layers.values():
-            if isinstance(layer, ParallelLMHead):
-                self.round_head(layer)
-
-    @staticmethod
-    def round_head(head: ParallelLMHead) -> None:
-        """Rounding of a whole model leaves its head as it is. A draft's has eight bits: with four, it
-        would be wrong too often.
-        """
-        if head.weight.numel():
-            weight = round_to_nearest(head.weight.data, 8, group_size(head.weight))
-            made: Any = head  # what a `LinearMethod` keeps in its layer
-            made.packed = pack_groups_of(head, weight) or made.packed
-            made.packed_version = version_of(head.weight)
+            if isinstance(layer, ParallelLMHead) and layer.shares_weight:
+                head: Any = layer  # it need not be rounded again
+                head.packed_version = version_of(head.weight)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         "It has no layers of its own in the cache."

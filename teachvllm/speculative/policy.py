@@ -58,7 +58,7 @@ class BatchCosts:
             self.drafted.append((seconds, sum(num_drafts) / len(num_drafts)))
 
     def tokens(self, num_drafts: int) -> float:
-        "What a sequence gets in a step with so many drafts: its own token, and those that are right."
+        "What a sequence gets with so many drafts: its own token, and those that are right."
         return 1 + sum(self.right[:num_drafts])
 
     def costs(self, most: int) -> list[float]:
