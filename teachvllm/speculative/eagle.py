@@ -6,7 +6,7 @@
 __all__ = ['EagleHead', 'check_eagle_target', 'check_eagle_config', 'eagle_weights', 'load_eagle_head', 'PairBatch',
            'EagleProposer']
 
-# %% ../../nbs/speculative/06_eagle.ipynb #84747da0
+# %% ../../nbs/speculative/06_eagle.ipynb #1084cf74
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from teachvllm.worker.model_runner import (
     to_device,
 )
 
-# %% ../../nbs/speculative/06_eagle.ipynb #6c93a14d
+# %% ../../nbs/speculative/06_eagle.ipynb #9eccdf58
 class EagleHead(nn.Module):
     """The next hidden state from a hidden state and the embedding of the token behind it: `fc` makes
     one vector of the two, and a decoder layer looks at those of the tokens before. The layer has no
@@ -82,7 +82,7 @@ class EagleHead(nn.Module):
         x, residual = self.layers[0](x, None, cos_sin, kv_cache, context.attn_metadata)
         return x if residual is None else x + residual
 
-# %% ../../nbs/speculative/06_eagle.ipynb #c14957ae
+# %% ../../nbs/speculative/06_eagle.ipynb #243fb7ed
 def check_eagle_target(model: Any) -> None:
     "`NotSupportedYet` names a target that is no relative of Llama."
     body = getattr(model, "model", None)
@@ -135,7 +135,7 @@ def eagle_weights(path: Path) -> dict[str, torch.Tensor]:
     shared = ("embed_tokens.weight", "lm_head.weight")
     return {name: tensor for name, tensor in weights.items() if name not in shared}
 
-# %% ../../nbs/speculative/06_eagle.ipynb #3cca94fc
+# %% ../../nbs/speculative/06_eagle.ipynb #66d24a38
 def load_eagle_head(
     model: str, target: ModelConfig, context: ModelContext, device: str
 ) -> EagleHead:
@@ -159,7 +159,7 @@ def load_eagle_head(
             module.linear_method.process_weights_after_loading(module)
     return head.eval()
 
-# %% ../../nbs/speculative/06_eagle.ipynb #31cff6dd
+# %% ../../nbs/speculative/06_eagle.ipynb #416aa845
 class PairBatch(DraftBatch):
     """Pairs `starts` to `ends` of the sequences in `slots`, int64 [n] each, as a batch that the head
     can run. Pair i is the hidden state of token i and token i + 1, whose id is in `token_ids`; its
@@ -171,7 +171,7 @@ class PairBatch(DraftBatch):
         index = np.repeat(slots, ends - starts)
         self.token_ids = state.token_ids[index, self.positions + 1].astype(np.int64)
 
-# %% ../../nbs/speculative/06_eagle.ipynb #d04f4804
+# %% ../../nbs/speculative/06_eagle.ipynb #60e62525
 class EagleProposer(Proposer):
     """Guesses with an `EagleHead`. After each step it runs the head on the pairs that the step made
     known, so that its keys and values are there for every token; behind the last one it goes on
