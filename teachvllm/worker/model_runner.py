@@ -656,7 +656,9 @@ class DraftStep:
     num_drafts: list[int] = field(default_factory=list)  # most guesses that are wanted
     # the entry's place among the sequences of the step's batch
     places: list[int] = field(default_factory=list)
-    # the step itself: its batch, hidden states [num_tokens, hidden_size], and the KV cache
+    # the step itself: its batch, hidden states [num_tokens, hidden_size], and the KV cache; and how
+    # many tokens each sequence of the batch has now, entry or not, all in `state`: int64 [num_seqs]
+    num_tokens: Any = None
     batch: Any = None
     hidden: Any = None
     kv_caches: Any = None
@@ -702,23 +704,26 @@ def draft_step(
     """What a proposer is asked after the step that `out` ordered and that brought `sampled`, which
     it waits for. Called before `state.advance`.
     """
-    step = DraftStep(state, batch=batch)
+    step = DraftStep(state, batch=batch, num_tokens=state.num_tokens[batch.req_indices])
     place_of = {slot: place for place, slot in enumerate(batch.req_indices.tolist())}
     for seq_id, new in zip(sampled.seq_ids, sampled.accepted_token_ids(), strict=True):
         wanted = out.num_draft_tokens.get(seq_id, 0)
         slot = state.slot_of[seq_id]
-        if not wanted or new[-1] < 0:  # the second: its logits were NaN
-            continue
-        if not state.logits_processors.is_foreseeable(slot):
-            continue  # no draft of it would be accepted
+        place = place_of[slot]
         start = int(state.num_tokens[slot])
         end = start + len(new)
+        # the logits were NaN; or this is another sample of a sequence that will be forked
+        if new[-1] < 0 or step.num_tokens[place] > start:
+            continue
         state.token_ids[slot, start:end] = new
+        step.num_tokens[place] = end
+        if not wanted or not state.logits_processors.is_foreseeable(slot):
+            continue  # the second: no draft of it would be accepted
         step.seq_ids.append(seq_id)
         step.slots.append(slot)
         step.token_ids.append(state.token_ids[slot, :end])
         step.num_drafts.append(wanted)
-        step.places.append(place_of[slot])
+        step.places.append(place)
     return step
 
 # %% ../../nbs/41_model_runner.ipynb #5bc1880b
