@@ -84,8 +84,9 @@ class DraftPolicy:
     where drafts did not pay. vLLM has `disable_by_batch_size`, which is a part of it.
     """
 
-    TRIES = 4  # steps of each kind before a choice
-    AGAIN = 2  # and when the other kind is tried again
+    TRIES = 4  # steps of each kind before a choice, at least
+    SAMPLES = 32  # sequences whose drafts were looked at before a choice
+    AGAIN = 2  # steps of the other kind when it is tried again
     PATIENCE = 64
     LONGEST = 4096
 
@@ -125,21 +126,23 @@ class DraftPolicy:
         size = num_seqs.bit_length()
         plan = self.plans.setdefault(size, [])
         if not plan:
-            plan += self._plan(size)
+            plan += self._plan(size, num_seqs)
         return plan[0]
 
-    def _plan(self, size: int) -> list[int]:
+    def _plan(self, size: int, num_seqs: int) -> list[int]:
         "The numbers of drafts of the next steps with about so many sequences."
         costs = self.costs.setdefault(size, BatchCosts())
-        if min(len(costs.plain), costs.num_tried) < self.TRIES:
-            # the first step with drafts has none to look at yet
-            return [self.most] * (1 + self.TRIES) + [0] * (1 + self.TRIES)
+        tries = max(self.TRIES, self.SAMPLES // num_seqs)
+        if costs.num_tried < tries or len(costs.plain) < self.TRIES:
+            # the first step of each kind looks at what the one before asked for
+            return [self.most] * (1 + tries) + [0] * (1 + self.TRIES)
         best = costs.best(self.most)
         patience = self.patience.get(size, self.PATIENCE)
         longest = 4 * self.PATIENCE if best else self.LONGEST
         self.patience[size] = min(2 * patience, longest)
-        other = 0 if best else self.most
-        return [best] * patience + [other] * self.AGAIN
+        if best:
+            return [best] * patience + [0] * self.AGAIN
+        return [0] * patience + [self.most] * max(self.AGAIN, tries // 2)
 
     @staticmethod
     def may_have_drafts(group: SequenceGroup) -> bool:
