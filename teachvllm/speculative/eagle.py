@@ -130,7 +130,7 @@ def eagle_weights(path: Path) -> dict[str, torch.Tensor]:
         )
     if "layers.0.input_layernorm.weight" in weights:
         raise WeightsError(
-            f"{path} has layers.0.input_layernorm.weight: the layer of an EAGLE head has no such norm"
+            f"{path} has layers.0.input_layernorm.weight: an EAGLE head's layer has no such norm"
         )
     shared = ("embed_tokens.weight", "lm_head.weight")
     return {name: tensor for name, tensor in weights.items() if name not in shared}
