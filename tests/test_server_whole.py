@@ -151,7 +151,7 @@ def test_tools_that_are_not_to_be_used(client: Any, key: str) -> None:
     for more in ({key: tools}, {key: tools, choice: "auto"}):
         error = error_of(client.post("/v1/chat/completions", json=body | more))
         says = {"tools": "--tool-call-parser", "functions": "newer name"}[key]
-        param = {"tools": "tool_choice", "functions": "functions"}[key]  # without a choice: auto
+        param = choice if key == "tools" and choice in more else key
         assert error["param"] == param and says in error["message"]
 
 
