@@ -317,3 +317,22 @@ def test_the_trace_and_the_player_show_drafts(folder: str, tmp_path: Any) -> Non
     assert f"{right} of {number} right, {right + 1} new tokens" in block_player(trace)
     again = Trace.load(trace.save(tmp_path / "trace.json"))
     assert [step.drafts for step in again.steps] == [step.drafts for step in trace.steps]
+
+
+def test_guesses_take_no_block_from_a_sibling(folder: str) -> None:
+    "Two sequences of a request in a pool that they nearly fill."
+    prompt = [5, 6, 7] * 5 + [9] * 2
+    params = SamplingParams(n=2, max_tokens=30, temperature=0.9, seed=1, ignore_eos=True)
+    small = {"num_gpu_blocks_override": 12}
+    expected = answers(make(folder, **small), [(prompt, params)])
+    llm = make(folder, **small, speculative_config=METHODS["ngram"])
+    assert answers(llm, [(prompt, params)]) == expected
+
+
+def test_a_sleeping_engine_has_no_cache(folder: str) -> None:
+    for method in ("self_quantized", "draft_model"):
+        model = folder if method == "draft_model" else None
+        llm = make(folder, speculative_config=speculate(method, model))
+        llm.sleep(1)
+        [proposer] = llm.collective_rpc(lambda worker: worker.model_runner.proposer)
+        assert proposer.kv_caches == [] and proposer.drafter.graphs is None

@@ -316,7 +316,7 @@ class StepBuilder:
             if num_tokens > 1:
                 left = budget.num_tokens - reserved - num_to_come
                 num_tokens = self._fitting(group, seq, max(1, min(num_tokens, left)), num_to_come)
-            if not self._schedule_tokens(group, seq, num_tokens):
+            if not self._schedule_tokens(group, seq, num_tokens, num_to_come):
                 return
             budget.num_tokens -= num_tokens
             behind = behind or (num_to_come > 0 and seq.num_new_tokens > 0)
@@ -354,9 +354,11 @@ class StepBuilder:
         num_tokens = max(1, min(num_tokens, manager.max_new_tokens(seq, headroom)))
         return num_tokens if manager.num_new_blocks(seq, num_tokens) <= spare else 1
 
-    def _schedule_tokens(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> bool:
+    def _schedule_tokens(
+        self, group: SequenceGroup, seq: Sequence, num_tokens: int, num_to_come: int = 0
+    ) -> bool:
         """The step computes the next `num_tokens` tokens of `seq`; False: its grammar failed, and
-        nothing was done.
+        nothing was done. So many of the group's sequences are still `num_to_come`.
         """
         out = self.orders.next
         if group.grammar is not None and not self._set_bitmask(group, seq, num_tokens):
@@ -365,7 +367,7 @@ class StepBuilder:
         before = seq.num_computed_tokens
         num_ahead = 0
         if group.wants_drafts and self.num_lookahead_slots:
-            num_ahead = self._look_ahead(group, seq, num_tokens)
+            num_ahead = self._look_ahead(group, seq, num_tokens, num_to_come)
         # else it is one token inside a block that only this sequence has: no block is needed
         if num_tokens > 1 or before % size == 0 or num_ahead or len(group.unfinished) > 1:
             slots = self.block_manager.allocate_slots(seq, num_tokens + num_ahead)
@@ -390,7 +392,9 @@ class StepBuilder:
             self.block_manager.cache_full_blocks(seq)
         return True
 
-    def _look_ahead(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> int:
+    def _look_ahead(
+        self, group: SequenceGroup, seq: Sequence, num_tokens: int, num_to_come: int
+    ) -> int:
         """How many drafts the workers may propose behind the token that `seq` samples in this step.
         A model that guesses writes to their slots, so blocks for them are taken, if some are to
         spare: no request is preempted for a guess.
@@ -403,7 +407,7 @@ class StepBuilder:
             most = min(most, seq.max_len - end - 1)
         manager = self.block_manager
         needed = manager.num_new_blocks(seq, num_tokens + max(0, most))
-        spare = manager.get_num_free_gpu_blocks() - self._headroom(group)
+        spare = manager.get_num_free_gpu_blocks() - self._headroom(group) - num_to_come
         if needed > spare and needed > manager.num_new_blocks(seq, num_tokens):
             most = min(most, -end % manager.block_size)  # what is left of its last block
         seq.num_lookahead_slots = max(0, most)

@@ -346,6 +346,7 @@ class EngineCore:
         self.recorder: StepRecorder | None = None
         # steps that were sent and not collected, the oldest first
         self.in_flight: deque[InFlight] = deque()
+        self.last_arrived = 0.0  # when the newest step's tokens came
 
     def _make_schedulers(self) -> list[Scheduler]:
         "Caches on the workers, and a scheduler of their blocks for each stage of a pipeline."
@@ -520,7 +521,10 @@ class EngineCore:
         arrived = time.perf_counter()
         outputs = EngineCoreOutputs(step.scheduler.update_from_output(sampled))
         if self.draft_policy:
-            self.draft_policy.step_done(step.out, sampled, arrived - step.begun_at)
+            # a step that ran ahead has waited for the one before
+            seconds = arrived - max(step.begun_at, self.last_arrived)
+            self.draft_policy.step_done(step.out, sampled, seconds)
+        self.last_arrived = arrived
         if sampled.draft_token_ids or self.drafter:
             self._update_drafts(step.scheduler, sampled.draft_token_ids)
         if self.stat_logger:

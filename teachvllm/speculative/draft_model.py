@@ -121,6 +121,11 @@ class DraftModelProposer(Proposer):
         if record and not eager and self.runner.device == "cpu":
             self.drafter.graphs = record(self.drafter, self.kv_caches)
 
+    def release_cache(self) -> None:
+        "Nor do recorded steps keep the cache."
+        self.kv_caches = []
+        self.drafter.graphs = None
+
     def own_caches(self, kv_caches: list[torch.Tensor]) -> list[torch.Tensor]:
         "The part of the KV cache that it writes to."
         return list(kv_caches)[-len(self.drafter.attention_layers) :]
@@ -186,7 +191,8 @@ class DraftModelProposer(Proposer):
         hidden, inputs = drafter._run_model(batch, sampling, self.kv_caches)
         logits = drafter.compute_logits(hidden, inputs["logits_indices"], inputs)
         token_ids, _ = drafter.sampler(logits, draft_metadata(inputs))
-        numbers: np.ndarray = token_ids.cpu().numpy()
+        # -1: its logits were NaN, and a guess may be any token
+        numbers: np.ndarray = token_ids.clamp(min=0).cpu().numpy()
         return numbers
 
 # %% ../../nbs/speculative/04_draft_model.ipynb #dd6a338b

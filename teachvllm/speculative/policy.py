@@ -96,9 +96,11 @@ class DraftPolicy:
         self.stats = SpecDecodingStats()
         self.costs: dict[int, BatchCosts] = {}  # by the bit length of the number of sequences
         self.patience: dict[int, int] = {}
-        self.plans: dict[int, list[int]] = {}  # numbers of drafts for the next steps
+        # (virtual engine, size of the batch) -> numbers of drafts for the next steps
+        self.plans: dict[tuple[int, int], list[int]] = {}
         self.asked = self.most  # drafts that the newest step may ask for
-        self.asked_before = 0  # drafts that the step before the next one asked for
+        # virtual engine -> drafts that its step before the next one asked for
+        self.asked_before: dict[int, int] = {}
 
     # Before a step
 
@@ -110,13 +112,13 @@ class DraftPolicy:
         "Tell the scheduler how many drafts may be proposed behind the step that it decides next."
         groups = list(scheduler.running)
         num_seqs = sum(len(group.unfinished) for group in groups)
-        most = self.num_drafts(max(1, num_seqs))
+        most = self.num_drafts(max(1, num_seqs), scheduler.orders.virtual_engine)
         scheduler.builder.num_lookahead_slots = most
         self.asked = most
         for group in groups:
             group.wants_drafts = most > 0 and self.may_have_drafts(group)
 
-    def num_drafts(self, num_seqs: int) -> int:
+    def num_drafts(self, num_seqs: int, virtual_engine: int = 0) -> int:
         "How many drafts may be proposed for each of `num_seqs` sequences."
         threshold = self.config.disable_by_batch_size
         if threshold is not None and num_seqs >= threshold:
@@ -124,7 +126,7 @@ class DraftPolicy:
         if not self.config.adaptive:
             return self.most
         size = num_seqs.bit_length()
-        plan = self.plans.setdefault(size, [])
+        plan = self.plans.setdefault((virtual_engine, size), [])
         if not plan:
             plan += self._plan(size, num_seqs)
         return plan[0]
@@ -140,14 +142,22 @@ class DraftPolicy:
         patience = self.patience.get(size, self.PATIENCE)
         longest = 4 * self.PATIENCE if best else self.LONGEST
         self.patience[size] = min(2 * patience, longest)
-        if best:
-            return [best] * patience + [0] * self.AGAIN
-        return [0] * patience + [self.most] * max(self.AGAIN, tries // 2)
+        plan = [best] * patience
+        if best < self.most:
+            plan += [self.most] * max(self.AGAIN, tries // 2)
+        if best > 0:
+            plan += [0] * self.AGAIN
+        return plan
 
     @staticmethod
     def may_have_drafts(group: SequenceGroup) -> bool:
-        "Whether guesses can be of use: not if its tokens are chosen by a rule, as beams are."
-        return group.fork_rule is None
+        """Whether guesses can be of use: not if its tokens are chosen by a rule, as beams are, nor
+        if what may come depends on all that was written, as with penalties.
+        """
+        params = group.sampling_params
+        plain = params.presence_penalty == 0 == params.frequency_penalty
+        plain = plain and params.repetition_penalty == 1 and not params.logits_processors
+        return plain and group.fork_rule is None
 
     # After a step
 
@@ -161,15 +171,16 @@ class DraftPolicy:
                 self.stats.add(number, right)
         asked = max(out.num_draft_tokens.values(), default=0)
         size = len(out.num_scheduled_tokens).bit_length()
-        if plan := self.plans.get(size):
+        if plan := self.plans.get((out.virtual_engine, size)):
             plan.pop(0)
-        if num_right and asked == self.asked_before and self._is_typical(out):
+        before = self.asked_before.get(out.virtual_engine, 0)
+        if num_right and asked == before and self._is_typical(out):
             costs = self.costs.setdefault(size, BatchCosts())
             if asked:
                 costs.add_drafted(asked, num_drafts, num_right, seconds)
             else:
                 costs.add_plain(seconds)
-        self.asked_before = asked
+        self.asked_before[out.virtual_engine] = asked
 
     @staticmethod
     def _is_typical(out: SchedulerOutput) -> bool:

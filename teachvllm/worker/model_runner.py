@@ -694,6 +694,9 @@ class Proposer:
     def record_steps(self, kv_caches: list[torch.Tensor]) -> None:
         "The cache is there: record what steps can be replayed."
 
+    def release_cache(self) -> None:
+        "The cache is about to be given back: let go of it."
+
     def to(self, device: str) -> None:
         "The target's weights were moved to `device`."
 

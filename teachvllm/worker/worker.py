@@ -345,6 +345,8 @@ class Worker:
         with self.on_device():
             self.cache_engines = []
             self.model_runner.graphs = None  # they have the cache's addresses
+            if self.model_runner.proposer:
+                self.model_runner.proposer.release_cache()
             if level == 1:
                 self.model_runner.model.to("cpu")
                 if self.model_runner.proposer:
