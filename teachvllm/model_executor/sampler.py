@@ -437,7 +437,7 @@ class SamplerOutput:
         if self.logprobs is not None:
             scored = dict(zip(self.logprobs.rows.tolist(), self.logprobs.tolists(), strict=True))
             out.logprobs = {row: [scores] for row, scores in scored.items()}
-        if self.drafts:
+        if self.drafts and (scored or self.errors):  # by rows until now
             rows = accepted_rows(self.token_ids.tolist(), len(self.seq_ids), self.drafts)
             out.logprobs = {
                 i: [scored[row] for row in part] for i, part in enumerate(rows) if part[0] in scored

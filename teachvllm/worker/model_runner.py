@@ -729,7 +729,7 @@ def draft_step(
         step.places.append(place)
     return step
 
-# %% ../../nbs/41_model_runner.ipynb #5bc1880b
+# %% ../../nbs/41_model_runner.ipynb #2ab739cc
 LORA_LAYERS = "teachvllm.lora.layers.LoRAModelManager"
 
 
@@ -747,7 +747,7 @@ def receive_hidden_states(pp: GroupCoordinator, virtual_engine: int) -> torch.Te
         if sent_for == str(virtual_engine):
             return hidden
 
-
+# %% ../../nbs/41_model_runner.ipynb #5bc1880b
 class ModelRunner:
     """Has the model, the `InputBatch` and the sampler; runs a step as ordered, without waiting for
     the device.
