@@ -302,6 +302,9 @@ def test_a_served_engine_counts_drafts(folder: str) -> None:
     stats = llm.llm_engine.engine_core.engine_core.get_stats().spec_decoding
     assert stats is not None and stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
     assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
+    metrics = llm.get_metrics()
+    assert metrics["spec_decode_num_accepted_tokens"] == stats.num_accepted_tokens
+    assert all(isinstance(value, int) for value in metrics.values())
     assert make(folder).llm_engine.engine_core.engine_core.get_stats().spec_decoding is None
 
 

@@ -412,11 +412,15 @@ class LLMEngine:
 
     def get_metrics(self) -> dict[str, int]:
         """Counters since the engine began, and the queues and the pool as they are now: the fields
-        of `SchedulerStats`.
+        of `SchedulerStats`, and of drafts, where the engine takes them, `spec_decode_num_…`.
         """
         with self._lock:  # of one socket's two answers, two threads might each read the other's
             stats = self.engine_core.call_utility("get_stats")
-        return {name: getattr(stats, name) for name in stats.__struct_fields__}
+        metrics = {name: getattr(stats, name) for name in stats.__struct_fields__}
+        drafts = metrics.pop("spec_decoding")
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens") if drafts else ():
+            metrics[f"spec_decode_{name}"] = getattr(drafts, name)
+        return metrics
 
     # Adapters, with `enable_lora`
 

@@ -412,10 +412,15 @@ class SamplerOutput:
         copy.arrived = torch.cuda.current_stream().record_event()
         return copy
 
-    def accepted_token_ids(self) -> list[list[int]]:
-        "The tokens of each entry. Waits until the copy has arrived."
+    def wait(self) -> None:
+        "Wait until the copy has arrived, and not for what the device does after it."
         if self.arrived is not None:
             self.arrived.synchronize()
+            self.arrived = None
+
+    def accepted_token_ids(self) -> list[list[int]]:
+        "The tokens of each entry. Waits until the copy has arrived."
+        self.wait()
         if not self.drafts:
             tokens: list[list[int]] = self.token_ids[:, None].tolist()
             return tokens
@@ -424,9 +429,8 @@ class SamplerOutput:
         return [[ids[row] for row in part] for part in rows]
 
     def to_model_runner_output(self) -> ModelRunnerOutput:
-        "Waits until the copy has arrived, and not for what the device does after it."
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        "Waits until the copy has arrived."
+        self.wait()
         if self.pooled is not None:
             whole = [] if self.pooled.isnan().any() else self.pooled.tolist()
             vectors = whole or [[] if row.isnan().any() else row.tolist() for row in self.pooled]
