@@ -749,6 +749,18 @@ class VllmConfig:
         if self.speculative_config:
             self._check_speculation(self.speculative_config)
 
+    @property
+    def num_speculative_tokens(self) -> int:
+        "Most drafts of a sequence in a step; 0 without a `speculative_config`."
+        return (self.speculative_config and self.speculative_config.num_speculative_tokens) or 0
+
+    @property
+    def max_num_decodes(self) -> int:
+        "Most decodes of a step: each sequence is one, and each of its drafts."
+        scheduler = self.scheduler_config
+        most = scheduler.max_num_seqs * (1 + self.num_speculative_tokens)
+        return min(most, scheduler.max_num_batched_tokens)
+
     def _check_speculation(self, speculative: SpeculativeConfig) -> None:
         "What cannot go with drafts."
         if self.model_config.pooler_config:

@@ -8,7 +8,9 @@ from helpers import make_tiny
 
 from teachvllm import LLM, BeamSearchParams, SamplingParams
 from teachvllm.block_player import block_player
-from teachvllm.config import NotSupportedYet
+from teachvllm.config import NotSupportedYet, SpeculativeConfig
+from teachvllm.core.orders import SchedulerOutput
+from teachvllm.messages import ModelRunnerOutput
 from teachvllm.speculative.policy import BatchCosts, DraftPolicy
 from teachvllm.trace import Trace
 from teachvllm.worker.model_runner import DraftStep, Proposer
@@ -68,6 +70,11 @@ def policy_of(llm: LLM) -> DraftPolicy:
     policy = llm.llm_engine.engine_core.engine_core.draft_policy
     assert isinstance(policy, DraftPolicy)
     return policy
+
+
+def worker_of(llm: LLM) -> Any:
+    [worker] = llm.collective_rpc(lambda worker: worker)
+    return worker
 
 
 def random_requests(rng: random.Random, number: int) -> list[tuple[list[int], SamplingParams]]:
@@ -161,9 +168,22 @@ def test_a_draft_model(folder: str, tmp_path: Any, kind: str, world: str) -> Non
         make_tiny("llama", tmp_path, layers=1)
         draft = str(tmp_path)
     requests = random_requests(random.Random(f"{kind} {world}"), 24)
+    if kind == "itself":  # a draft model knows nothing of penalties
+        requests = [one for one in requests if one[1].repetition_penalty == 1]
     expected = answers(make(folder, **WORLDS[world]), requests)
     llm = make(folder, **WORLDS[world], speculative_config=speculate("draft_model", draft))
+    sizes = []
+    run = worker_of(llm).model_runner.proposer.drafter._run_model
+
+    def watch(batch: Any, *others: Any) -> Any:
+        sizes.append(len(batch.positions))
+        return run(batch, *others)
+
+    worker_of(llm).model_runner.proposer.drafter._run_model = watch
     assert answers(llm, requests) == expected
+    # a text is caught up with in pieces
+    most = WORLDS[world].get("max_num_batched_tokens", LIMITS["max_num_batched_tokens"])
+    assert 8 < max(sizes) <= most
     stats = policy_of(llm).stats
     assert stats.num_drafts > 0
     if kind == "itself":
@@ -262,7 +282,7 @@ def test_disabled_by_batch_size(folder: str) -> None:
     llm = make(folder, speculative_config=METHODS["oracle"] | {"disable_by_batch_size": 2})
     answers(llm, requests)
     policy = policy_of(llm)
-    assert policy.num_drafts(1) == 4 and policy.num_drafts(2) == 0
+    assert policy.plan(1) == (4, 1) and policy.plan(2) == (0, 0)
 
 
 def test_a_step_that_fails_and_a_proposer_that_does(folder: str) -> None:
@@ -284,13 +304,67 @@ class Raises(Proposer):
         return [[] for _ in step.seq_ids]
 
 
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5},
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": 1.5},
+    {"bad_words_token_ids": [[5, 9], [11]]},
+]
+
+
+@pytest.mark.parametrize("world", ["plain", "chunked", "ahead"])
+def test_penalties_look_at_right_drafts(folder: str, world: str) -> None:
+    "Each row of a draft is shaped as if the drafts before it were written: all that are right stay."
+    rng = random.Random(world)
+    requests = []
+    for i in range(12):
+        prompt = [rng.randrange(128) for _ in range(rng.randint(2, 30))]
+        chosen = dict(PENALTIES[i % 4])
+        words = chosen.pop("bad_words_token_ids", None)
+        params = SamplingParams(temperature=i % 2, seed=i, max_tokens=18, ignore_eos=True, **chosen)
+        params.bad_words_token_ids = words
+        requests.append((prompt, params))
+    expected = answers(make(folder, **WORLDS[world]), requests)
+    llm = make(folder, **WORLDS[world], speculative_config=speculate(model=f"{__name__}.Knows"))
+    assert answers(llm, requests) == expected
+    stats = policy_of(llm).stats
+    assert stats.num_draft_tokens > 50 and stats.acceptance == 1
+
+
+class Knows(Oracle):
+    wrong = 0.0
+
+
+def test_a_large_batch_asks_few_sequences_first() -> None:
+    config = SpeculativeConfig("ngram", num_speculative_tokens=4)
+    for right in (0, 4):
+        policy = DraftPolicy(config)
+        drafts: dict[int, list[int]] = {}
+        plans = []
+        for _ in range(200):
+            most, how_many = policy.plan(40)
+            out = SchedulerOutput(
+                num_scheduled_tokens={i: 1 + len(drafts.get(i, ())) for i in range(40)},
+                num_draft_tokens=dict.fromkeys(range(min(40, how_many)), most),
+                scheduled_spec_decode_tokens=drafts,
+            )
+            seconds = 1 + 0.01 * sum(map(len, drafts.values()))
+            kept = [[7] * (1 + right * (i in drafts)) for i in range(40)]
+            policy.step_done(out, ModelRunnerOutput(list(range(40)), kept), seconds)
+            plans.append((most, min(40, how_many)))
+            drafts = {i: [7] * most for i in range(how_many if most else 0) if i < 40}
+        asked = sum(most * how_many for most, how_many in plans)
+        assert plans[:8] == [(0, 0)] * 5 + [(4, 8)] * 3
+        assert asked == 3 * 4 * 8 if right == 0 else asked > 150 * 4 * 40
+
+
 def test_costs_find_the_best_number() -> None:
     for cost, right, best in ((0.1, 0.9, 6), (0.3, 0.0, 0), (2.0, 0.9, 0)):
         costs = BatchCosts()
         for _ in range(50):
             costs.add_plain(1.0)
             num_right = [6] * round(10 * right) + [0] * round(10 - 10 * right)
-            costs.add_drafted(6, [6] * 10, num_right, 1 + 6 * cost)
+            costs.add_drafted(6, [6] * 10, num_right, 10, 1 + 6 * cost)
         assert costs.best(6) == best
 
 

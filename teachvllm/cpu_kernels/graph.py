@@ -363,10 +363,9 @@ def record(runner: ModelRunner, kv_caches: list[torch.Tensor]) -> Any:
     """A runner for this model's decode steps, with adapters another one beside it; None if there can
     be none: the log says why.
     """
-    scheduler = runner.config.scheduler_config
     if runner.parallel.size > 1 or not runner.attention_layers:
         return None
-    most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    most = runner.config.max_num_decodes
     found = [
         attempt(partial(CpuGraphRunner, runner, kv_caches, most, kind))
         for kind in step_kinds(runner)

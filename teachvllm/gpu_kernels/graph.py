@@ -104,7 +104,7 @@ class MixedGraphRunner:
         self.extras = set(extras)
         self.kv_caches = kv_caches
         self.longest = min(self.LONGEST, model.max_seq_len_to_capture, model.max_model_len)
-        self.num_seqs = runner.config.scheduler_config.max_num_seqs
+        self.num_seqs = runner.config.max_num_decodes
         self.graphs: dict[int, Any] = {}
         pool = graph_class.new_pool() if pool is None else pool
         decodes = [size.num_tokens for size in sizes if not size.mixed]

@@ -246,8 +246,10 @@ class LogitsProcessors:
         self.requests.pop(slot, None)
 
     def is_foreseeable(self, slot: int) -> bool:
-        "Whether what is done to the slot's logits is the same for any token that may come."
-        return slot not in self.requests or not self.requests[slot].needs_history
+        """Whether rows of texts that may come, behind drafts, can be asked for the slot. A function of
+        the user's own expects to be called once for each token.
+        """
+        return slot not in self.requests or not self.requests[slot].functions
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         "The array as a tensor on the device. The caller does not wait for the copy."

@@ -159,7 +159,7 @@ class DraftModelProposer(Proposer):
         slots = np.array(step.slots)
         wanted = np.array(step.num_drafts)
         ends = np.array([len(token_ids) for token_ids in step.token_ids])
-        starts = self.first_tokens(step, ends)
+        starts = self.catch_up(step.state, slots, self.first_tokens(step, ends), ends)
         # decodes first; of those the ones that want most: the later passes have the first few
         order = np.lexsort((-wanted, ends - starts > 1))
         slots, wanted, starts = slots[order], wanted[order], starts[order]
@@ -176,6 +176,26 @@ class DraftModelProposer(Proposer):
         for row, entry in enumerate(order.tolist()):
             found[entry] = drafts[row, : wanted[row]].tolist()
         return found
+
+    def catch_up(
+        self, state: InputBatch, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray
+    ) -> np.ndarray:
+        """Compute tokens from `starts` on in passes of `max_num_batched_tokens`, until those before
+        `ends` that are left fit into one: their new starts, int64 [n] each. So no pass needs more
+        memory than the target's, which was measured.
+        """
+        most = self.draft_config.scheduler_config.max_num_batched_tokens
+        while (ends - starts).sum() > most:
+            missing = ends - starts - 1  # the last token belongs to the pass that guesses
+            now = np.clip(most - (missing.cumsum() - missing), 0, missing)
+            rows = np.flatnonzero(now)
+            rows = rows[np.argsort(now[rows] > 1, kind="stable")]
+            if not len(rows):
+                break
+            batch: Any = DraftBatch(state, slots[rows], starts[rows], (starts + now)[rows])
+            self.drafter._run_model(batch, {}, self.kv_caches)
+            starts = starts + now
+        return starts
 
     def next_tokens(
         self, state: InputBatch, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray

@@ -39,7 +39,7 @@ def find_continuation(token_ids: np.ndarray, min_n: int, max_n: int, k: int) -> 
     size = len(token_ids)
     if size < 2 or max_n < 1:
         return token_ids[:0]
-    # where the last token was before: how long is the end that it ends?
+    # places where the last token was before; each round keeps those where one token more fits
     places = np.flatnonzero(token_ids[:-1] == token_ids[-1])
     found = places[:0]
     for n in range(1, min(max_n, size - 1) + 1):

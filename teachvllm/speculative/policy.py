@@ -36,18 +36,20 @@ class BatchCosts:
     offered: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
     num_tried: int = 0  # steps that asked for drafts
+    num_whole: int = 0  # those that asked for drafts of all sequences
 
     def add_plain(self, seconds: float) -> None:
         "A step without drafts."
         self.plain.append(seconds)
 
     def add_drafted(
-        self, most: int, num_drafts: list[int], num_right: list[int], seconds: float
+        self, most: int, num_drafts: list[int], num_right: list[int], num_seqs: int, seconds: float
     ) -> None:
-        """A step for which `most` drafts a sequence were asked: how many each had, and how many of
-        them were right.
+        """A step of `num_seqs` sequences, for some of which `most` drafts each were asked: how many
+        each of these had, and how many of them were right.
         """
         self.num_tried += 1
+        self.num_whole += len(num_drafts) == num_seqs
         share = max(self.MEMORY, 1 / self.num_tried)
         for means, numbers in ((self.offered, num_drafts), (self.right, num_right)):
             means += [0.0] * (most - len(means))
@@ -55,7 +57,7 @@ class BatchCosts:
                 found = sum(number > place for number in numbers) / len(numbers)
                 means[place] += share * (found - means[place])
         if any(num_drafts):
-            self.drafted.append((seconds, sum(num_drafts) / len(num_drafts)))
+            self.drafted.append((seconds, sum(num_drafts) / num_seqs))
 
     def tokens(self, num_drafts: int) -> float:
         "What a sequence gets with so many drafts: its own token, and those that are right."
@@ -69,24 +71,32 @@ class BatchCosts:
         each = statistics.median((t - none) / d for t, d in self.drafted) if self.drafted else 0.0
         return [none + max(0.0, each) * sum(self.offered[:k]) for k in range(most + 1)]
 
+    def gains(self, most: int) -> list[float]:
+        "How many times as fast sequences are with up to 0, 1, … `most` drafts as with none."
+        costs = self.costs(most)
+        return [self.tokens(k) * costs[0] / costs[k] for k in range(most + 1)]
+
     def best(self, most: int) -> int:
         "The number of drafts, 0 to `most`, with the most tokens a second."
-        costs = self.costs(most)
-        return max(range(most + 1), key=lambda k: self.tokens(k) / costs[k])
+        gains = self.gains(most)
+        return gains.index(max(gains))
 
 # %% ../../nbs/speculative/06_policy.ipynb #9f4a84de
 class DraftPolicy:
     """Says before each step how many drafts may be proposed behind it, and for whom; counts what
     became of them.
 
-    It tries all drafts and none, a few steps each, and goes on with what brought the most tokens a
-    second for as many sequences; it looks again after `PATIENCE` steps, and more and more seldom
-    where drafts did not pay. vLLM has `disable_by_batch_size`, which is a part of it.
+    It tries none and all, a few steps each, and goes on with what brought the most tokens a second for
+    as many sequences. Of a large batch it asks only a few sequences for drafts at first, and the others
+    if that looks promising. It looks again after `PATIENCE` steps, and more and more seldom where
+    drafts did not pay. vLLM has `disable_by_batch_size`, which is a part of it.
     """
 
     TRIES = 4  # steps of each kind before a choice, at least
     SAMPLES = 32  # sequences whose drafts were looked at before a choice
-    AGAIN = 2  # steps of the other kind when it is tried again
+    FEW = 8  # sequences of a larger batch that are asked first
+    LOOKS = 2  # steps in which they are, and steps of another kind when it is tried again
+    PROMISING = 0.8  # the gain from which on all are asked
     PATIENCE = 64
     LONGEST = 4096
 
@@ -96,11 +106,12 @@ class DraftPolicy:
         self.stats = SpecDecodingStats()
         self.costs: dict[int, BatchCosts] = {}  # by the bit length of the number of sequences
         self.patience: dict[int, int] = {}
-        # (virtual engine, size of the batch) -> numbers of drafts for the next steps
-        self.plans: dict[tuple[int, int], list[int]] = {}
+        # (virtual engine, size of the batch) -> for each of the next steps, how many drafts may be
+        # asked for, and for how many sequences
+        self.plans: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.asked = self.most  # drafts that the newest step may ask for
-        # virtual engine -> drafts that its step before the next one asked for
-        self.asked_before: dict[int, int] = {}
+        # virtual engine -> drafts that its step before the next one asked for, by sequence
+        self.asked_before: dict[int, dict[int, int]] = {}
 
     # Before a step
 
@@ -112,52 +123,60 @@ class DraftPolicy:
         "Tell the scheduler how many drafts may be proposed behind the step that it decides next."
         groups = list(scheduler.running)
         num_seqs = sum(len(group.unfinished) for group in groups)
-        most = self.num_drafts(max(1, num_seqs), scheduler.orders.virtual_engine)
+        most, left = self.plan(max(1, num_seqs), scheduler.orders.virtual_engine)
         scheduler.builder.num_lookahead_slots = most
         self.asked = most
         for group in groups:
-            group.wants_drafts = most > 0 and self.may_have_drafts(group)
+            group.wants_drafts = most > 0 and left > 0 and self.may_have_drafts(group)
+            left -= len(group.unfinished) if group.wants_drafts else 0
 
-    def num_drafts(self, num_seqs: int, virtual_engine: int = 0) -> int:
-        "How many drafts may be proposed for each of `num_seqs` sequences."
+    def plan(self, num_seqs: int, virtual_engine: int = 0) -> tuple[int, int]:
+        """How many drafts may be proposed for a sequence behind a step of `num_seqs`, and for how
+        many of them.
+        """
         threshold = self.config.disable_by_batch_size
         if threshold is not None and num_seqs >= threshold:
-            return 0
+            return 0, 0
         if not self.config.adaptive:
-            return self.most
+            return self.most, num_seqs
         size = num_seqs.bit_length()
         plan = self.plans.setdefault((virtual_engine, size), [])
         if not plan:
-            plan += self._plan(size, num_seqs)
+            plan += self._next_steps(size, num_seqs)
         return plan[0]
 
-    def _plan(self, size: int, num_seqs: int) -> list[int]:
-        "The numbers of drafts of the next steps with about so many sequences."
+    def _next_steps(self, size: int, num_seqs: int) -> list[tuple[int, int]]:
+        """What the next steps with about so many sequences ask for. The first step of each kind looks
+        at what the one before it asked for, and teaches nothing.
+        """
         costs = self.costs.setdefault(size, BatchCosts())
+        few = (self.most, min(num_seqs, self.FEW))
+        everyone = 2**size  # and the batch may grow
+        if len(costs.plain) < self.TRIES:
+            return [(0, 0)] * (1 + self.TRIES)
+        if costs.num_tried < self.LOOKS:
+            return [few] * (1 + self.LOOKS)
+        promising = max(costs.gains(self.most)[1:]) >= self.PROMISING
         tries = max(self.TRIES, self.SAMPLES // num_seqs)
-        if costs.num_tried < tries or len(costs.plain) < self.TRIES:
-            # the first step of each kind looks at what the one before asked for
-            return [self.most] * (1 + tries) + [0] * (1 + self.TRIES)
+        if (promising or num_seqs <= self.FEW) and costs.num_whole < tries:
+            return [(self.most, everyone)] * (1 + tries)
         best = costs.best(self.most)
-        patience = self.patience.get(size, self.PATIENCE)
+        patience = self.patience.get(size, self.PATIENCE * (1 if promising else 4))
         longest = 4 * self.PATIENCE if best else self.LONGEST
         self.patience[size] = min(2 * patience, longest)
-        plan = [best] * patience
+        steps = [(best, everyone)] * patience
         if best < self.most:
-            plan += [self.most] * max(self.AGAIN, tries // 2)
+            steps += [few] * max(self.LOOKS, tries // 2 if num_seqs <= self.FEW else 0)
         if best > 0:
-            plan += [0] * self.AGAIN
-        return plan
+            steps += [(0, 0)] * self.LOOKS
+        return steps
 
     @staticmethod
     def may_have_drafts(group: SequenceGroup) -> bool:
         """Whether guesses can be of use: not if its tokens are chosen by a rule, as beams are, nor
-        if what may come depends on all that was written, as with penalties.
+        if a function of its own is to be called for each.
         """
-        params = group.sampling_params
-        plain = params.presence_penalty == 0 == params.frequency_penalty
-        plain = plain and params.repetition_penalty == 1 and not params.logits_processors
-        return plain and group.fork_rule is None
+        return group.fork_rule is None and not group.sampling_params.logits_processors
 
     # After a step
 
@@ -169,18 +188,23 @@ class DraftPolicy:
         for number, right in zip(num_drafts, num_right):
             if number:
                 self.stats.add(number, right)
-        asked = max(out.num_draft_tokens.values(), default=0)
-        size = len(out.num_scheduled_tokens).bit_length()
+        num_seqs = len(out.num_scheduled_tokens)
+        size = num_seqs.bit_length()
         if plan := self.plans.get((out.virtual_engine, size)):
             plan.pop(0)
-        before = self.asked_before.get(out.virtual_engine, 0)
-        if num_right and asked == before and self._is_typical(out):
-            costs = self.costs.setdefault(size, BatchCosts())
-            if asked:
-                costs.add_drafted(asked, num_drafts, num_right, seconds)
-            else:
-                costs.add_plain(seconds)
-        self.asked_before[out.virtual_engine] = asked
+        now = out.num_draft_tokens
+        before = self.asked_before.get(out.virtual_engine, {})
+        self.asked_before[out.virtual_engine] = now
+        most = max(now.values(), default=0)
+        same = (most, len(now)) == (max(before.values(), default=0), len(before))
+        if not num_right or not same or not self._is_typical(out):
+            return
+        costs = self.costs.setdefault(size, BatchCosts())
+        if not most:
+            costs.add_plain(seconds)
+        elif asked := [i for i, seq_id in enumerate(sampled.seq_ids) if seq_id in before]:
+            found = [num_drafts[i] for i in asked]
+            costs.add_drafted(most, found, [num_right[i] for i in asked], num_seqs, seconds)
 
     @staticmethod
     def _is_typical(out: SchedulerOutput) -> bool:

@@ -159,6 +159,8 @@ class CudaGraphRunner:
     `StandInGraph`. `extras` is what the steps have beside `Batch.NAMES`: others are not run.
     """
 
+    LARGEST_WITH_DRAFTS = 512  # if not `max_num_seqs`: each size takes time and memory
+
     @torch.inference_mode()
     def __init__(
         self,
@@ -185,8 +187,9 @@ class CudaGraphRunner:
     @staticmethod
     def sizes_for(runner: ModelRunner) -> list[int]:
         "What to record for this runner, the largest first."
-        scheduler = runner.config.scheduler_config
-        return graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+        config = runner.config
+        largest = max(config.scheduler_config.max_num_seqs, CudaGraphRunner.LARGEST_WITH_DRAFTS)
+        return graph_sizes(min(config.max_num_decodes, largest))
 
     def can_run(self, batch: Batch) -> bool:
         """Whether a graph can run `batch`: decodes (no embeddings; adapters if they were recorded),

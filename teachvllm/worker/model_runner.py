@@ -132,8 +132,10 @@ class InputBatch:
                 self.block_table[self.slot_of[seq_id], index] = block_id
         for seq_id, drafts in out.scheduled_spec_decode_tokens.items():
             slot = self.slot_of[seq_id]
-            start = self.num_tokens[slot]
+            start = int(self.num_tokens[slot])
             self.token_ids[slot, start : start + len(drafts)] = drafts
+            placed = [(slot, place, token_id) for place, token_id in enumerate(drafts, start)]
+            self.logits_processors.set_tokens(placed)
 
     def set_tokens(self, new_token_ids: dict[int, list[int]]) -> None:
         """Sequences (by seq_id) go on with these tokens, the first in the place of one that is on
@@ -274,9 +276,8 @@ class Batch:
     `drafts` (by seq_id) are the last of a sequence's scheduled tokens: guesses of what it will
     sample. It has a row of logits for its last known token and one behind each draft, which
     `sample_offsets` counts; with those of `drafts`, by entry, `accepted_rows` finds what is right.
-    Where a request's sampling depends on what was written (penalties, bad words of several tokens,
-    functions), or several tokens are to be sampled at once, only the first row is looked at: then
-    no draft is accepted.
+    Where a request has functions of its own, which are called once for each token, or several tokens
+    are to be sampled at once, only the first row is looked at: then no draft is accepted.
 
     `first_rows` and `ends` are each sequence's first row and the tokens that it has computed after
     the step. Attention is told of queries: a sequence is one, but each token of a sequence with
@@ -624,6 +625,9 @@ def dummy_batch(
     lengths, scheduled = _dummy_lengths(num_tokens, num_seqs, longest, total_context)
     blocks = [0] * num_blocks_for(max(lengths), config.cache_config.block_size)
     params = SamplingParams(top_p=0.99, top_k=config.model_config.vocab_size - 1)
+    num_samples = 0  # rows of logits of each sequence: one, and one for each draft
+    if config.model_config.pooler_config is None:
+        num_samples = min(1 + config.num_speculative_tokens, num_tokens // num_seqs)
     new = [
         NewSequenceData(
             seq_id=i,
@@ -634,7 +638,7 @@ def dummy_batch(
             sampling_params=params,
             stop_token_ids=[],
             seed=0,
-            num_samples=int(config.model_config.pooler_config is None),
+            num_samples=num_samples,
         )
         for i, (length, now) in enumerate(zip(lengths, scheduled, strict=True))
     ]
