@@ -726,6 +726,7 @@ class VllmConfig:
     lora_config: LoRAConfig | None = None  # None: there are no adapters
     structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
     speculative_config: SpeculativeConfig | None = None  # None: each step brings one token
+    multimodal_config: Any = None  # None: the model reads text only
 
     def __post_init__(self) -> None:
         num_stages = self.parallel_config.pipeline_parallel_size
@@ -753,6 +754,12 @@ class VllmConfig:
     def num_speculative_tokens(self) -> int:
         "Most drafts of a sequence in a step; 0 without a `speculative_config`."
         return (self.speculative_config and self.speculative_config.num_speculative_tokens) or 0
+
+    @property
+    def encoder_budget(self) -> int:
+        "Embeddings of images that a step may make, and as many are kept: no image has more."
+        largest = getattr(self.multimodal_config, "max_tokens_per_image", None) or 0
+        return max(self.scheduler_config.max_num_batched_tokens, largest)
 
     @property
     def max_num_decodes(self) -> int:

@@ -34,6 +34,8 @@ class MultiModalItem(msgspec.Struct, array_like=True, gc=False):
     mm_hash: str  # of all that the encoder reads: who has the same one has the same embeddings
     ranges: list[tuple[int, int]]  # (offset, number) of prompt tokens, rising; often it is one
     features: dict[str, tuple[str, list[int], bytes]]  # name -> numpy's dtype, shape, data
+    # frames, rows and columns of its embeddings, for models whose positions depend on them
+    grid: tuple[int, int, int] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -65,8 +65,9 @@ class Sequence:
         self.cache_salt: str | None = None  # only sequences with the same one share blocks
         self.cache_owner: int | None = None  # the same, for the sequences of one request
         self.adapter_id = 0  # which adapter the model uses for it, a number; 0: none
-        # `PromptEmbedding`s, in the place of some of its tokens
+        # `PromptEmbedding`s and `MultiModalItem`s, in the place of some of its tokens
         self.prompt_embeddings: list[Any] = []
+        self.mm_items: list[Any] = []
 
     def fork(self, seq_id: int, index: int, seed: int) -> "Sequence":
         "A new sequence that has the same tokens so far."

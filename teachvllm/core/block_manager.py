@@ -57,6 +57,10 @@ def block_extra_keys(seq: Sequence, begin: int, end: int) -> tuple[Any, ...]:
     for one in seq.prompt_embeddings:
         if one.offset < end and one.offset + one.num_tokens > begin:
             keys.append(("embedding", one.key, one.offset - begin))
+    for item in seq.mm_items:
+        for offset, number in item.ranges:
+            if offset < end and offset + number > begin:
+                keys.append((item.modality, item.mm_hash, offset - begin))
     return tuple(keys)
 
 # %% ../../nbs/11_block_manager.ipynb #9f1b6a01

@@ -10,11 +10,12 @@ __all__ = ['NewSequenceData', 'ForkedSequenceData', 'SchedulerOutput', 'Orders',
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from ..config import SchedulerConfig
 from .block_manager import BlockSpaceManager
 from .request_queue import RequestQueue
-from ..messages import PromptEmbedding
+from ..messages import MultiModalItem, PromptEmbedding
 from ..sampling_params import SamplingParams
 from ..sequence import Sequence, SequenceGroup
 
@@ -37,6 +38,8 @@ class NewSequenceData:
     prompt_logprobs_from: int | None = None
     adapter_id: int = 0  # 0: none
     prompt_embeddings: list[PromptEmbedding] = field(default_factory=list)
+    # of its images, in their order: hash, ranges and grid (see `MultiModalItem`)
+    mm_places: list[tuple[Any, ...]] = field(default_factory=list)
 
 # %% ../../nbs/13_schedule.ipynb #933702f8
 @dataclass
@@ -85,6 +88,9 @@ class SchedulerOutput:
     # seq_id -> for each token that it samples, which ones are allowed: a bit for each of the
     # vocabulary, the first in the lowest bit of the first byte
     grammar_bitmask: dict[int, list[bytes]] = field(default_factory=dict)
+    # images whose embeddings no sequence needs any more, then those that are encoded in this step
+    freed_mm_hashes: list[str] = field(default_factory=list)
+    encoder_inputs: dict[str, MultiModalItem] = field(default_factory=dict)
     preempted_request_ids: list[str] = field(default_factory=list)
     # in a pipeline, the batch that this is: each has a scheduler, and a cache in every worker
     virtual_engine: int = 0
@@ -105,6 +111,7 @@ class Orders:
         self.block_manager = block_manager
         self.virtual_engine = virtual_engine
         self.next = SchedulerOutput(virtual_engine=virtual_engine)
+        self.encoders: Any = None  # an `EncoderSchedule`, for models that see
 
     def take(self) -> SchedulerOutput:
         "The step that was collected; a new one is begun."
@@ -130,6 +137,7 @@ class Orders:
                 scored,
                 seq.adapter_id,
                 seq.prompt_embeddings,
+                [(item.mm_hash, item.ranges, item.grid) for item in seq.mm_items],
             )
         )
 
@@ -144,6 +152,8 @@ class Orders:
     def forget(self, seq: Sequence) -> None:
         "`seq` ends, or loses its blocks: to be called while it still has them."
         self.next.new_token_ids.pop(seq.seq_id, None)
+        if seq.mm_items and self.encoders:
+            self.encoders.forget(seq)
         if seq.seq_id in self.block_manager.block_tables:
             self.next.finished_seq_ids.append(seq.seq_id)
 

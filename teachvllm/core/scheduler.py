@@ -316,6 +316,11 @@ class StepBuilder:
             if num_tokens > 1:
                 left = budget.num_tokens - reserved - num_to_come
                 num_tokens = self._fitting(group, seq, max(1, min(num_tokens, left)), num_to_come)
+            if seq.mm_items and self.orders.encoders:
+                num_tokens = self.orders.encoders.take(seq, num_tokens, self.orders.next)
+                if num_tokens == 0:  # an image before its next token cannot be encoded yet
+                    behind = True
+                    continue
             if not self._schedule_tokens(group, seq, num_tokens, num_to_come):
                 return
             budget.num_tokens -= num_tokens
@@ -615,6 +620,8 @@ class RequestTable:
             queue.clear()
         self.block_manager.reset()
         self.orders.take()  # the workers forget all sequences
+        if self.orders.encoders:
+            self.orders.encoders.reset()
         reported = {one.request_id for one in self.reports.outputs if one.request_finished}
         for group in [group for group in self.groups.values() if group.is_finished()]:
             if group.request_id not in reported:  # it was just ending

@@ -55,6 +55,7 @@ def make_group(
     seq = scheduler.make_seq(request.prompt_token_ids, request.seed, max_len)
     seq.cache_salt = request.cache_salt
     seq.prompt_embeddings = request.prompt_embeddings
+    seq.mm_items = request.mm_items
     group = SequenceGroup(
         request.request_id, seq, params, frozenset(request.stop_token_ids), request.priority
     )
@@ -401,6 +402,8 @@ class EngineCore:
             raise NotSupportedYet("a beam search with a grammar is not supported yet")
         if group.first_seq.prompt_embeddings:
             check_embeddings(group.first_seq, self.config.model_config.hidden_size)
+        if scheduler.orders.encoders:
+            scheduler.orders.encoders.check(group.first_seq)
         scheduler.add_request(group)
 
     def abort_requests(self, aborts: list[tuple[str, int | None]]) -> None:
