@@ -28,7 +28,12 @@ from tools.chapters import chapters, name_of, solutions
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = chapters()
 # it runs without the package, so its own cells try what a reader wrote
-OWN_CHECKS = {"01_one_page", "lora/01_adapter", "speculative/02_rejection"}
+OWN_CHECKS = {
+    "01_one_page",
+    "lora/01_adapter",
+    "speculative/02_rejection",
+    "multimodal/03_encoder_cache",
+}
 SOLUTIONS = solutions()
 with contextlib.suppress(ValueError):
     find_exercise("")  # imports the modules that register exercises

@@ -92,7 +92,7 @@ class EncoderSchedule:
         self._left = 0  # of the step's budget
 
     def check(self, seq: Sequence) -> None:
-        "`ValueError` if an image of `seq` can never be encoded, or stands at no place of its prompt."
+        "`ValueError` if an image of `seq` can never be encoded, or has no place in its prompt."
         end = 0
         for item in seq.mm_items:
             require(
@@ -136,7 +136,7 @@ class EncoderSchedule:
         return num_tokens
 
     def _encode(self, item: MultiModalItem, seq: Sequence, out: SchedulerOutput) -> bool:
-        "Whether the image's embeddings will be there; they are the sequence's until it is past them."
+        "Whether the image's embeddings will be there: kept until the sequence is past them."
         if self.cache.has(item.mm_hash):
             self.cache.use(item.mm_hash, seq.seq_id)
             return True
