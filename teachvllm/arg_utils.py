@@ -40,6 +40,7 @@ from teachvllm.config import (
     StructuredOutputsConfig,
     VllmConfig,
     check_names,
+    get_hf_text_config,
     require,
 )
 from teachvllm.transformers_utils import (
@@ -942,6 +943,10 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any] | Callable[[Any], 
     )
     known = hf_config.to_dict()
     for name, value in (overrides or {}).items():
+        part = getattr(hf_config, name, None)
+        if hasattr(part, "to_diff_dict") and isinstance(value, dict):  # `text_config`, say
+            apply_overrides(part, value)
+            continue
         if name == "eos_token_id" and value is not None:
             ids = value if isinstance(value, list) else [value]
             require(
@@ -963,11 +968,12 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any] | Callable[[Any], 
 
 # %% ../nbs/19_arg_utils.ipynb #997ac103
 def longest_text(hf_config: Any, asked: int | None = None) -> int | None:
-    """How many positions a model has, noted in `hf_config`, too.
+    """How many positions a model's texts have, noted in `hf_config`, too.
 
     A squeezed rotary embedding has more than it was trained for. `NotSupportedYet` if more are
     `asked` for than a "dynamic" one can have. vLLM: `_get_and_verify_max_len` in `config.py`.
     """
+    hf_config = get_hf_text_config(hf_config)
     longest: int | None = getattr(hf_config, "max_position_embeddings", None)
     if longest is None:
         return None
@@ -1027,6 +1033,7 @@ def create_model_config(args: EngineArgs, device: str) -> ModelConfig:
         f"model={args.model!r} ({hf_config.model_type}) does not say how many positions it has",
     )
     checkpoint = getattr(hf_config, "dtype", None)
+    checkpoint = checkpoint or getattr(get_hf_text_config(hf_config), "dtype", None)
     tokenizer = path
     if args.tokenizer or args.tokenizer_revision:
         name = args.tokenizer or args.model

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['KV_CACHE_DTYPES', 'LOAD_FORMATS', 'PROPOSERS', 'NotSupportedYet', 'UnknownArgument', 'require', 'kinds_of',
            'check_number', 'check_not_yet', 'check_names', 'html_table', 'ShowAsTable', 'defined_fields', 'PlainConfig',
-           'PoolerConfig', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'resolve_class', 'ParallelConfig',
-           'DeviceConfig', 'LoadConfig', 'SpeculativeConfig', 'tensor_parallel_sizes', 'LoRAConfig',
+           'get_hf_text_config', 'PoolerConfig', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'resolve_class',
+           'ParallelConfig', 'DeviceConfig', 'LoadConfig', 'SpeculativeConfig', 'tensor_parallel_sizes', 'LoRAConfig',
            'StructuredOutputsConfig', 'VllmConfig']
 
 # %% ../nbs/03_config.ipynb #4a8b318c
@@ -200,6 +200,13 @@ class PlainConfig:
             raise AttributeError(f"the model's configuration has no {name!r}")
         return getattr(self.original(), name)
 
+# %% ../nbs/03_config.ipynb #6ef82e99
+def get_hf_text_config(hf_config: Any) -> Any:
+    """What a configuration says of the language model: its `text_config` where the model has other
+    parts, too, else all of it. vLLM: `transformers_utils/config.py`.
+    """
+    return getattr(hf_config, "text_config", None) or hf_config
+
 # %% ../nbs/03_config.ipynb #6d9783fc
 @check_names
 @dataclass(frozen=True)
@@ -263,7 +270,7 @@ class ModelConfig(ShowAsTable):
             f"max_seq_len_to_capture={self.max_seq_len_to_capture} must be positive",
         )
         asked = self.max_model_len
-        longest = self.hf_config.max_position_embeddings
+        longest = self.hf_text_config.max_position_embeddings
         require(
             asked > 1,
             f"max_model_len={asked} must be positive, and 2 at least: one token in, one out",
@@ -325,36 +332,42 @@ class ModelConfig(ShowAsTable):
         return str(stored.get("quant_method"))
 
     @property
+    def hf_text_config(self) -> Any:
+        "The language model's part of `hf_config`."
+        return get_hf_text_config(self.hf_config)
+
+    @property
     def num_layers(self) -> int:
-        return int(self.hf_config.num_hidden_layers)
+        return int(self.hf_text_config.num_hidden_layers)
 
     @property
     def vocab_size(self) -> int:
-        return int(self.hf_config.vocab_size)
+        return int(self.hf_text_config.vocab_size)
 
     @property
     def hidden_size(self) -> int:
-        return int(self.hf_config.hidden_size)
+        return int(self.hf_text_config.hidden_size)
 
     @property
     def num_attention_heads(self) -> int:
-        return int(self.hf_config.num_attention_heads)
+        return int(self.hf_text_config.num_attention_heads)
 
     @property
     def num_kv_heads(self) -> int:
         "As many as attention heads where the configuration does not say."
-        return getattr(self.hf_config, "num_key_value_heads", None) or self.num_attention_heads
+        stated = getattr(self.hf_text_config, "num_key_value_heads", None)
+        return stated or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        stated = getattr(self.hf_config, "head_dim", None)
+        stated = getattr(self.hf_text_config, "head_dim", None)
         return stated or self.hidden_size // self.num_attention_heads
 
     @property
     def sliding_window(self) -> int | None:
         "Tokens that each layer looks back, itself included; None = all."
-        used = getattr(self.hf_config, "use_sliding_window", True)
-        return getattr(self.hf_config, "sliding_window", None) if used else None
+        used = getattr(self.hf_text_config, "use_sliding_window", True)
+        return getattr(self.hf_text_config, "sliding_window", None) if used else None
 
 # %% ../nbs/03_config.ipynb #c5445e51
 # kv_cache_dtype -> torch's name of it

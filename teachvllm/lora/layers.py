@@ -173,12 +173,16 @@ def add_to_embedding(y: torch.Tensor, ids: torch.Tensor, stack: LoRAStack) -> to
 # %% ../../nbs/lora/02_layers.ipynb #96cb8adf
 def linear_places(model: nn.Module) -> dict[str, tuple[str, int | None]]:
     """A model's linear layers by the names that a checkpoint has for them: each one's name here,
-    and which of the matrices stacked in it is meant (None: all). Experts are left out.
+    and which of the matrices stacked in it is meant (None: all). Experts are left out, and what is
+    not computed in steps: the model's `encoder_modules`, which look at pictures.
     """
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    encoders = tuple(f"{name}." for name in getattr(model, "encoder_modules", ()))
     places: dict[str, tuple[str, int | None]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, LinearBase) or hasattr(module, "num_experts"):
+            continue
+        if name.startswith(encoders):
             continue
         last = name.rpartition(".")[2]
         places[name] = name, None

@@ -575,6 +575,7 @@ def make_layers(
 UNUSED_TENSORS = (
     "lm_head.weight",  # tied: the embedding's, once more
     "rotary_emb.inv_freq",  # a table of angles
+    "embeddings.position_ids",  # 0, 1, 2 and so on, of a vision tower
     ".attn.bias",  # a causal mask, as are the next two
     ".attention.bias",
     ".masked_bias",

@@ -25,7 +25,9 @@ ARCHITECTURES: dict[str, str | type] = {
     "GPTNeoXForCausalLM": f"{_MODELS}.gpt_neox.GPTNeoXForCausalLM",
     "Gemma2ForCausalLM": f"{_MODELS}.gemma.Gemma2ForCausalLM",
     "Gemma3ForCausalLM": f"{_MODELS}.gemma.Gemma3ForCausalLM",
+    "Idefics3ForConditionalGeneration": f"{_MODELS}.llava.Idefics3ForConditionalGeneration",
     "LlamaForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",
+    "LlavaForConditionalGeneration": f"{_MODELS}.llava.LlavaForConditionalGeneration",
     "MinistralForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",
     "MistralForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",
     "MixtralForCausalLM": f"{_MODELS}.moe.MixtralForCausalLM",
@@ -34,6 +36,7 @@ ARCHITECTURES: dict[str, str | type] = {
     "Qwen2ForCausalLM": f"{_MODELS}.qwen.Qwen2ForCausalLM",
     "Qwen3ForCausalLM": f"{_MODELS}.qwen.Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": f"{_MODELS}.moe.Qwen3MoeForCausalLM",
+    "SmolVLMForConditionalGeneration": f"{_MODELS}.llava.Idefics3ForConditionalGeneration",
 }
 
 
