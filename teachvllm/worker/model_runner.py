@@ -777,8 +777,9 @@ class ModelRunner:
         # a `CudaGraphRunner` or a `CpuGraphRunner`, when the worker has recorded steps
         self.graphs: Any = None
         self.lora: Any = None  # the adapters in its layers, with `enable_lora`
-        self.encoders: Any = None  # makes embeddings of images, for a model that sees
-        if config.multimodal_config and self.parallel.is_first_stage:
+        # makes embeddings of images, for a model that sees, and knows where they stand
+        self.encoders: Any = None
+        if config.multimodal_config:
             self.encoders = resolve_class(ENCODERS)(self)
         self.model: Any
         self.attention_layers: dict[str, Attention]
@@ -980,8 +981,11 @@ class ModelRunner:
         embeds = None
         if "embed_rows" in inputs:
             embeds = (inputs["embed_rows"], inputs["embed_values"])
+        rope = None
+        if "rope_t" in inputs:
+            rope = torch.stack([inputs[f"rope_{part}"] for part in "thw"])
         context = ForwardContext(
-            inputs["positions"], meta, kv_caches, before, embeds, inputs.get("adapter_ids")
+            inputs["positions"], meta, kv_caches, before, embeds, inputs.get("adapter_ids"), rope
         )
         with set_forward_context(context):
             hidden: torch.Tensor = self.model(token_ids, context)
