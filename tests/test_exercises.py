@@ -33,6 +33,8 @@ OWN_CHECKS = {
     "lora/01_adapter",
     "speculative/02_rejection",
     "multimodal/03_encoder_cache",
+    "multimodal/04_vision_tower",
+    "multimodal/05_llava",
 }
 SOLUTIONS = solutions()
 with contextlib.suppress(ValueError):

@@ -6,8 +6,9 @@
 __all__ = ['LlavaMultiModalProjector', 'pixel_shuffle', 'PixelShuffleConnector', 'VisionLanguageModel',
            'LlavaForConditionalGeneration', 'Idefics3ForConditionalGeneration']
 
-# %% ../../../nbs/multimodal/05_llava.ipynb #f9778116
+# %% ../../../nbs/multimodal/05_llava.ipynb #88563fff
 import copy
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from teachvllm.multimodal.vision import (
     state_numbers,
 )
 
-# %% ../../../nbs/multimodal/05_llava.ipynb #ae0295ea
+# %% ../../../nbs/multimodal/05_llava.ipynb #7b3a5adf
 class LlavaMultiModalProjector(nn.Module):
     "Two matrices from the tower's width to the language model's. vLLM: `models/llava.py`."
 
@@ -49,7 +50,7 @@ class LlavaMultiModalProjector(nn.Module):
         x = self.linear_2(self.act(self.linear_1(x)))
         return x
 
-# %% ../../../nbs/multimodal/05_llava.ipynb #e843648a
+# %% ../../../nbs/multimodal/05_llava.ipynb #1ddbe5d1
 def pixel_shuffle(x: torch.Tensor, scale: int) -> torch.Tensor:
     """Squares of `scale` * `scale` neighbouring patches become one row, so many times wider: x [n,
     patches, size] of square pictures -> [n, patches / scale², size * scale²]. `ValueError` if they
@@ -80,8 +81,8 @@ class PixelShuffleConnector(nn.Module):
         rows: torch.Tensor = self.proj(x.flatten(0, 1)).unflatten(0, x.shape[:2])
         return rows
 
-# %% ../../../nbs/multimodal/05_llava.ipynb #bd7c2d53
-class VisionLanguageModel(nn.Module):
+# %% ../../../nbs/multimodal/05_llava.ipynb #026b91a9
+class VisionLanguageModel(nn.Module, ABC):
     """A language model of the registry, with something beside it that makes rows of pictures. vLLM:
     `SupportsMultiModal` in `models/interfaces.py`.
 
@@ -113,9 +114,9 @@ class VisionLanguageModel(nn.Module):
             rest, tensor = self.language_model.map_weight(rest, tensor)
         return f"{part}.{rest}", tensor
 
+    @abstractmethod
     def encode(self, images: torch.Tensor, pixel_mask: torch.Tensor | None) -> torch.Tensor:
         "Pictures of one size [n, channels, height, width] -> [n, rows of each, hidden_size]."
-        raise NotImplementedError
 
     @torch.inference_mode()
     def get_multimodal_embeddings(self, items: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
@@ -151,7 +152,7 @@ class VisionLanguageModel(nn.Module):
         logits: torch.Tensor = self.language_model.compute_logits(hidden)
         return logits
 
-# %% ../../../nbs/multimodal/05_llava.ipynb #4d45b9b5
+# %% ../../../nbs/multimodal/05_llava.ipynb #4f3b0b17
 class LlavaForConditionalGeneration(VisionLanguageModel):
     """LLaVA 1.5 (Liu et al. 2023): CLIP or SigLIP, read before its last layer, and two matrices.
     vLLM: `models/llava.py`.
@@ -202,7 +203,7 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
         rows: torch.Tensor = self.multi_modal_projector(x.flatten(0, 1)).unflatten(0, x.shape[:2])
         return rows
 
-# %% ../../../nbs/multimodal/05_llava.ipynb #8ad6aa4b
+# %% ../../../nbs/multimodal/05_llava.ipynb #ec5ecc21
 class Idefics3ForConditionalGeneration(VisionLanguageModel):
     """Idefics3 (Laurençon et al. 2024) and SmolVLM (Marafioti et al. 2025): SigLIP for pictures of any
     size, cut into crops, and a pixel shuffle. vLLM: `models/idefics3.py`, `models/smolvlm.py`.
