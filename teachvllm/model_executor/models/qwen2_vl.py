@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['patch_places', 'VisionRotaryEmbedding', 'Qwen2VisionAttention', 'Qwen2VisionMLP', 'Qwen2VisionBlock',
            'Qwen2VisionPatchMerger', 'Qwen2VisionTransformer', 'mrope_positions', 'MRotaryEmbedding',
-           'Qwen2VLTextModel', 'Qwen2VLLanguageModel', 'Qwen2VLForConditionalGeneration']
+           'Qwen2VLAttention', 'Qwen2VLDecoderLayer', 'Qwen2VLTextModel', 'Qwen2VLLanguageModel',
+           'Qwen2VLForConditionalGeneration']
 
 # %% ../../../nbs/multimodal/06_mrope.ipynb #be001fa7
 import copy
@@ -25,8 +26,13 @@ from teachvllm.model_executor.layers import (
     ReplicatedLinear,
     get_act_fn,
 )
-from .llama import LlamaModel, head_size_of
-from .qwen import Qwen2ForCausalLM
+from teachvllm.model_executor.models.llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+    head_size_of,
+)
 from .registry import check_config_fields
 from teachvllm.model_executor.rotary_embedding import (
     RotaryEmbedding,
@@ -271,6 +277,19 @@ class MRotaryEmbedding(nn.Module):
         return cos.gather(0, turned_by)[:, None], sin.gather(0, turned_by)[:, None]
 
 # %% ../../../nbs/multimodal/06_mrope.ipynb #cfd4a703
+class Qwen2VLAttention(LlamaAttention):
+    "Llama's attention, with biases on queries, keys and values, as in every Qwen2."
+
+    def __init__(self, config: Any, context: ModelContext, layer: int):
+        super().__init__(config, context, layer, qkv_bias=True)
+
+
+class Qwen2VLDecoderLayer(LlamaDecoderLayer):
+    "Llama's layer with that attention."
+
+    attention_cls = Qwen2VLAttention
+
+
 class Qwen2VLTextModel(LlamaModel):
     "Llama's model, with M-RoPE."
 
@@ -283,10 +302,12 @@ class Qwen2VLTextModel(LlamaModel):
         return MRotaryEmbedding(table, rope.get("mrope_section", [16, 24, 24]))
 
 
-class Qwen2VLLanguageModel(Qwen2ForCausalLM):
+class Qwen2VLLanguageModel(LlamaForCausalLM):
     "Qwen2, with positions of three parts where a step has them."
 
     model_cls = Qwen2VLTextModel
+    layer_cls = Qwen2VLDecoderLayer
+    config_fields = LlamaForCausalLM.config_fields | {"max_window_layers"}
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         "As Llama's. Only rotations look at positions: attention goes by places in the cache."
