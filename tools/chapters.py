@@ -22,6 +22,7 @@ SIDE_ROADS = (
     "lora",
     "structured_output",
     "speculative",
+    "multimodal",
     "parallel",
     "cpu",
     "gpu",
