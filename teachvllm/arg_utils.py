@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['NOT_YET', 'DTYPES', 'ONLINE', 'arg', 'EngineArgs', 'gpu_capability', 'resolve_dtype', 'control_groups',
-           'container_cpus', 'limit_threads', 'create_structured_outputs_config', 'create_speculative_config',
-           'hint_if_busy', 'read_stored_pooling', 'resolve_task', 'base_architecture', 'resolve_pooler_config', 'pick',
-           'merge_rope', 'apply_overrides', 'longest_text', 'configuration_of', 'create_model_config']
+           'container_cpus', 'limit_threads', 'create_structured_outputs_config', 'create_multimodal_config',
+           'create_speculative_config', 'hint_if_busy', 'read_stored_pooling', 'resolve_task', 'base_architecture',
+           'resolve_pooler_config', 'pick', 'merge_rope', 'apply_overrides', 'longest_text', 'configuration_of',
+           'create_model_config']
 
 # %% ../nbs/19_arg_utils.ipynb #2795d059
 import argparse
@@ -31,6 +32,7 @@ from teachvllm.config import (
     LoadConfig,
     LoRAConfig,
     ModelConfig,
+    MultiModalConfig,
     NotSupportedYet,
     ParallelConfig,
     PoolerConfig,
@@ -62,6 +64,11 @@ def json_object(text: str) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(text)
     require(isinstance(value, dict), "not a JSON object")
     return value
+
+
+def names(text: str) -> list[str]:
+    "Names with commas between them, for an option of the command line."
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 # %% ../nbs/19_arg_utils.ipynb #1a06a1bb
 def arg(default: Any, help: str, **more: Any) -> Any:
@@ -278,8 +285,7 @@ _BY_REASON: dict[str, dict[str, list[Any]]] = {
         "enable_mixed_moe_lora_format": [False],
         "enable_moe_shared_loras": [False],
     },
-    "a prompt is text": {
-        "mm_processor_cache_gb": [4, 0],
+    "a prompt is text and images, which are read here, on a CPU, one at a time": {
         "mm_processor_cache_type": ["lru", "shm"],
         "mm_hasher_algorithm": ["blake3"],
         "mm_shm_cache_max_object_size_mb": [128],
@@ -289,10 +295,6 @@ _BY_REASON: dict[str, dict[str, list[Any]]] = {
         "mm_tensor_ipc": ["direct_rpc"],
         "mm_processor_device": ["auto"],
         "video_pruning_method": ["evs"],
-        "allowed_local_media_path": [],
-        "limit_mm_per_prompt": [],
-        "mm_processor_kwargs": [],
-        "allowed_media_domains": [],
         "io_processor_plugin": [],
         "media_io_kwargs": [],
         "mm_encoder_attn_backend": [],
@@ -303,13 +305,9 @@ _BY_REASON: dict[str, dict[str, list[Any]]] = {
         "ec_transfer_config": [],
         "ec_manager_config": [],
         "enable_prompt_embeds": [False],
-        "enable_mm_embeds": [False],
         "interleave_mm_strings": [False],
         "mm_encoder_only": [False],
         "enable_mm_processor_stats": [False],
-        "disable_mm_preprocessor_cache": [False, True],
-        "disable_chunked_mm_input": [False, True],
-        "language_model_only": [False, True],
         "skip_mm_profiling": [False, True],
         "mm_device_do_normalize": [False, True],
     },
@@ -542,6 +540,23 @@ class EngineArgs(ShowAsTable):
     spec_method: str | None = arg(None, "method of speculative_config: ngram, draft_model, ...")
     spec_model: str | None = arg(None, "model of speculative_config")
     spec_tokens: int | None = arg(None, "num_speculative_tokens of speculative_config")
+    limit_mm_per_prompt: Any = arg(
+        None, 'most images of a prompt, {"image": 2} (as JSON here); default: 999', cli=json_object
+    )
+    mm_processor_kwargs: Any = arg(
+        None, "settings of the image processor, as a dict or JSON", cli=json_object
+    )
+    mm_processor_cache_gb: float = arg(4, "GiB of processed images that are kept; 0: none")
+    disable_mm_preprocessor_cache: bool = arg(False, "an older name of mm_processor_cache_gb=0")
+    disable_chunked_mm_input: bool = arg(False, "end no step inside an image")
+    allowed_local_media_path: str = arg("", "folder from which requests may name images")
+    allowed_media_domains: Any = arg(
+        None,
+        "the only hosts whose images are read, with commas; default: any public one",
+        cli=names,
+    )
+    enable_mm_embeds: bool = arg(False, "take embeddings in place of images")
+    language_model_only: bool = arg(False, "take no images, though the model could")
     disable_log_stats: bool = arg(True, "do not log the engine's statistics while it runs")
 
     NOT_YET: typing.ClassVar = NOT_YET
@@ -601,10 +616,18 @@ class EngineArgs(ShowAsTable):
             limit_threads()
             hint_if_busy()
         lora = pick(self, LoRAConfig) if self.enable_lora else None
-        structured = create_structured_outputs_config(self)
-        speculative = create_speculative_config(self)
+
         return VllmConfig(
-            model, cache, scheduler, parallel, device, load, lora, structured, speculative
+            model,
+            cache,
+            scheduler,
+            parallel,
+            device,
+            load,
+            lora,
+            structured_outputs_config=create_structured_outputs_config(self),
+            speculative_config=create_speculative_config(self),
+            multimodal_config=create_multimodal_config(self, model.hf_config),
         )
 
     def _settled_limits(self, model: ModelConfig, device: str) -> dict[str, Any]:
@@ -767,6 +790,17 @@ def create_structured_outputs_config(args: "EngineArgs") -> StructuredOutputsCon
         if asked:
             settled[name] = value
     return StructuredOutputsConfig(**settled)
+
+
+def create_multimodal_config(args: "EngineArgs", hf_config: Any) -> MultiModalConfig | None:
+    "The checked configuration of images; None for a model that reads text only."
+    size = 0 if args.disable_mm_preprocessor_cache else args.mm_processor_cache_gb
+    config = pick(args, MultiModalConfig, mm_processor_cache_gb=size)
+    if getattr(hf_config, "vision_config", None) is not None:
+        return config
+    for name in ("limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache"):
+        require(not getattr(args, name), f"`{name}` is only supported for multimodal models.")
+    return None
 
 
 def create_speculative_config(args: "EngineArgs") -> SpeculativeConfig | None:

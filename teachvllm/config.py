@@ -6,8 +6,8 @@
 __all__ = ['KV_CACHE_DTYPES', 'LOAD_FORMATS', 'PROPOSERS', 'NotSupportedYet', 'UnknownArgument', 'require', 'kinds_of',
            'check_number', 'check_not_yet', 'check_names', 'html_table', 'ShowAsTable', 'defined_fields', 'PlainConfig',
            'get_hf_text_config', 'PoolerConfig', 'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'resolve_class',
-           'ParallelConfig', 'DeviceConfig', 'LoadConfig', 'SpeculativeConfig', 'tensor_parallel_sizes', 'LoRAConfig',
-           'StructuredOutputsConfig', 'VllmConfig']
+           'ParallelConfig', 'DeviceConfig', 'LoadConfig', 'SpeculativeConfig', 'MultiModalConfig',
+           'tensor_parallel_sizes', 'LoRAConfig', 'StructuredOutputsConfig', 'VllmConfig']
 
 # %% ../nbs/03_config.ipynb #4a8b318c
 import dataclasses
@@ -644,6 +644,61 @@ class SpeculativeConfig(ShowAsTable):
         "The qualified name of the class whose instances propose."
         return PROPOSERS.get(self.method or "", self.model or "")
 
+# %% ../nbs/03_config.ipynb #e98a5047
+@check_names
+@dataclass(frozen=True)
+class MultiModalConfig(ShowAsTable):
+    """What a prompt may have beside text, and where it may come from. vLLM: `MultiModalConfig` in
+    `config/multimodal.py`.
+    """
+
+    limit_mm_per_prompt: Any = None  # {"image": 2}: the most in one prompt; None: 999 of each kind
+    mm_processor_kwargs: Any = None  # settings of the image processor, for each request
+    mm_processor_cache_gb: float = 4  # GiB of processed pictures that are kept; 0: none
+    disable_chunked_mm_input: bool = False  # True: no step ends inside a picture
+    allowed_local_media_path: str = ""  # the folder from which requests may name files
+    allowed_media_domains: Any = None  # the only hosts from which URLs are read
+    enable_mm_embeds: bool = False  # take embeddings in place of pictures
+    language_model_only: bool = False  # take no pictures
+    # embeddings that the encoder's cache holds; None: a step's tokens, or the largest picture's
+    mm_encoder_cache_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        limits = self.limit_mm_per_prompt
+        ok = limits is None or isinstance(limits, dict)
+        require(ok, f"limit_mm_per_prompt={limits!r:.80} must be a dict, such as {{'image': 2}}")
+        for kind in limits or {}:
+            known = kind in ("image", "video", "audio")
+            require(known, f"limit_mm_per_prompt: {kind!r:.40} is none of image, video, audio")
+            number = self.limit(kind)
+            ok = isinstance(number, int) and not isinstance(number, bool) and number >= 0
+            require(ok, f"limit_mm_per_prompt: {kind}={number!r:.40} must be 0 or more")
+        options = self.mm_processor_kwargs
+        ok = options is None or isinstance(options, dict)
+        require(ok, f"mm_processor_kwargs={options!r:.80} must be a dict")
+        size = self.mm_processor_cache_gb
+        require(size >= 0, f"mm_processor_cache_gb={size} must not be negative")
+        path = self.allowed_local_media_path
+        if path:
+            says = f"Invalid `--allowed-local-media-path`: The path {path}"
+            require(Path(path).exists(), f"{says} does not exist.")
+            require(Path(path).is_dir(), f"{says} must be a directory.")
+        domains = self.allowed_media_domains
+        ok = domains is None or (
+            isinstance(domains, list | tuple) and all(isinstance(one, str) for one in domains)
+        )
+        require(ok, f"allowed_media_domains={domains!r:.80} must be a list of host names")
+        tokens = self.mm_encoder_cache_tokens
+        require(tokens is None or tokens > 0, f"mm_encoder_cache_tokens={tokens} must be positive")
+
+    def limit(self, modality: str) -> int:
+        "The most of a kind ('image') in one prompt."
+        if self.language_model_only:
+            return 0
+        limit = (self.limit_mm_per_prompt or {}).get(modality, 999)
+        limit = limit.get("count", 999) if isinstance(limit, dict) else limit
+        return typing.cast(int, limit)
+
 # %% ../nbs/03_config.ipynb #91e47aea
 def tensor_parallel_sizes(num_heads: int, num_kv_heads: int) -> list[int]:
     """Into how many equal parts attention can be cut: each worker has as many heads as another, and
@@ -739,7 +794,7 @@ class VllmConfig:
     lora_config: LoRAConfig | None = None  # None: there are no adapters
     structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
     speculative_config: SpeculativeConfig | None = None  # None: each step brings one token
-    multimodal_config: Any = None  # None: the model reads text only
+    multimodal_config: MultiModalConfig | None = None  # None: a prompt is text
 
     def __post_init__(self) -> None:
         num_stages = self.parallel_config.pipeline_parallel_size
@@ -771,8 +826,9 @@ class VllmConfig:
     @property
     def encoder_budget(self) -> int:
         "Embeddings of images that a step may make, and as many are kept: no image has more."
-        largest = getattr(self.multimodal_config, "max_tokens_per_image", None) or 0
-        return max(self.scheduler_config.max_num_batched_tokens, largest)
+        config = self.multimodal_config
+        asked = config.mm_encoder_cache_tokens if config else None
+        return asked or self.scheduler_config.max_num_batched_tokens
 
     @property
     def max_num_decodes(self) -> int:

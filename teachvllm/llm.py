@@ -25,7 +25,6 @@ from .engine.llm_engine import LLMEngine
 from .executor.executor_base import EngineClosedError
 from teachvllm.inputs import (
     Prompt,
-    apply_chat_template,
     get_default_sampling_params,
     whole_tokenizer,
 )
@@ -317,7 +316,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs come in the order of the prompts.
 
-        A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`;
+        A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`, and
+        `multi_modal_data={"image": ...}` for a model that sees;
         `sampling_params` one for all or one for each, by default the model's own. `priority`, one
         for each, counts with `scheduling_policy="priority"`: the smallest first. `lora_request` is
         one adapter for all, or a list with one, or None, for each. `prompt_token_ids` is vLLM's
@@ -399,10 +399,12 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list: messages are dicts with `role` and `content`.
+        """Answer one conversation, or each of a list: messages are dicts with `role` and `content`,
+        a text or a list of parts, `image_url` among them for a model that sees.
 
         What comes after the `*` goes to the chat template, which may ignore it; `None` is the
         model's own template. `others` go to `generate`.
@@ -418,8 +420,9 @@ class LLM:
         )
         if continue_final_message:
             options |= {"continue_final_message": True, "add_generation_prompt": False}
+        read = self.llm_engine.processor.input_processor.read_chat
         prompts: list[Prompt] = [
-            apply_chat_template(self.get_tokenizer(), conversation, chat_template, **options)
+            read(conversation, chat_template, mm_processor_kwargs, **options)
             for conversation in conversations
         ]
         return self.generate(

@@ -347,4 +347,5 @@ def test_chat_and_prompts_refuse_what_they_do_not_know(alone: LLM) -> None:
     with pytest.raises(TypeError, match="add_generation_promt"):
         alone.chat([{"role": "user", "content": "?"}], add_generation_promt=False)
     with pytest.raises(ValueError, match="multi_modal_data"):
-        alone.generate({"prompt_token_ids": [5], "multi_modal_data": {}}, use_tqdm=False)
+        images = {"image": ["a.png"]}
+        alone.generate({"prompt_token_ids": [5], "multi_modal_data": images}, use_tqdm=False)

@@ -212,7 +212,8 @@ class AsyncLLM:
     ) -> RequestOutputCollector:
         self._check()
         args = request_id, prompt, params, priority, lora
-        if isinstance(prompt, str) and len(prompt) > LONG_PROMPT:
+        is_long = isinstance(prompt, str) and len(prompt) > LONG_PROMPT
+        if is_long or (isinstance(prompt, dict) and prompt.get("multi_modal_data")):
             request, text = await asyncio.to_thread(self.processor, *args)
             self._check()
         else:

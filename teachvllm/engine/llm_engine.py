@@ -121,7 +121,7 @@ class Processor:
         model = self.model_config = vllm_config.model_config
         self.config = vllm_config
         self.tokenizer = tokenizer
-        self.input_processor = InputProcessor(model, tokenizer)
+        self.input_processor = InputProcessor(model, tokenizer, vllm_config.multimodal_config)
         self.eos_token_ids = get_eos_token_ids(model, tokenizer)
         self.task = model.pooler_config.task if model.pooler_config else "generate"
         self.random = random.Random(model.seed)  # gives a seed to each request that brings none
@@ -169,11 +169,17 @@ class Processor:
         nothing = SamplingParams(
             max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        text, token_ids = self.input_processor(prompt, nothing)
+        read = self.input_processor.process(prompt, nothing)
         request = EngineCoreRequest(
-            request_id, token_ids, nothing, seed=0, pooling_params=replace(params)
+            request_id,
+            read.token_ids,
+            nothing,
+            seed=0,
+            pooling_params=replace(params),
+            prompt_embeddings=read.prompt_embeddings,
+            mm_items=read.mm_items,
         )
-        return request, text
+        return request, read.text
 
     def _generation_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams
@@ -192,7 +198,7 @@ class Processor:
             ]
             if self.config.parallel_config.world_size > 1:
                 check_picklable("logits_processors", params.logits_processors)
-        text, token_ids = self.input_processor(prompt, params)
+        read = self.input_processor.process(prompt, params)
         self.input_processor.prepare(params, self.eos_token_ids)
         if params.constraint is not None:
             resolve_class(STRUCTURED_OUTPUT_MANAGER).check(params.constraint, self.config)
@@ -202,9 +208,16 @@ class Processor:
         seed = self.random.getrandbits(63) if params.seed is None else params.seed % 2**64
         stop_token_ids = sorted(eos.union(params.stop_token_ids))
         request = EngineCoreRequest(
-            request_id, token_ids, params, seed, stop_token_ids, beam_search_params=beam
+            request_id,
+            read.token_ids,
+            params,
+            seed,
+            stop_token_ids,
+            beam_search_params=beam,
+            prompt_embeddings=read.prompt_embeddings,
+            mm_items=read.mm_items,
         )
-        return request, text
+        return request, read.text
 
     def check_task(self, params: Any) -> None:
         "Raise `ValueError` if requests of this kind are not what the engine was made for."

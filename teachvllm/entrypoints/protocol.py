@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['logger', 'Int', 'Absent', 'TokenIds', 'Texts', 'Plain', 'warned', 'NOT_SERVED', 'NOT_USED', 'Prompts', 'ERROR_TYPES',
            'FIELDS', 'RequestModel', 'StreamOptions', 'at_most', 'JsonSchema', 'ResponseFormat', 'ConstraintFields',
-           'GenerationRequest', 'CompletionRequest', 'ToolFunction', 'MessageToolCall', 'ContentPart', 'ChatMessage',
-           'ChatFields', 'ChatCompletionRequest', 'PoolingFields', 'EmbeddingRequest', 'ClassificationRequest',
-           'ScoreRequest', 'RerankRequest', 'as_texts', 'TokenizeRequest', 'DetokenizeRequest', 'new_id', 'UsageInfo',
-           'CompletionLogprobs', 'CompletionChoice', 'CompletionResponse', 'ChatLogprob', 'ChatLogprobs',
-           'AnswerMessage', 'ChatChoice', 'ChatDeltaChoice', 'ChatCompletionResponse', 'EmbeddingData',
+           'GenerationRequest', 'CompletionRequest', 'ToolFunction', 'MessageToolCall', 'ImageURL', 'ContentPart',
+           'ChatMessage', 'ChatFields', 'ChatCompletionRequest', 'PoolingFields', 'EmbeddingRequest',
+           'ClassificationRequest', 'ScoreRequest', 'RerankRequest', 'as_texts', 'TokenizeRequest', 'DetokenizeRequest',
+           'new_id', 'UsageInfo', 'CompletionLogprobs', 'CompletionChoice', 'CompletionResponse', 'ChatLogprob',
+           'ChatLogprobs', 'AnswerMessage', 'ChatChoice', 'ChatDeltaChoice', 'ChatCompletionResponse', 'EmbeddingData',
            'EmbeddingResponse', 'PoolingData', 'ClassificationData', 'ScoreData', 'PoolingResponse', 'RerankDocument',
            'RerankResult', 'RerankResponse', 'TokenizeResponse', 'DetokenizeResponse', 'ModelCard',
            'LoadLoRAAdapterRequest', 'UnloadLoRAAdapterRequest', 'ModelList', 'ErrorInfo', 'ErrorResponse',
@@ -57,7 +57,7 @@ _NOT_SERVED_BY_REASON: dict[str, dict[str, list[Any]]] = {
         "thinking_token_budget": [],
     },
     "requests for vectors share one prefix cache": {"cache_salt": []},
-    "prompts and answers are text only": {
+    "answers are text only, and prompts text, or in a chat images": {
         "audio": [],
         "modalities": [["text"]],
         "prompt_embeds": [],
@@ -430,21 +430,33 @@ class MessageToolCall(BaseModel):
         return call
 
 
+class ImageURL(BaseModel):
+    "Where an image is: an http(s), `data:` or `file:` URL."
+
+    model_config = ConfigDict(extra="allow")
+    url: str
+
+
 class ContentPart(BaseModel):
-    "A part of a message: text; other kinds are refused."
+    "A part of a message: text, or an image for a model that sees; other kinds are refused."
 
     model_config = ConfigDict(extra="allow")
     type: str
     text: str | None = None
+    image_url: ImageURL | str | None = None
 
     @model_validator(mode="after")
     def check_kind(self) -> "ContentPart":
-        "`ValueError` for anything but text."
+        "`ValueError` for anything but text and an image's URL."
+        known = self.type in ("text", "image_url", "input_image")
         require(
-            self.type == "text",
-            f"messages: a part of type {self.type!r:.40} is not supported: only text is",
+            known,
+            f"messages: a part of type {self.type!r:.40} is not supported: only text and image_url "
+            "are",
         )
-        require(self.text is not None, "messages: a part of type 'text' has no text")
+        held = self.text if self.type == "text" else self.image_url
+        missing = "text" if self.type == "text" else "image_url"
+        require(held is not None, f"messages: a part of type {self.type!r} has no {missing}")
         return self
 
 
@@ -466,6 +478,12 @@ class ChatMessage(BaseModel):
         )
         return self
 
+    @property
+    def has_image(self) -> bool:
+        "Whether a part of it is not text."
+        parts = self.content if isinstance(self.content, list) else []
+        return any(part.type != "text" for part in parts)
+
     def for_template(self) -> dict[str, Any]:
         "The message as chat templates expect it: with a content, and arguments that are dicts."
         message = self.model_dump(exclude_unset=True) | {"content": self.content or ""}
@@ -485,6 +503,7 @@ class ChatFields(RequestModel):
     continue_final_message: bool = False  # the answer goes on with the last message
     chat_template: str | None = None  # only where the server trusts it
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # settings of the image processor
 
     @model_validator(mode="after")
     def check_end(self) -> "ChatFields":

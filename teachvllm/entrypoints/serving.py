@@ -17,6 +17,7 @@ import logging
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from itertools import count
 from typing import Any, ClassVar, Protocol
@@ -70,6 +71,7 @@ from teachvllm.entrypoints.protocol import (
 )
 from ..executor.executor_base import EngineClosedError, EngineDeadError
 from teachvllm.inputs import (
+    InputProcessor,
     apply_chat_template,
     encode,
     get_default_sampling_params,
@@ -79,7 +81,7 @@ from teachvllm.inputs import (
 from ..llm import Scorer, require_pooler
 from ..messages import LoRARequest
 from ..outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput
-from ..sampling_params import GrammarError, PoolingParams
+from ..sampling_params import GrammarError, PoolingParams, SamplingParams
 
 # %% ../../nbs/65_serving.ipynb #c462434c
 logger = logging.getLogger("teachvllm")
@@ -574,6 +576,9 @@ class PromptReader:
         self.chat_template = chat_template
         self.trust_request_chat_template = trust_request_chat_template
         self.template_kwargs: dict[str, Any] = {}  # where a request has none of its own
+        self.input_processor = InputProcessor(model_config, tokenizer)
+        # servers of images may be slow: nothing else waits for them
+        self.image_threads = ThreadPoolExecutor(8, "images")
 
     def split(self, prompts: Prompts, field: str) -> list[Any]:
         "The prompts that a field holds: one text or one list of token ids, or several."
@@ -605,6 +610,19 @@ class PromptReader:
             "or -1 for all that fit",
         )
         return limit - for_answer if keep == -1 else keep
+
+    def cut_chat(self, prompt: dict[str, Any], request: ChatCompletionRequest) -> dict[str, Any]:
+        "A conversation, cut where the request says so; one with images cannot be."
+        keep = self.num_kept(request.truncate_prompt_tokens, 1)
+        ids = prompt["prompt_token_ids"]
+        fits = keep is None or keep >= len(ids)
+        require(
+            fits or "processed" not in prompt,
+            "truncate_prompt_tokens would cut a prompt's images: leave it out, or the images",
+        )
+        return (
+            prompt if fits else {"prompt_token_ids": self.cut(ids, keep, request.truncation_side)}
+        )
 
     def cut(self, ids: list[int], keep: int | None, side: str | None) -> list[int]:
         "As many of a prompt's tokens as are kept: the last ones, or with `right` the first."
@@ -651,8 +669,8 @@ class PromptReader:
             return {"prompt_token_ids": self.cut(ids, keep, request.truncation_side)}
         return {"prompt_token_ids": ids, "prompt": text}
 
-    async def read_messages(self, request: ChatFields) -> list[int]:
-        "The token ids of a conversation."
+    async def read_messages(self, request: ChatFields) -> dict[str, Any]:
+        "The token ids of a conversation, as a prompt; with images all that the core gets of them."
         own = request.chat_template
         options = self.template_kwargs | request.template_options
         trusted = own is None or self.trust_request_chat_template
@@ -667,16 +685,20 @@ class PromptReader:
         # the template's variables are passed on through these two functions: one that is called as
         # a parameter of theirs, `tokenize` say, would not reach the template but change what they
         # do
-        for function in apply_chat_template, self.tokenizer.apply_chat_template:
+        read_chat = self.input_processor.read_chat
+        for function in apply_chat_template, read_chat, self.tokenizer.apply_chat_template:
             given = self.template_kwargs | (request.chat_template_kwargs or {})
             taken = sorted(inspect.signature(function).parameters.keys() & given.keys())
             require(not taken, f"chat_template_kwargs: {taken[:1]} is no variable of a template")
 
-        def read() -> list[int]:
+        def read() -> dict[str, Any]:
             messages = [message.for_template() for message in request.messages]
-            return apply_chat_template(
-                self.tokenizer, messages, own or self.chat_template, **options
-            )
+            template = own or self.chat_template
+            prompt = read_chat(messages, template, request.mm_processor_kwargs, **options)
+            if "multi_modal_data" not in prompt:
+                return prompt
+            found = self.input_processor.process(prompt, SamplingParams())
+            return {"prompt_token_ids": found.token_ids, "processed": found}
 
         size = 0.0
         for message in request.messages:
@@ -687,8 +709,16 @@ class PromptReader:
                 size = float("inf")
         if own or request.chat_template_kwargs:
             size = float("inf")
-        token_ids: list[int] = await run_or_thread(size, read)
-        return token_ids
+        prompt: dict[str, Any]
+        if any(message.has_image for message in request.messages):
+            try:
+                loop = asyncio.get_running_loop()
+                prompt = await loop.run_in_executor(self.image_threads, read)
+            except ValueError as error:
+                raise RequestError(f"messages: {error}", "messages") from error
+        else:
+            prompt = await run_or_thread(size, read)
+        return prompt
 
 # %% ../../nbs/65_serving.ipynb #a363712e
 class OpenAIServingModels:
@@ -996,6 +1026,7 @@ class OpenAIServing:
             model, self.tokenizer, chat_template, trust_request_chat_template, max_num_prompts
         )
         self.reader.template_kwargs = template_kwargs or {}
+        self.reader.input_processor = engine.processor.input_processor
         self.sleep_mode = SleepMode(engine)
         self.pooling = OpenAIServingPooling(engine, self.models, self.reader, self.sleep_mode)
         # makes the plan of each chat
@@ -1167,9 +1198,8 @@ class OpenAIServing:
         "Answer a conversation."
         model_name = self.models.find(request.model)
         request, plan = self.planned(request)
-        ids = await self.reader.read_messages(request)
-        keep = self.reader.num_kept(request.truncate_prompt_tokens, 1)
-        ids = self.reader.cut(ids, keep, request.truncation_side)
+        prompt = self.reader.cut_chat(await self.reader.read_messages(request), request)
+        ids = prompt["prompt_token_ids"]
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         most = self.model_config.max_logprobs
         asked = request.num_logprobs
@@ -1181,7 +1211,7 @@ class OpenAIServing:
         by_tools = plan is not None and request.structured_outputs == plan.constraint is not None
         await self.check_constraint(request, "tools" if by_tools else None)
         writer = ChatWriter(request, model_name, self.tokenizer, plan)
-        outputs = self.outputs(request, writer.head["id"], [{"prompt_token_ids": ids}], [most])
+        outputs = self.outputs(request, writer.head["id"], [prompt], [most])
         answer: ChatCompletionResponse | AsyncIterator[str] = await self.respond(
             outputs, writer, Usage()
         )
@@ -1193,7 +1223,7 @@ class OpenAIServing:
         "The tokens of a text or a conversation."
         self.models.find(request.model)
         if request.prompt is None:
-            ids = await self.reader.read_messages(request)
+            ids = (await self.reader.read_messages(request))["prompt_token_ids"]
         else:
             ids = await run_or_thread(
                 len(request.prompt),

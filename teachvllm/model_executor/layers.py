@@ -961,6 +961,8 @@ class ForwardContext:
     # [num_tokens] int64: the adapter of each token's request, with `enable_lora` the place where it
     # lies; 0: none; None: none in this step
     adapter_ids: torch.Tensor | None = None
+    # [3, num_tokens] int64: what M-RoPE turns by, time, row and column; None: `positions`
+    rope_positions: torch.Tensor | None = None
 
 
 # of a thread: engines that step in several threads have a context each

@@ -172,7 +172,9 @@ class EncoderRunner:
         self.values: list[torch.Tensor] = []  # of the step that is being made
 
     def update(self, out: SchedulerOutput) -> None:
-        "Give up and encode what a step orders."
+        "Give up and encode what a step orders; of a pipeline the first stage does."
+        if not self.runner.parallel.is_first_stage:
+            return
         kept = self.embeddings.setdefault(out.virtual_engine, {})
         for mm_hash in out.freed_mm_hashes:
             kept.pop(mm_hash, None)
@@ -193,8 +195,12 @@ class EncoderRunner:
 
     def find_rows(self, state: InputBatch, batch: Batch) -> None:
         """Which rows of `batch` have an image's embedding in place of a token: `embed_rows` of its
-        extras, beside those that came with prompts; `take_values` has what they get.
+        extras, beside those that came with prompts; `take_values` has what they get. And what
+        `find_positions` finds, which all stages of a pipeline need.
         """
+        self.find_positions(state, batch)
+        if not self.runner.parallel.is_first_stage:
+            return
         kept = self.embeddings.get(batch.virtual_engine, {})
         rows: list[np.ndarray] = []
         values: list[torch.Tensor] = []
@@ -217,6 +223,25 @@ class EncoderRunner:
             values.append(given.to(self.runner.device, values[0].dtype))
         batch.extras["embed_rows"] = np.concatenate(rows)
         self.values = values
+
+    def find_positions(self, state: InputBatch, batch: Batch) -> None:
+        """In a step in which a sequence with an image takes part, for a model whose positions have three
+        parts: `rope_t`, `rope_h` and `rope_w` of the extras of `batch`, int64 [num_tokens] each.
+        vLLM: `_calc_mrope_positions` in `v1/worker/gpu_model_runner.py`.
+        """
+        model = self.runner.model
+        slots = batch.req_indices.tolist()
+        if not getattr(model, "uses_mrope", False) or state.mm_places.keys().isdisjoint(slots):
+            return
+        positions = np.tile(batch.positions, (3, 1))
+        for i, slot in enumerate(slots):
+            if slot in state.mm_places:
+                row = int(batch.first_rows[i])
+                number = int(batch.num_scheduled[i])
+                end = int(batch.ends[i])
+                found = model.get_mrope_positions(state.mm_places[slot], end - number, end)
+                positions[:, row : row + number] = found
+        batch.extras |= dict(zip(("rope_t", "rope_h", "rope_w"), positions, strict=True))
 
     def take_values(self) -> torch.Tensor:
         "[n, hidden_size]: the embeddings of the rows that `find_rows` found."

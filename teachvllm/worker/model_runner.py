@@ -749,6 +749,18 @@ def _empty_output() -> SamplerOutput:
     return SamplerOutput([], torch.empty(0, dtype=torch.int64))
 
 
+def _rare_fields(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    "The fields of a `ForwardContext` that only some steps have."
+    fields: dict[str, Any] = {}
+    if "embed_rows" in inputs:
+        fields["input_embeds"] = (inputs["embed_rows"], inputs["embed_values"])
+    if "adapter_ids" in inputs:
+        fields["adapter_ids"] = inputs["adapter_ids"]
+    if "rope_t" in inputs:
+        fields["rope_positions"] = torch.stack([inputs[f"rope_{part}"] for part in "thw"])
+    return fields
+
+
 def receive_hidden_states(pp: GroupCoordinator, virtual_engine: int) -> torch.Tensor:
     """What the pipeline's stage before has sent for the step of this virtual engine, which has one
     step in flight. What it sent for steps that failed here, before they asked for it, is dropped.
@@ -777,8 +789,8 @@ class ModelRunner:
         # a `CudaGraphRunner` or a `CpuGraphRunner`, when the worker has recorded steps
         self.graphs: Any = None
         self.lora: Any = None  # the adapters in its layers, with `enable_lora`
-        self.encoders: Any = None  # makes embeddings of images, for a model that sees
-        if config.multimodal_config and self.parallel.is_first_stage:
+        self.encoders: Any = None  # embeds images, and knows where they are, for a model that sees
+        if config.multimodal_config:
             self.encoders = resolve_class(ENCODERS)(self)
         self.model: Any
         self.attention_layers: dict[str, Attention]
@@ -977,12 +989,8 @@ class ModelRunner:
         if self.parallel.pp and not self.parallel.is_first_stage:
             assert batch is not None, "a stage that waits for another is in no graph"
             before = receive_hidden_states(self.parallel.pp, batch.virtual_engine)
-        embeds = None
-        if "embed_rows" in inputs:
-            embeds = (inputs["embed_rows"], inputs["embed_values"])
-        context = ForwardContext(
-            inputs["positions"], meta, kv_caches, before, embeds, inputs.get("adapter_ids")
-        )
+        rare = _rare_fields(inputs)
+        context = ForwardContext(inputs["positions"], meta, kv_caches, before, **rare)
         with set_forward_context(context):
             hidden: torch.Tensor = self.model(token_ids, context)
         return hidden

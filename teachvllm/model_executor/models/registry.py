@@ -34,6 +34,7 @@ ARCHITECTURES: dict[str, str | type] = {
     "OPTForCausalLM": f"{_MODELS}.opt.OPTForCausalLM",
     "Phi3ForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",
     "Qwen2ForCausalLM": f"{_MODELS}.qwen.Qwen2ForCausalLM",
+    "Qwen2VLForConditionalGeneration": f"{_MODELS}.qwen2_vl.Qwen2VLForConditionalGeneration",
     "Qwen3ForCausalLM": f"{_MODELS}.qwen.Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": f"{_MODELS}.moe.Qwen3MoeForCausalLM",
     "SmolVLMForConditionalGeneration": f"{_MODELS}.llava.Idefics3ForConditionalGeneration",
