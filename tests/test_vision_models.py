@@ -9,11 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import VOCAB
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_eyes import save_family
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     CLIPVisionConfig,
     GraniteConfig,
     Idefics3Config,
@@ -140,9 +145,13 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def made(name: str) -> Any:
-    "transformers' model, with weights large enough that no two tokens tie."
+    "transformers' model."
     torch.manual_seed(0)
-    model = MODELS[name]().eval().float()
+    return filled(MODELS[name]().eval().float())
+
+
+def filled(model: Any) -> Any:
+    "The model with weights so large that no two tokens tie."
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     for name, parameter in model.named_parameters():
@@ -522,3 +531,55 @@ def test_a_checkpoint_that_lacks_a_part(
     save_file(kept, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=f"lacks .*{missing}"):
         load(str(tmp_path))
+
+
+# From a picture to tokens
+
+
+@pytest.mark.parametrize("family", ["llava", "idefics3", "smolvlm"])
+@torch.inference_mode()
+def test_a_picture_becomes_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    "Through processor, encoder's cache and model: none, one and three images of odd sizes."
+    folder, processor = save_family(family, tmp_path / family)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder)
+    hf_model = filled(AutoModelForImageTextToText.from_config(config).eval().float())
+    hf_model.save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    sizes = ((40, 70), (101, 30), (56, 56))
+    images = [Image.fromarray(rng.integers(0, 256, (*s, 3), dtype=np.uint8)) for s in sizes]
+    prompts: list[tuple[str, list[Any]]] = [
+        ("what is in this picture ?", []),
+        ("<image>what is it ?", images[:1]),
+        ("<image>what is it ?", images[1:2]),
+        ("a <image> and <image> or <image> ?", images),
+    ]
+    options: dict[str, Any] = {"limit_mm_per_prompt": {"image": 3}, "max_num_batched_tokens": 96}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(
+        str(folder),
+        dtype="float32",
+        device="cpu",
+        num_gpu_blocks_override=200,
+        block_size=4,
+        max_model_len=512,
+        **options,
+    ) as llm:
+        outputs = llm.generate(
+            [{"prompt": text, "multi_modal_data": {"image": some}} for text, some in prompts],
+            params,
+            use_tqdm=False,
+        )
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    for (text, some), output, found in zip(prompts, outputs, tokens, strict=True):
+        inputs = processor(text=[text], images=[some] if some else None, return_tensors="pt")
+        assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
+        out = hf_model.generate(
+            **inputs,
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=[10**9],
+            pad_token_id=0,
+        )
+        assert found == out[0, inputs["input_ids"].shape[1] :].tolist(), text
+    assert tokens[1] != tokens[2]
