@@ -298,3 +298,19 @@ def test_a_chat_with_a_picture(families: Any) -> None:
             **inputs, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert output.outputs[0].token_ids == written[0, ids.shape[1] :].tolist()
+
+
+def test_memory_is_measured_with_the_largest_picture(families: Any) -> None:
+    "Encoded and kept while the largest step runs; afterwards nothing of it is there."
+    family = families("smolvlm")
+    with engine(family, num_gpu_blocks_override=None, kv_cache_memory_bytes=None) as llm:
+        config = llm.llm_engine.engine_core.engine_core.config  # type: ignore[attr-defined]
+        runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        assert not runner.encoders.embeddings
+        runner.encoders.profile_run()
+        (kept,) = runner.encoders.embeddings[0].values()
+        largest = llm.llm_engine.processor.input_processor.multimodal.max_tokens_per_image()
+        assert config.encoder_budget >= largest
+        assert len(kept) == max(1, config.encoder_budget // largest) * largest
+        runner.reset()
+        check(llm, family, some_requests(family)[:2])

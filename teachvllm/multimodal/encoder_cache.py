@@ -11,7 +11,8 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-from ..config import VllmConfig, require
+from ..arg_utils import MULTIMODAL_PROCESSOR
+from ..config import NotSupportedYet, VllmConfig, require, resolve_class
 from ..core.orders import SchedulerOutput
 from ..messages import MultiModalItem
 from ..sequence import Sequence
@@ -182,6 +183,24 @@ class EncoderRunner:
             items = [self.features(item) for item in out.encoder_inputs.values()]
             found = self.runner.model.get_multimodal_embeddings(items)
             kept |= zip(out.encoder_inputs, found, strict=True)
+
+    @torch.inference_mode()
+    def profile_run(self) -> None:
+        """Encode as many of the largest images as a step may, and keep as many embeddings as may be
+        kept: before the memory that this takes is measured. Until `reset`.
+        """
+        config = self.runner.config
+        images = config.multimodal_config
+        if images is None or images.limit("image") == 0 or not self.runner.parallel.is_first_stage:
+            return
+        try:
+            processor = resolve_class(MULTIMODAL_PROCESSOR)(config.model_config, None, images)
+        except (ValueError, NotSupportedYet):
+            return  # the model's folder does not say how images are processed: none can come
+        item = processor.dummy_item()
+        number = max(1, config.encoder_budget // item.num_tokens)
+        found = self.runner.model.get_multimodal_embeddings([self.features(item)] * number)
+        self.embeddings = {0: {item.mm_hash: torch.cat(found)}}
 
     def features(self, item: MultiModalItem) -> dict[str, torch.Tensor]:
         "What the encoder reads of an image, as tensors on the device; floats in the model's dtype."

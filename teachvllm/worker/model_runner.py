@@ -1096,6 +1096,8 @@ class ModelRunner:
         The cache is one block, and two layers are enough: a layer's activations are freed before
         the next one's are made.
         """
+        if self.encoders:
+            self.encoders.profile_run()
         self._dummy_run(dummy_batch(self.config), self.make_cache(1).gpu_cache[:2])
 
     def warm_up(self, kv_caches: list[torch.Tensor], most: int = 1) -> None:
