@@ -266,7 +266,7 @@ def their_positions(parts: list[list[int] | Size]) -> tuple[np.ndarray, int]:
     return positions[:, 0].numpy(), int(delta)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_positions_are_transformers(seed: int) -> None:
     rng = random.Random(seed)
     parts = random_parts(rng, seed % 4)
@@ -434,7 +434,7 @@ def test_a_chunk_may_end_at_any_place_of_an_image(folder: Path) -> None:
         assert ends >= set(range(offset, offset + number + 1)), "no chunk ended there"
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_small_steps(folder: Path, size: int) -> None:
     "Every chunk of every prompt has few tokens."
     prompts = [PICTURES[0], PICTURES[3], PICTURES[2]]
@@ -483,7 +483,7 @@ def test_preempted_requests_get_the_same_tokens(folder: Path, mode: str, caching
         assert one.core.scheduler.preemption.num_preemptions > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_loads(folder: Path, seed: int) -> None:
     "Requests with 0 to 3 images come while others run, in an engine of random limits."
     rng = random.Random(seed)

@@ -250,11 +250,18 @@ def test_drafts_behind_a_prompts_end(worker: Worker) -> None:
         assert tokens_of(out) == {1: wanted[3:6]}
 
 
-def test_penalties_take_no_drafts_and_minimums_count_for_each_row(worker: Worker) -> None:
-    "A history that is not written yet: the first row only. A row knows how long its text would be."
+def test_penalties_and_minimums_count_for_each_row(worker: Worker) -> None:
+    """A row is shaped as if the drafts before it were written, and knows how long its text would
+    be. A function of the request's own sees each token once: its first row only.
+    """
     penalized = SamplingParams(temperature=0, repetition_penalty=1.8)
     wanted = alone(worker, PROMPT, 8, penalized)
     tokens, steps = with_drafts(worker, PROMPT, penalized, wanted, lambda n: wanted[n : n + 2])
+    assert tokens[:8] == wanted and steps < 5
+    worker.reset()
+    shaped = SamplingParams(temperature=0, logits_processors=[lambda output, logits: -logits])
+    wanted = alone(worker, PROMPT, 8, shaped)
+    tokens, steps = with_drafts(worker, PROMPT, shaped, wanted, lambda n: wanted[n : n + 2])
     assert tokens == wanted and steps == len(wanted)
 
     worker.reset()

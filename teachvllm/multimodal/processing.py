@@ -116,6 +116,10 @@ class LlavaRules:
         "The text for an image that becomes `number` embeddings; without features they are given."
         return self.image_token * number
 
+    def grid(self, features: dict[str, Any]) -> tuple[int, int, int] | None:
+        "Frames, rows and columns of the embeddings, where positions depend on them."
+        return None
+
     def sizes(self, most: int) -> list[tuple[int, int]]:
         "(height, width) of images, among them those with the most embeddings, up to `most`."
         return [self.size]
@@ -205,6 +209,11 @@ class Qwen2VLRules(LlavaRules):
         given = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
         number = self.image_processor.get_number_of_image_patches(height, width, given)
         return int(number // self.image_processor.merge_size**2)
+
+    def grid(self, features: dict[str, Any]) -> tuple[int, int, int] | None:
+        frames, rows, columns = np.asarray(features["image_grid_thw"]).flatten().tolist()
+        merged = self.image_processor.merge_size
+        return frames, rows // merged, columns // merged
 
     def sizes(self, most: int) -> list[tuple[int, int]]:
         "Besides large pictures thin ones: a side cannot be less than a token."
@@ -361,6 +370,7 @@ class Processed:
     features: dict[str, tuple[str, list[int], bytes]]  # as in `MultiModalItem`
     text: str  # in the place of its placeholder
     num_tokens: int  # embeddings
+    grid: tuple[int, int, int] | None = None  # as in `MultiModalItem`
 
     @property
     def num_bytes(self) -> int:
@@ -513,7 +523,7 @@ class MultiModalProcessor:
         height, width = self._largest_size()
         with self.lock:
             made = self._process(Image.new("RGB", (width, height), "grey"), self.options)
-        return MultiModalItem("image", "dummy", [(0, made.num_tokens)], made.features)
+        return MultiModalItem("image", "dummy", [(0, made.num_tokens)], made.features, made.grid)
 
     # One image
 
@@ -534,7 +544,7 @@ class MultiModalProcessor:
             for name, array in arrays.items()
             if name not in self.rules.unused
         }
-        return Processed(features, text, number)
+        return Processed(features, text, number, self.rules.grid(arrays))
 
     def _check_tokens(self, number: int) -> None:
         most = self.max_tokens_per_image()
@@ -686,7 +696,7 @@ def make_item(
 ) -> MultiModalItem | PromptEmbedding:
     "An image of a prompt as it goes to the core."
     if "" not in made.features:
-        return MultiModalItem("image", mm_hash, ranges, made.features)
+        return MultiModalItem("image", mm_hash, ranges, made.features, made.grid)
     ((offset, number),) = ranges
     return PromptEmbedding(offset, mm_hash, made.features[""][2], number)
 
