@@ -221,6 +221,7 @@ def test_imports_are_declared() -> None:
     names = {
         "nvidia_ml_py": ["pynvml"],
         "pyzmq": ["zmq"],
+        "pillow": ["PIL"],
         "pydantic": ["pydantic_core"],
     }  # under which they are imported
     declared |= {
