@@ -67,7 +67,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def names(text: str) -> list[str]:
+def name_list(text: str) -> list[str]:
     "Names with commas between them, for an option of the command line."
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -554,7 +554,7 @@ class EngineArgs(ShowAsTable):
     allowed_media_domains: Any = arg(
         None,
         "the only hosts whose images are read, with commas; default: any public one",
-        cli=names,
+        cli=name_list,
     )
     enable_mm_embeds: bool = arg(False, "take embeddings in place of images")
     language_model_only: bool = arg(False, "take no images, though the model could")
