@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['NOT_YET', 'DTYPES', 'MULTIMODAL_PROCESSOR', 'ONLINE', 'arg', 'EngineArgs', 'gpu_capability', 'resolve_dtype',
            'control_groups', 'container_cpus', 'limit_threads', 'create_structured_outputs_config',
-           'create_multimodal_config', 'create_speculative_config', 'hint_if_busy', 'read_stored_pooling',
-           'resolve_task', 'base_architecture', 'resolve_pooler_config', 'pick', 'merge_rope', 'apply_overrides',
-           'longest_text', 'configuration_of', 'create_model_config']
+           'with_encoder_cache', 'create_multimodal_config', 'create_speculative_config', 'hint_if_busy',
+           'read_stored_pooling', 'resolve_task', 'base_architecture', 'resolve_pooler_config', 'pick', 'merge_rope',
+           'apply_overrides', 'longest_text', 'configuration_of', 'create_model_config']
 
 # %% ../nbs/19_arg_utils.ipynb #2795d059
 import argparse
@@ -628,8 +628,10 @@ class EngineArgs(ShowAsTable):
             lora,
             structured_outputs_config=create_structured_outputs_config(self),
             speculative_config=create_speculative_config(self),
-            multimodal_config=create_multimodal_config(
-                self, model, scheduler.max_num_batched_tokens
+            multimodal_config=with_encoder_cache(
+                create_multimodal_config(self, model.hf_config),
+                model,
+                scheduler.max_num_batched_tokens,
             ),
         )
 
@@ -798,22 +800,29 @@ def create_structured_outputs_config(args: "EngineArgs") -> StructuredOutputsCon
 MULTIMODAL_PROCESSOR = "teachvllm.multimodal.processing.MultiModalProcessor"
 
 
-def create_multimodal_config(
-    args: "EngineArgs", model: ModelConfig, num_batched_tokens: int
+def with_encoder_cache(
+    config: MultiModalConfig | None, model: ModelConfig, num_batched_tokens: int
 ) -> MultiModalConfig | None:
-    """The checked configuration of images; None for a model that reads text only. A model's folder
-    may be without what processes images: then none can come.
+    """The same with `mm_encoder_cache_tokens`: as many as a step has, or as the largest image. A
+    model's folder may be without what processes images: then none can come.
     """
+    if config is None or config.mm_encoder_cache_tokens is not None:
+        return config
+    largest = 0
+    if not config.language_model_only:
+        with suppress(ValueError, NotSupportedYet):
+            processor = resolve_class(MULTIMODAL_PROCESSOR)(model, None, config)
+            largest = processor.max_tokens_per_image()
+    tokens = max(num_batched_tokens, largest)
+    return dataclasses.replace(config, mm_encoder_cache_tokens=tokens)
+
+
+def create_multimodal_config(args: "EngineArgs", hf_config: Any) -> MultiModalConfig | None:
+    "The checked configuration of images; None for a model that reads text only."
     size = 0 if args.disable_mm_preprocessor_cache else args.mm_processor_cache_gb
     config = pick(args, MultiModalConfig, mm_processor_cache_gb=size)
-    if getattr(model.hf_config, "vision_config", None) is not None:
-        largest = 0
-        if config.mm_encoder_cache_tokens is None and not config.language_model_only:
-            with suppress(ValueError, NotSupportedYet):
-                processor = resolve_class(MULTIMODAL_PROCESSOR)(model, None, config)
-                largest = processor.max_tokens_per_image()
-        tokens = config.mm_encoder_cache_tokens or max(num_batched_tokens, largest)
-        return dataclasses.replace(config, mm_encoder_cache_tokens=tokens)
+    if getattr(hf_config, "vision_config", None) is not None:
+        return config
     for name in ("limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache"):
         require(not getattr(args, name), f"`{name}` is only supported for multimodal models.")
     return None
