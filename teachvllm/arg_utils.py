@@ -802,18 +802,24 @@ def create_multimodal_config(
     args: "EngineArgs", model: ModelConfig, num_batched_tokens: int
 ) -> MultiModalConfig | None:
     """The checked configuration of images; None for a model that reads text only. A model's folder
-    may be without what processes images: then none can come.
+    may be without what processes images: then none can come. No step ends inside an image if the
+    model needs that.
     """
     size = 0 if args.disable_mm_preprocessor_cache else args.mm_processor_cache_gb
     config = pick(args, MultiModalConfig, mm_processor_cache_gb=size)
     if getattr(model.hf_config, "vision_config", None) is not None:
         largest = 0
-        if config.mm_encoder_cache_tokens is None and not config.language_model_only:
+        whole = config.disable_chunked_mm_input
+        if not config.language_model_only:
             with suppress(ValueError, NotSupportedYet):
                 processor = resolve_class(MULTIMODAL_PROCESSOR)(model, None, config)
-                largest = processor.max_tokens_per_image()
+                whole |= getattr(processor.rules, "needs_whole_images", False)
+                if config.mm_encoder_cache_tokens is None:
+                    largest = processor.max_tokens_per_image()
         tokens = config.mm_encoder_cache_tokens or max(num_batched_tokens, largest)
-        return dataclasses.replace(config, mm_encoder_cache_tokens=tokens)
+        return dataclasses.replace(
+            config, mm_encoder_cache_tokens=tokens, disable_chunked_mm_input=whole
+        )
     for name in ("limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache"):
         require(not getattr(args, name), f"`{name}` is only supported for multimodal models.")
     return None
