@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NOT_YET', 'DTYPES', 'MULTIMODAL_PROCESSOR', 'ONLINE', 'arg', 'EngineArgs', 'gpu_capability', 'resolve_dtype',
            'control_groups', 'container_cpus', 'limit_threads', 'create_structured_outputs_config',
-           'with_encoder_cache', 'create_multimodal_config', 'create_speculative_config', 'hint_if_busy',
+           'settle_multimodal_config', 'create_multimodal_config', 'create_speculative_config', 'hint_if_busy',
            'read_stored_pooling', 'resolve_task', 'base_architecture', 'resolve_pooler_config', 'pick', 'merge_rope',
            'apply_overrides', 'longest_text', 'configuration_of', 'create_model_config']
 
@@ -628,7 +628,7 @@ class EngineArgs(ShowAsTable):
             lora,
             structured_outputs_config=create_structured_outputs_config(self),
             speculative_config=create_speculative_config(self),
-            multimodal_config=with_encoder_cache(
+            multimodal_config=settle_multimodal_config(
                 create_multimodal_config(self, model.hf_config),
                 model,
                 scheduler.max_num_batched_tokens,
@@ -800,21 +800,25 @@ def create_structured_outputs_config(args: "EngineArgs") -> StructuredOutputsCon
 MULTIMODAL_PROCESSOR = "teachvllm.multimodal.processing.MultiModalProcessor"
 
 
-def with_encoder_cache(
+def settle_multimodal_config(
     config: MultiModalConfig | None, model: ModelConfig, num_batched_tokens: int
 ) -> MultiModalConfig | None:
-    """The same with `mm_encoder_cache_tokens`: as many as a step has, or as the largest image. A
-    model's folder may be without what processes images: then none can come.
+    """The same with what follows from the model: `mm_encoder_cache_tokens` as many as a step has, or as
+    the largest image, and no step that ends inside an image if the model needs that. A model's
+    folder may be without what processes images: then none can come.
     """
-    if config is None or config.mm_encoder_cache_tokens is not None:
+    if config is None or config.language_model_only:
         return config
     largest = 0
-    if not config.language_model_only:
-        with suppress(ValueError, NotSupportedYet):
-            processor = resolve_class(MULTIMODAL_PROCESSOR)(model, None, config)
-            largest = processor.max_tokens_per_image()
-    tokens = max(num_batched_tokens, largest)
-    return dataclasses.replace(config, mm_encoder_cache_tokens=tokens)
+    whole = config.disable_chunked_mm_input
+    with suppress(ValueError, NotSupportedYet):
+        processor = resolve_class(MULTIMODAL_PROCESSOR)(model, None, config)
+        largest = processor.max_tokens_per_image()
+        whole |= getattr(processor.rules, "needs_whole_images", False)
+    tokens = config.mm_encoder_cache_tokens or max(num_batched_tokens, largest)
+    return dataclasses.replace(
+        config, mm_encoder_cache_tokens=tokens, disable_chunked_mm_input=whole
+    )
 
 
 def create_multimodal_config(args: "EngineArgs", hf_config: Any) -> MultiModalConfig | None:

@@ -20,7 +20,7 @@ from transformers.utils import logging as hf_logging
 from teachvllm import LLM, SamplingParams
 
 hf_logging.disable_progress_bar()
-SEEING = ("llava", "idefics3", "smolvlm", "qwen2_vl")
+SEEING = ("llava", "idefics3", "smolvlm", "qwen2_vl", "gemma3")
 Request = tuple[str, list[Image.Image]]
 
 

@@ -53,6 +53,8 @@ class AttentionMetadata:
     # the same as above, for decisions that must not wait for a GPU
     query_start_loc_cpu: np.ndarray | None = None
     seq_lens_cpu: np.ndarray | None = None
+    # on the host, runs of tokens that see each other, earlier or later: see `multimodal/07`
+    image_spans: np.ndarray | None = None
     # what `build` works out once a step, by what it depends on
     plans: dict[Any, Any] = field(default_factory=dict)
 

@@ -308,6 +308,8 @@ class StepBuilder:
                     return
             num_tokens = seq.num_new_tokens
             if num_tokens > 1 or budget.num_tokens == 0:
+                if seq.mm_items and self.orders.encoders:
+                    most = self.orders.encoders.least_share(seq, most)
                 num_tokens = min(num_tokens, most, budget.num_tokens)
             # the second: its last token is under way, so there is nothing to compute after it
             if num_tokens <= 0 or (seq.num_output_placeholders and seq.is_full):

@@ -116,6 +116,16 @@ class EncoderSchedule:
                 "disable_chunked_mm_input=True forbids to cut it",
             )
 
+    def least_share(self, seq: Sequence, most: int) -> int:
+        """A step gives a prompt `most` tokens, where several share it: but more if the next one is of
+        an image that may not be cut.
+        """
+        start = seq.num_computed_tokens
+        for item in seq.mm_items if self.whole else ():
+            if item.ranges[0][0] <= start < sum(item.ranges[-1]):
+                return max(most, sum(item.ranges[-1]) - start)
+        return most
+
     def take(self, seq: Sequence, num_tokens: int, out: SchedulerOutput) -> int:
         """How many of the next `num_tokens` tokens of `seq` can be computed in the step `out`, perhaps
         none. What they need is encoded in it.
@@ -130,7 +140,7 @@ class EncoderSchedule:
             if end <= start:
                 self.cache.release(item.mm_hash, seq.seq_id)
             elif begin < start + num_tokens:
-                is_cut = self.whole and begin >= start and start + num_tokens < end
+                is_cut = self.whole and start + num_tokens < end
                 if is_cut or not self._encode(item, seq, out):
                     num_tokens = max(0, begin - start)
                     break
@@ -215,9 +225,10 @@ class EncoderRunner:
     def find_rows(self, state: InputBatch, batch: Batch) -> None:
         """Which rows of `batch` have an image's embedding in place of a token: `embed_rows` of its
         extras, beside those that came with prompts; `take_values` has what they get. And what
-        `find_positions` finds, which all stages of a pipeline need.
+        `find_positions` and `find_spans` find, which all stages of a pipeline need.
         """
         self.find_positions(state, batch)
+        self.find_spans(state, batch)
         if not self.runner.parallel.is_first_stage:
             return
         kept = self.embeddings.get(batch.virtual_engine, {})
@@ -261,6 +272,32 @@ class EncoderRunner:
                 found = model.get_mrope_positions(state.mm_places[slot], end - number, end)
                 positions[:, row : row + number] = found
         batch.extras |= dict(zip(("rope_t", "rope_h", "rope_w"), positions, strict=True))
+
+    def find_spans(self, state: InputBatch, batch: Batch) -> None:
+        """For a model in which the tokens of an image see each other, those that come later included
+        (`needs_whole_images`): `image_spans` of the extras of `batch`, int64 [n, 5]. A row for each
+        run of an image's tokens in the step: its query (a row of the block table), its first row in
+        the batch, the positions of its first token there and behind its last one, and the position
+        where the run begins, which is less if its first tokens were in the cache. vLLM:
+        `compute_mm_prefix_ranges`.
+        """
+        if not getattr(self.runner.model, "needs_whole_images", False):
+            return
+        spans = []
+        for i, slot in enumerate(batch.req_indices.tolist()):
+            end = int(batch.ends[i])
+            begin = end - int(batch.num_scheduled[i])
+            row = int(batch.first_rows[i])
+            query = int(np.searchsorted(batch.query_start_loc, row, side="right")) - 1
+            for _, ranges, _ in state.mm_places.get(slot, ()):
+                for offset, number in ranges:
+                    first = max(begin, offset)
+                    last = offset + number
+                    if first < min(last, end):
+                        require(last <= end, "a step ends inside an image, which must be whole")
+                        spans.append((query, row + first - begin, first, last, offset))
+        if spans:
+            batch.extras["image_spans"] = np.array(spans)
 
     def take_values(self) -> torch.Tensor:
         "[n, hidden_size]: the embeddings of the rows that `find_rows` found."

@@ -83,6 +83,7 @@ class LlavaRules:
     defaults: Options = {}  # as transformers' processor of the family calls its image processor
     unused: tuple[str, ...] = ()  # arrays that only the text depends on
     takes_embeddings = True
+    needs_whole_images = False  # True: an image's tokens see each other, so no step may cut it
 
     def __init__(self, config: Any, image_processor: Any, stored: dict[str, Any], token: Any):
         vision = config.vision_config
@@ -247,6 +248,7 @@ class Gemma3Rules(LlavaRules):
     }
     unused = ("num_crops",)
     takes_embeddings = False
+    needs_whole_images = True
 
     def __init__(self, config: Any, image_processor: Any, stored: dict[str, Any], token: Any):
         self.image_processor = image_processor

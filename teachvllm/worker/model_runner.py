@@ -1009,6 +1009,7 @@ class ModelRunner:
             num_decodes,
             batch.query_start_loc if batch else None,
             batch.seq_lens if batch else None,
+            batch.extras.get("image_spans") if batch else None,
         )
         for backend in self.planners:
             backend.build(meta, self.block_size)

@@ -25,6 +25,7 @@ ARCHITECTURES: dict[str, str | type] = {
     "GPTNeoXForCausalLM": f"{_MODELS}.gpt_neox.GPTNeoXForCausalLM",
     "Gemma2ForCausalLM": f"{_MODELS}.gemma.Gemma2ForCausalLM",
     "Gemma3ForCausalLM": f"{_MODELS}.gemma.Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": f"{_MODELS}.gemma3_mm.Gemma3ForConditionalGeneration",
     "Idefics3ForConditionalGeneration": f"{_MODELS}.llava.Idefics3ForConditionalGeneration",
     "LlamaForCausalLM": f"{_MODELS}.llama.LlamaForCausalLM",
     "LlavaForConditionalGeneration": f"{_MODELS}.llava.LlavaForConditionalGeneration",
