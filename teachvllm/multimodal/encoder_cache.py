@@ -122,8 +122,9 @@ class EncoderSchedule:
         """
         start = seq.num_computed_tokens
         for item in seq.mm_items if self.whole else ():
-            if item.ranges[0][0] <= start < sum(item.ranges[-1]):
-                return max(most, sum(item.ranges[-1]) - start)
+            end: int = sum(item.ranges[-1])
+            if item.ranges[0][0] <= start < end:
+                return max(most, end - start)
         return most
 
     def take(self, seq: Sequence, num_tokens: int, out: SchedulerOutput) -> int:

@@ -154,9 +154,9 @@ class ImageAttention(Attention):
         k = k.repeat_interleave(groups, 1)
         v = v.repeat_interleave(groups, 1)
         mask = image_mask(first, last, begin, window, q.device)[:, start * block_size :]
-        seen = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=mask, scale=backend.scale
-        )
+        # [num_heads, tokens, head_size]
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        seen = F.scaled_dot_product_attention(q, k, v, mask, scale=backend.scale)
         return seen.transpose(0, 1).flatten(1)
 
 # %% ../../../nbs/multimodal/07_gemma3.ipynb #82dd68e9
@@ -216,7 +216,7 @@ class Gemma3ForConditionalGeneration(VisionLanguageModel):
             self.vision_tower = Gemma3VisionTower(config.vision_config, context)
             self.multi_modal_projector = Gemma3MultiModalProjector(config)
 
-    def get_language_model_class(self, text_config: Any) -> type[nn.Module]:
+    def get_language_model_class(self, text_config: Any) -> type[Any]:
         "Gemma 3's, in which images see themselves."
         check_config_fields(Gemma3LanguageModel, text_config)
         return Gemma3LanguageModel
