@@ -276,10 +276,9 @@ class EncoderRunner:
 
     def find_spans(self, state: InputBatch, batch: Batch) -> None:
         """For a model in which the tokens of an image see each other, those that come later included
-        (`needs_whole_images`): `image_spans` of the extras of `batch`, int64 [n, 5]. A row for each
-        run of an image's tokens in the step: its query (a row of the block table), its first row in
-        the batch, the positions of its first token there and behind its last one, and the position
-        where the run begins, which is less if its first tokens were in the cache. vLLM:
+        (`needs_whole_images`): `image_spans` of the extras of `batch`, int64 [n, 4]. For each run of
+        an image's tokens in the step its query (a row of the block table), its first row in the
+        batch, and the positions of its first token there and behind its last one. vLLM:
         `compute_mm_prefix_ranges`.
         """
         if not getattr(self.runner.model, "needs_whole_images", False):
@@ -296,7 +295,7 @@ class EncoderRunner:
                     last = offset + number
                     if first < min(last, end):
                         require(last <= end, "a step ends inside an image, which must be whole")
-                        spans.append((query, row + first - begin, first, last, offset))
+                        spans.append((query, row + first - begin, first, last))
         if spans:
             batch.extras["image_spans"] = np.array(spans)
 
