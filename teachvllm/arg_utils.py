@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['NOT_YET', 'DTYPES', 'MULTIMODAL_PROCESSOR', 'ONLINE', 'arg', 'EngineArgs', 'gpu_capability', 'resolve_dtype',
            'control_groups', 'container_cpus', 'limit_threads', 'create_structured_outputs_config',
-           'create_multimodal_config', 'create_speculative_config', 'hint_if_busy', 'read_stored_pooling',
-           'resolve_task', 'base_architecture', 'resolve_pooler_config', 'pick', 'merge_rope', 'apply_overrides',
-           'longest_text', 'configuration_of', 'create_model_config']
+           'settle_multimodal_config', 'create_multimodal_config', 'create_speculative_config', 'hint_if_busy',
+           'read_stored_pooling', 'resolve_task', 'base_architecture', 'resolve_pooler_config', 'pick', 'merge_rope',
+           'apply_overrides', 'longest_text', 'configuration_of', 'create_model_config']
 
 # %% ../nbs/19_arg_utils.ipynb #2795d059
 import argparse
@@ -67,7 +67,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def names(text: str) -> list[str]:
+def name_list(text: str) -> list[str]:
     "Names with commas between them, for an option of the command line."
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -554,7 +554,7 @@ class EngineArgs(ShowAsTable):
     allowed_media_domains: Any = arg(
         None,
         "the only hosts whose images are read, with commas; default: any public one",
-        cli=names,
+        cli=name_list,
     )
     enable_mm_embeds: bool = arg(False, "take embeddings in place of images")
     language_model_only: bool = arg(False, "take no images, though the model could")
@@ -628,8 +628,10 @@ class EngineArgs(ShowAsTable):
             lora,
             structured_outputs_config=create_structured_outputs_config(self),
             speculative_config=create_speculative_config(self),
-            multimodal_config=create_multimodal_config(
-                self, model, scheduler.max_num_batched_tokens
+            multimodal_config=settle_multimodal_config(
+                create_multimodal_config(self, model.hf_config),
+                model,
+                scheduler.max_num_batched_tokens,
             ),
         )
 
@@ -798,28 +800,33 @@ def create_structured_outputs_config(args: "EngineArgs") -> StructuredOutputsCon
 MULTIMODAL_PROCESSOR = "teachvllm.multimodal.processing.MultiModalProcessor"
 
 
-def create_multimodal_config(
-    args: "EngineArgs", model: ModelConfig, num_batched_tokens: int
+def settle_multimodal_config(
+    config: MultiModalConfig | None, model: ModelConfig, num_batched_tokens: int
 ) -> MultiModalConfig | None:
-    """The checked configuration of images; None for a model that reads text only. A model's folder
-    may be without what processes images: then none can come. No step ends inside an image if the
-    model needs that.
+    """The same with what follows from the model: `mm_encoder_cache_tokens` as many as a step has, or as
+    the largest image, and no step that ends inside an image if the model needs that. A model's
+    folder may be without what processes images: then none can come.
     """
+    if config is None or config.language_model_only:
+        return config
+    largest = 0
+    whole = config.disable_chunked_mm_input
+    with suppress(ValueError, NotSupportedYet):
+        processor = resolve_class(MULTIMODAL_PROCESSOR)(model, None, config)
+        largest = processor.max_tokens_per_image()
+        whole |= getattr(processor.rules, "needs_whole_images", False)
+    tokens = config.mm_encoder_cache_tokens or max(num_batched_tokens, largest)
+    return dataclasses.replace(
+        config, mm_encoder_cache_tokens=tokens, disable_chunked_mm_input=whole
+    )
+
+
+def create_multimodal_config(args: "EngineArgs", hf_config: Any) -> MultiModalConfig | None:
+    "The checked configuration of images; None for a model that reads text only."
     size = 0 if args.disable_mm_preprocessor_cache else args.mm_processor_cache_gb
     config = pick(args, MultiModalConfig, mm_processor_cache_gb=size)
-    if getattr(model.hf_config, "vision_config", None) is not None:
-        largest = 0
-        whole = config.disable_chunked_mm_input
-        if not config.language_model_only:
-            with suppress(ValueError, NotSupportedYet):
-                processor = resolve_class(MULTIMODAL_PROCESSOR)(model, None, config)
-                whole |= getattr(processor.rules, "needs_whole_images", False)
-                if config.mm_encoder_cache_tokens is None:
-                    largest = processor.max_tokens_per_image()
-        tokens = config.mm_encoder_cache_tokens or max(num_batched_tokens, largest)
-        return dataclasses.replace(
-            config, mm_encoder_cache_tokens=tokens, disable_chunked_mm_input=whole
-        )
+    if getattr(hf_config, "vision_config", None) is not None:
+        return config
     for name in ("limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache"):
         require(not getattr(args, name), f"`{name}` is only supported for multimodal models.")
     return None

@@ -244,7 +244,7 @@ class InputProcessor:
         return read.text, read.token_ids
 
     def process(self, prompt: Prompt, params: SamplingParams) -> ProcessedPrompt:
-        "The prompt as the core gets it, checked; raises `ValueError` for one the model cannot take."
+        "The prompt as the core gets it; raises `ValueError` for one the model cannot take."
         found = self._process_images(prompt, params)
         if found is None:
             limit = self.model_config.max_model_len

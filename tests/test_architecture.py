@@ -308,7 +308,7 @@ THE_WAY = """
  LLM.generate
   LLMEngine.add_request
    InputProcessor.get_cache_salt
-   InputProcessor.__call__
+   InputProcessor.process
    InputProcessor.prepare
    OutputProcessor.add_request
    InprocClient.add_request

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -129,6 +130,7 @@ def test_a_served_cache_salt_is_in_the_prompt_and_not_in_the_log(
     class Engine:
         model_config = smollm[0]
         tokenizer = smollm[1]
+        processor = SimpleNamespace(input_processor=InputProcessor(*smollm))
 
         async def generate(self, prompt: Any, *args: Any, **options: Any):
             sent.append(prompt)

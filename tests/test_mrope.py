@@ -2,7 +2,6 @@
 through a whole engine, whatever its steps look like.
 """
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -10,7 +9,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,10 +199,7 @@ class Engine:
             "swap_space": 0.01,
             "device": FOR_TWO,
         }
-        whole = options.pop("disable_chunked_mm_input", False)
         config = EngineArgs(str(path), **{**defaults, **options}).create_engine_config()
-        seeing: Any = SimpleNamespace(disable_chunked_mm_input=whole)
-        config = dataclasses.replace(config, multimodal_config=seeing)
         self.core = EngineCore(config, get_executor_class(config))
         self.params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         self.tokens: dict[str, list[int]] = {}

@@ -2,9 +2,11 @@
 texts and pictures, in float32, whatever the batch, the chunks, the cache and the blocks do.
 """
 
+import base64
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -327,3 +329,60 @@ def test_memory_is_measured_with_the_largest_picture(families: Any) -> None:
         assert len(kept) == max(1, config.encoder_budget // largest) * largest
         runner.reset()
         check(llm, family, some_requests(family)[:2])
+
+
+def test_openais_client_sends_pictures(families: Any) -> None:
+    "As data URLs, in streams and whole; what is wrong is a 400 that says why, and the next is served."
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("fastapi")
+    from teachvllm import EngineArgs
+    from teachvllm.engine.async_llm import AsyncLLM
+    from teachvllm.entrypoints.api_server import ServerArgs, serve_in_background
+
+    family = families("llava")
+    image = picture(40, 70, 8)
+    file = BytesIO()
+    image.save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+    def messages(*urls: str) -> Any:
+        parts = [{"type": "image_url", "image_url": {"url": one}} for one in urls]
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": "what is it?"}]}]
+
+    args = EngineArgs(
+        str(family.folder),
+        dtype="float32",
+        device="cpu",
+        max_model_len=1024,
+        num_gpu_blocks_override=400,
+        limit_mm_per_prompt={"image": 2},
+    )
+    engine = AsyncLLM.from_engine_args(args)
+    options: Any = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    options["extra_body"] = {"ignore_eos": True}
+    try:
+        with (
+            serve_in_background(engine, ServerArgs(port=0, served_model_name="tiny")) as address,
+            openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client,
+        ):
+            chat = client.chat.completions.create
+            whole = chat(messages=messages(url), **options)
+            assert whole.usage.prompt_tokens > 16 and whole.usage.completion_tokens == 8
+            pieces = chat(messages=messages(url), stream=True, **options)
+            streamed = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+            assert streamed == whole.choices[0].message.content
+            two = chat(messages=messages(url, url), **options)
+            assert two.usage.prompt_tokens > whole.usage.prompt_tokens + 15
+            for wrong, says in (
+                ([url] * 3, "At most 2 image"),
+                (["data:image/png;base64,AAAA"], "image"),
+                (["file:///etc/passwd"], "allowed-local-media-path"),
+                (["http://127.0.0.1:9/a.png"], ""),
+                (["data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()], "image"),
+            ):
+                with pytest.raises(openai.BadRequestError, match=says):
+                    chat(messages=messages(*wrong), **options)
+            again = chat(messages=messages(url), **options)
+            assert again.choices[0].message.content == whole.choices[0].message.content
+    finally:
+        engine.shutdown()

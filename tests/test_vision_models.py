@@ -2,6 +2,7 @@
 the engine writes with them. Tiny models with random weights, in float32.
 """
 
+import json
 import logging
 import pickle
 from collections.abc import Callable
@@ -41,7 +42,7 @@ from teachvllm import LLM, EngineArgs, SamplingParams
 from teachvllm.config import NotSupportedYet
 from teachvllm.distributed.parallel_state import ParallelState, run_ranks
 from teachvllm.lora.layers import linear_places
-from teachvllm.messages import PromptEmbedding
+from teachvllm.messages import LoRARequest, PromptEmbedding
 from teachvllm.model_executor.layers import LinearBase, WeightsError
 from teachvllm.model_executor.loader import get_model, make_context
 from teachvllm.model_executor.models.llava import pixel_shuffle
@@ -583,3 +584,46 @@ def test_a_picture_becomes_the_tokens_of_transformers(family: str, tmp_path: Pat
         )
         assert found == out[0, inputs["input_ids"].shape[1] :].tolist(), text
     assert tokens[1] != tokens[2]
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@torch.inference_mode()
+def test_an_adapter_changes_the_language_model_alone(
+    models: Callable[[str], tuple[str, Any]],
+    prefix: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    "By the names of either version; its part for the tower is passed over, with a warning."
+    path, _ = models("llava")
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    added = {}
+    for i in range(2):
+        name = f"{prefix}layers.{i}.self_attn.q_proj"
+        a = torch.randn(4, 32, generator=generator)
+        b = torch.randn(32, 4, generator=generator)
+        added[i] = 2 * b @ a
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+    tower = "base_model.model.vision_tower.encoder.layers.0.self_attn.q_proj"
+    tensors[f"{tower}.lora_A.weight"] = torch.randn(4, 24, generator=generator)
+    tensors[f"{tower}.lora_B.weight"] = torch.randn(24, 4, generator=generator)
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({**fields, "target_modules": ["q_proj"]})
+    )
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    changed = made("llava")
+    for i, layer in enumerate(changed.model.language_model.layers):
+        layer.self_attn.q_proj.weight += added[i]
+    ids = [11, 12, 13, 14]
+    with caplog.at_level(logging.WARNING, "teachvllm"), engine(path, enable_lora=True) as llm:
+        request = LoRARequest("one", 1, str(tmp_path))
+        outputs = [
+            llm.generate([ids], GREEDY, lora_request=one, use_tqdm=False)[0]
+            for one in (None, request)
+        ]
+    assert "1 modules are not in the model" in caplog.text
+    plain, adapted = (list(output.outputs[0].token_ids) for output in outputs)
+    assert adapted == expected(changed, ids, []) != plain == expected(made("llava"), ids, [])
