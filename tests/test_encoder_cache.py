@@ -76,7 +76,7 @@ class WithImages(ChecksHashes):
                 begin, last = item.ranges[0][0], sum(item.ranges[-1])
                 if begin < end and last > end - number:
                     assert item.mm_hash in self.kept, "a token whose image was not encoded"
-                    is_cut = begin >= end - number and end < last
+                    is_cut = end < last
                     self.num_cut += is_cut
                     assert not (is_cut and self.encoders.whole), "an image was cut"
         return out

@@ -216,7 +216,14 @@ def gemma3() -> tuple[Any, Any]:
     image_processor = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
     config = Gemma3Config(
         vision_config={**VISION, "image_size": 56, "vision_use_head": False},
-        text_config={**TEXT, "vocab_size": len(tokenizer), "head_dim": 8, "sliding_window": 64},
+        text_config={
+            **TEXT,
+            "vocab_size": len(tokenizer),
+            "head_dim": 8,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 1,  # attention that is not flat
+        },
         mm_tokens_per_image=4,
         boi_token_index=ids("<start_of_image>"),
         eoi_token_index=ids("<end_of_image>"),
@@ -226,9 +233,11 @@ def gemma3() -> tuple[Any, Any]:
     return config, Gemma3Processor(image_processor, tokenizer, image_seq_length=4)
 
 
-def save_family(family: str, folder: Path) -> tuple[Path, Any]:
-    "A folder with the model's files but its weights; and transformers' own processor."
-    config, processor = globals()[family]()
+def save_family(family: str, folder: Path, made: Any = None) -> tuple[Path, Any]:
+    """A folder with the model's files but its weights; and transformers' own processor. `made`: another
+    configuration and processor of the family.
+    """
+    config, processor = made or globals()[family]()
     template = TEMPLATE.replace("PLACE", PLACEHOLDERS[family])
     processor.tokenizer.chat_template = template
     processor.chat_template = template

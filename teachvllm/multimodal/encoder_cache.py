@@ -122,8 +122,9 @@ class EncoderSchedule:
         """
         start = seq.num_computed_tokens
         for item in seq.mm_items if self.whole else ():
-            if item.ranges[0][0] <= start < sum(item.ranges[-1]):
-                return max(most, sum(item.ranges[-1]) - start)
+            end: int = sum(item.ranges[-1])
+            if item.ranges[0][0] <= start < end:
+                return max(most, end - start)
         return most
 
     def take(self, seq: Sequence, num_tokens: int, out: SchedulerOutput) -> int:
@@ -275,10 +276,9 @@ class EncoderRunner:
 
     def find_spans(self, state: InputBatch, batch: Batch) -> None:
         """For a model in which the tokens of an image see each other, those that come later included
-        (`needs_whole_images`): `image_spans` of the extras of `batch`, int64 [n, 5]. A row for each
-        run of an image's tokens in the step: its query (a row of the block table), its first row in
-        the batch, the positions of its first token there and behind its last one, and the position
-        where the run begins, which is less if its first tokens were in the cache. vLLM:
+        (`needs_whole_images`): `image_spans` of the extras of `batch`, int64 [n, 4]. For each run of
+        an image's tokens in the step its query (a row of the block table), its first row in the
+        batch, and the positions of its first token there and behind its last one. vLLM:
         `compute_mm_prefix_ranges`.
         """
         if not getattr(self.runner.model, "needs_whole_images", False):
@@ -295,7 +295,7 @@ class EncoderRunner:
                     last = offset + number
                     if first < min(last, end):
                         require(last <= end, "a step ends inside an image, which must be whole")
-                        spans.append((query, row + first - begin, first, last, offset))
+                        spans.append((query, row + first - begin, first, last))
         if spans:
             batch.extras["image_spans"] = np.array(spans)
 

@@ -86,18 +86,19 @@ class Gemma3MultiModalProjector(nn.Module):
 
 # %% ../../../nbs/multimodal/07_gemma3.ipynb #ed863b51
 def image_mask(
-    first: int, last: int, begin: int, window: int | None, device: torch.device | None = None
+    first: int, last: int, window: int | None, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Which of a sequence's tokens 0 to `last` its tokens `first` to `last` may see, which are the
-    last ones of an image that begins at `begin`: bool [last - first, last].
+    """Which of the tokens 0 to `last` of a sequence those from `first` on may see, which are an
+    image's, or its last ones: bool [last - first, last].
 
-    All that come before, as ever, and all of the image; of both only what the window leaves, which
-    ends on the left.
+    All up to the image's end, those before the image and those in it; of both only what the window
+    leaves, which ends on the left.
     """
     position = torch.arange(first, last, device=device)[:, None]
     key = torch.arange(last, device=device)
-    mask = (key <= position) | (key >= begin)
-    return mask if window is None else mask & (key > position - window)
+    if window is None:
+        return (key < last).expand(last - first, -1)
+    return key > position - window
 
 # %% ../../../nbs/multimodal/07_gemma3.ipynb #606addb4
 class ImageAttention(Attention):
@@ -122,10 +123,10 @@ class ImageAttention(Attention):
         "As `Attention`'s."
         attended = super().forward(q, k, v, kv_cache, meta)
         if meta.image_spans is not None:
-            for query, row, first, last, begin in meta.image_spans.tolist():
+            for query, row, first, last in meta.image_spans.tolist():
                 rows = slice(row, row + last - first)
                 pages = meta.block_table[query]
-                attended[rows] = self.attend_image(q[rows], kv_cache, pages, first, last, begin)
+                attended[rows] = self.attend_image(q[rows], kv_cache, pages, first, last)
         return attended
 
     def attend_image(
@@ -135,7 +136,6 @@ class ImageAttention(Attention):
         pages: torch.Tensor,
         first: int,
         last: int,
-        begin: int,
     ) -> torch.Tensor:
         """Queries [last - first, num_heads, head_size] of an image's tokens, see `image_mask`, over
         the pages of their sequence -> [last - first, num_heads * head_size].
@@ -153,10 +153,10 @@ class ImageAttention(Attention):
         groups = backend.num_heads // backend.num_kv_heads
         k = k.repeat_interleave(groups, 1)
         v = v.repeat_interleave(groups, 1)
-        mask = image_mask(first, last, begin, window, q.device)[:, start * block_size :]
-        seen = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=mask, scale=backend.scale
-        )
+        mask = image_mask(first, last, window, q.device)[:, start * block_size :]
+        # [num_heads, tokens, head_size]
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        seen = F.scaled_dot_product_attention(q, k, v, mask, scale=backend.scale)
         return seen.transpose(0, 1).flatten(1)
 
 # %% ../../../nbs/multimodal/07_gemma3.ipynb #82dd68e9
@@ -216,7 +216,7 @@ class Gemma3ForConditionalGeneration(VisionLanguageModel):
             self.vision_tower = Gemma3VisionTower(config.vision_config, context)
             self.multi_modal_projector = Gemma3MultiModalProjector(config)
 
-    def get_language_model_class(self, text_config: Any) -> type[nn.Module]:
+    def get_language_model_class(self, text_config: Any) -> type[Any]:
         "Gemma 3's, in which images see themselves."
         check_config_fields(Gemma3LanguageModel, text_config)
         return Gemma3LanguageModel

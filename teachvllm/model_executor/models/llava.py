@@ -102,7 +102,7 @@ class VisionLanguageModel(nn.Module, ABC):
         packed = getattr(self.language_model, "packed_modules_mapping", {})
         self.packed_modules_mapping = PACKED_IN_TOWERS | packed
 
-    def get_language_model_class(self, text_config: Any) -> type[nn.Module]:
+    def get_language_model_class(self, text_config: Any) -> type[Any]:
         "That of the registry; a subclass may have one that knows of pictures."
         return get_model_class(text_config)
 
