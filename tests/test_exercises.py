@@ -35,6 +35,7 @@ OWN_CHECKS = {
     "multimodal/03_encoder_cache",
     "multimodal/04_vision_tower",
     "multimodal/05_llava",
+    "multimodal/07_gemma3",
 }
 SOLUTIONS = solutions()
 with contextlib.suppress(ValueError):
