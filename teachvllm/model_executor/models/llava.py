@@ -98,13 +98,9 @@ class VisionLanguageModel(nn.Module, ABC):
         super().__init__()
         text = copy.copy(get_hf_text_config(config))
         text.tie_word_embeddings = config.tie_word_embeddings
-        self.language_model = self.get_language_model_class(text)(text, context)
+        self.language_model = get_model_class(text)(text, context)
         packed = getattr(self.language_model, "packed_modules_mapping", {})
         self.packed_modules_mapping = PACKED_IN_TOWERS | packed
-
-    def get_language_model_class(self, text_config: Any) -> type[Any]:
-        "That of the registry; a subclass may have one that knows of pictures."
-        return get_model_class(text_config)
 
     def map_weight(self, name: str, tensor: Any) -> tuple[str, Any]:
         "A checkpoint's name and tensor, as they are called and lie here."
