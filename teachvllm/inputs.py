@@ -290,13 +290,19 @@ class InputProcessor:
     ) -> dict[str, Any]:
         "A conversation as a prompt of token ids, with the images in it; see `apply_chat_template`."
         placeholder = None
+        images = chat_images(messages)
         if self.multimodal_config is not None:
-            placeholder = self.multimodal.placeholder
-            chat_template = chat_template or self.multimodal.chat_template
+            placeholder = ""  # a text needs none, but its template may want parts
+            try:
+                placeholder = self.multimodal.placeholder
+                chat_template = chat_template or self.multimodal.chat_template
+            except ValueError:  # the model's folder does not say how images are processed
+                if images:
+                    raise
         tokenizer = whole_tokenizer(self.tokenizer)
         ids = apply_chat_template(tokenizer, messages, chat_template, placeholder, **options)
         prompt: dict[str, Any] = {"prompt_token_ids": ids}
-        if images := chat_images(messages):
+        if images:
             prompt["multi_modal_data"] = {"image": images}
             prompt["mm_processor_kwargs"] = mm_processor_kwargs
         return prompt

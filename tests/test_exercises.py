@@ -35,6 +35,7 @@ OWN_CHECKS = {
     "multimodal/03_encoder_cache",
     "multimodal/04_vision_tower",
     "multimodal/05_llava",
+    "multimodal/06_mrope",
     "multimodal/07_gemma3",
 }
 SOLUTIONS = solutions()
@@ -91,6 +92,8 @@ NOTHING_TO_WRITE = {
     "speculative/04_draft_model",
     "speculative/05_eagle",
     "speculative/06_policy",
+    "multimodal/01_images",
+    "multimodal/02_processor",
     "cpu/10_numba_rejection",
     "cpu/11_numba_ngram",
     "gpu/12_rejection",

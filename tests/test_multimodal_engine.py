@@ -321,7 +321,7 @@ def test_memory_is_measured_with_the_largest_picture(families: Any) -> None:
     with engine(family, num_gpu_blocks_override=None, kv_cache_memory_bytes=None) as llm:
         config = llm.llm_engine.engine_core.engine_core.config  # type: ignore[attr-defined]
         runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
-        assert not runner.encoders.embeddings
+        assert not any(runner.encoders.embeddings.values())
         runner.encoders.profile_run()
         (kept,) = runner.encoders.embeddings[0].values()
         largest = llm.llm_engine.processor.input_processor.multimodal.max_tokens_per_image()
@@ -386,3 +386,35 @@ def test_openais_client_sends_pictures(families: Any) -> None:
             assert again.choices[0].message.content == whole.choices[0].message.content
     finally:
         engine.shutdown()
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_what_was_seen_before_a_sleep(families: Any, name: str) -> None:
+    "Core and workers forget it together, at a sleep and with the prefix cache."
+    family = families(name)
+    requests = some_requests(family)[1:3]
+    with engine(family, enable_prefix_caching=False) as llm:
+        check(llm, family, requests)
+        llm.sleep(1)
+        llm.wake_up()
+        check(llm, family, requests)
+        assert llm.reset_prefix_cache()
+        check(llm, family, requests)
+        encoders = llm.llm_engine.engine_core.engine_core.scheduler.orders.encoders  # type: ignore
+        (kept,) = llm.collective_rpc(
+            lambda worker: {
+                name for one in worker.model_runner.encoders.embeddings.values() for name in one
+            }
+        )
+        assert kept == set(encoders.cache.sizes) and encoders.num_encoded == 3 * len(kept)
+
+
+def test_one_square_and_whole_numbers(families: Any) -> None:
+    "Sizes below a square, and options that are whole numbers."
+    family = families("smolvlm")
+    with engine(family) as llm:
+        for options in ({"size": {"longest_edge": 40}}, {"rescale_factor": 1}):
+            request = prompt(f"a {family.place} b", [picture(70, 45, 1)])
+            request["mm_processor_kwargs"] = options
+            (output,) = llm.generate([request], greedy(2), use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 2

@@ -8,7 +8,7 @@ __all__ = ['ENCODER_SCHEDULE', 'Swapping', 'ParallelSampling', 'LookAhead', 'mak
 # %% ../../nbs/15_scheduler_extensions.ipynb #bc167afd
 from typing import Any
 
-from ..config import VllmConfig, resolve_class
+from ..config import NotSupportedYet, VllmConfig, resolve_class
 from .block_manager import BlockSpaceManager
 from .orders import SchedulerOutput
 from .scheduler import Sample, Scheduler
@@ -152,5 +152,9 @@ def make_scheduler(
     if isinstance(made, Scheduler):
         made.builder.mask_size = -(-config.model_config.vocab_size // 8)
         if config.multimodal_config:
+            if window is not None and config.multimodal_config.disable_chunked_mm_input:
+                raise NotSupportedYet(
+                    "disable_chunked_mm_input=True with a sliding window is not in teachvllm yet"
+                )
             made.orders.encoders = resolve_class(ENCODER_SCHEDULE)(config)
     return made

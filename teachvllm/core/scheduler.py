@@ -1019,6 +1019,8 @@ class Scheduler:
         idle = not self.running and not self.swapped
         if idle:
             self.block_manager.reset_prefix_cache()
+            if self.orders.encoders:  # what images became belongs to it
+                self.orders.next.freed_mm_hashes += self.orders.encoders.reset()
         return idle
 
     def get_stats(self) -> SchedulerStats:

@@ -167,9 +167,11 @@ class EncoderSchedule:
         for item in seq.mm_items:
             self.cache.release(item.mm_hash, seq.seq_id)
 
-    def reset(self) -> None:
-        "The workers have forgotten all embeddings."
+    def reset(self) -> list[str]:
+        "All embeddings are to be forgotten: their hashes, for workers that still have them."
+        forgotten = list(self.cache.sizes)
         self.cache = EncoderCacheManager(self.budget)
+        return forgotten
 
 # %% ../../nbs/multimodal/03_encoder_cache.ipynb #5fdc22f7
 class EncoderRunner:
@@ -235,9 +237,13 @@ class EncoderRunner:
         kept = self.embeddings.get(batch.virtual_engine, {})
         rows: list[np.ndarray] = []
         values: list[torch.Tensor] = []
+        begins = (batch.ends - batch.num_scheduled).tolist()
         for i, slot in enumerate(batch.req_indices.tolist()):
-            begin = int(batch.ends[i] - batch.num_scheduled[i])
-            for mm_hash, ranges, _ in state.mm_places.get(slot, ()):
+            places = state.mm_places.get(slot)
+            begin = begins[i]
+            if not places or begin >= sum(places[-1][1][-1]):
+                continue  # it has no images, or they are computed
+            for mm_hash, ranges, _ in places:
                 done = 0  # embeddings of the image that stand in the ranges before
                 for offset, number in ranges:
                     first = max(begin, offset)
@@ -262,7 +268,14 @@ class EncoderRunner:
         """
         model = self.runner.model
         slots = batch.req_indices.tolist()
-        if not getattr(model, "uses_mrope", False) or state.mm_places.keys().isdisjoint(slots):
+        seen = state.mm_places
+        if not getattr(model, "uses_mrope", False) or seen.keys().isdisjoint(slots):
+            return
+        begins = (batch.ends - batch.num_scheduled).tolist()
+        if all(b >= sum(seen[s][-1][1][-1]) for b, s in zip(begins, slots) if s in seen):
+            # behind its images a text counts by one in all parts: a step like any other
+            moved = [sum(max(grid[1:]) - r[0][1] for _, r, grid in seen.get(s, ())) for s in slots]
+            batch.positions = batch.positions + np.repeat(moved, batch.num_scheduled)
             return
         positions = np.tile(batch.positions, (3, 1))
         for i, slot in enumerate(slots):
@@ -287,9 +300,12 @@ class EncoderRunner:
         for i, slot in enumerate(batch.req_indices.tolist()):
             end = int(batch.ends[i])
             begin = end - int(batch.num_scheduled[i])
+            places = state.mm_places.get(slot)
+            if not places or begin >= sum(places[-1][1][-1]):
+                continue  # it has no images, or they are computed
             row = int(batch.first_rows[i])
             query = int(np.searchsorted(batch.query_start_loc, row, side="right")) - 1
-            for _, ranges, _ in state.mm_places.get(slot, ()):
+            for _, ranges, _ in places:
                 for offset, number in ranges:
                     first = max(begin, offset)
                     last = offset + number

@@ -8,6 +8,7 @@ __all__ = ['MULTIMODAL_PROCESSORS', 'LlavaRules', 'Idefics3Rules', 'Qwen2VLRules
            'make_item', 'as_images', 'as_uuids']
 
 # %% ../../nbs/multimodal/02_processor.ipynb #e16eca0b
+import functools
 import json
 import math
 import threading
@@ -159,7 +160,7 @@ class Idefics3Rules(LlavaRules):
             return self.each
         given = {"size": options["size"]} if "size" in options else {}
         found = self.image_processor.get_number_of_image_patches(height, width, given)
-        return self.each * int(found[0])
+        return self.each * max(1, int(found[0]))
 
     def replacement(self, features: dict[str, Any] | None, number: int) -> str:
         around, whole = "<fake_token_around_image>", "<global-img>"
@@ -346,7 +347,11 @@ def check_options(rules: Any, given: Any) -> Options:
         require(name in known, f"mm_processor_kwargs: {name!r:.40} is none of {sorted(known)}")
         says, fits = _KINDS[known[name]]
         require(fits(value), f"mm_processor_kwargs: {name}={value!r:.60} must be {says}")
-        options[name] = [float(x) for x in value] if known[name] == "numbers" else value
+        options[name] = value
+        if known[name] == "number":
+            options[name] = float(value)
+        elif known[name] == "numbers":
+            options[name] = [float(one) for one in value]
     std = options.get("image_std") or [1]
     require(0 not in std, "mm_processor_kwargs: image_std has a 0, by which pixels are divided")
     size = dict(options.get("size") or {})
@@ -541,6 +546,8 @@ class MultiModalProcessor:
             raise ValueError(f"the image cannot be processed: {error}") from error
         arrays = {name: np.ascontiguousarray(array) for name, array in made.items()}
         text = self.rules.replacement(arrays, number)
+        number = text.count(self.rules.image_token)  # what was made; before it was a forecast
+        self._check_tokens(number)
         features = {
             name: (str(array.dtype), list(array.shape), array.tobytes())
             for name, array in arrays.items()
@@ -686,7 +693,7 @@ class MultiModalProcessor:
         require(alone, "skip_tokenizer_init=True: this model's images need a tokenizer")
         return [self.rules.image_token_id] * number
 
-    @property
+    @functools.cached_property
     def chat_template(self) -> str | None:
         "The template that a processor's folder has beside its tokenizer's; None: it has none."
         file = self.model_config.path / "chat_template.json"

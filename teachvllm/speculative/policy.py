@@ -159,6 +159,7 @@ class DraftPolicy:
         promising = max(costs.gains(self.most)[1:]) >= self.PROMISING
         tries = max(self.TRIES, self.SAMPLES // num_seqs)
         if (promising or num_seqs <= self.FEW) and costs.num_whole < tries:
+            costs.num_whole += 1  # not for ever: some sequences may have no drafts
             return [(self.most, everyone)] * (1 + tries)
         best = costs.best(self.most)
         patience = self.patience.get(size, self.PATIENCE * (1 if promising else 4))

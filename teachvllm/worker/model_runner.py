@@ -133,11 +133,18 @@ class InputBatch:
         for seq_id, copies in out.copied_block_ids.items():
             for index, block_id in copies:
                 self.block_table[self.slot_of[seq_id], index] = block_id
-        for seq_id, drafts in out.scheduled_spec_decode_tokens.items():
+        if out.scheduled_spec_decode_tokens:
+            self.place_drafts(out.scheduled_spec_decode_tokens)
+
+    def place_drafts(self, drafts: dict[int, list[int]]) -> None:
+        "Drafts (by seq_id) stand behind their sequences' tokens, for this step."
+        placed = []
+        for seq_id, token_ids in drafts.items():
             slot = self.slot_of[seq_id]
             start = int(self.num_tokens[slot])
-            self.token_ids[slot, start : start + len(drafts)] = drafts
-            placed = [(slot, place, token_id) for place, token_id in enumerate(drafts, start)]
+            self.token_ids[slot, start : start + len(token_ids)] = token_ids
+            placed += [(slot, place, token_id) for place, token_id in enumerate(token_ids, start)]
+        if self.logits_processors.requests:
             self.logits_processors.set_tokens(placed)
 
     def set_tokens(self, new_token_ids: dict[int, list[int]]) -> None:
@@ -857,8 +864,6 @@ class ModelRunner:
         self.input_batch = InputBatch(
             num_seqs, model.max_model_len, self.block_size, model.vocab_size, self.device
         )
-        if self.encoders:
-            self.encoders.reset()
 
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput, kv_caches: list[torch.Tensor]) -> SamplerOutput:
@@ -1100,6 +1105,8 @@ class ModelRunner:
         if self.encoders:
             self.encoders.profile_run()
         self._dummy_run(dummy_batch(self.config), self.make_cache(1).gpu_cache[:2])
+        if self.encoders:
+            self.encoders.reset()
 
     def warm_up(self, kv_caches: list[torch.Tensor], most: int = 1) -> None:
         """Run a small mixed step and small decodes, of up to `most` sequences: kernels are compiled

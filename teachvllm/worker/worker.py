@@ -334,6 +334,8 @@ class Worker:
         if self.parallel.pp:  # a stage may have sent what the next one has not fetched
             self.parallel.pp.restart()
         self.model_runner.reset()
+        if self.model_runner.encoders:
+            self.model_runner.encoders.reset()
 
     def sleep(self, level: int = 1) -> None:
         """Give back the KV cache, and the weights: a GPU's to the host's memory (level 1; a CPU
@@ -345,6 +347,8 @@ class Worker:
         with self.on_device():
             self.cache_engines = []
             self.model_runner.graphs = None  # they have the cache's addresses
+            if self.model_runner.encoders:
+                self.model_runner.encoders.reset()
             if self.model_runner.proposer:
                 self.model_runner.proposer.release_cache()
             if level == 1:
