@@ -496,11 +496,12 @@ def test_large_requests_are_read_in_a_thread(
     engine: AsyncLLM, path: str, body: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     "Never in the event loop, which serves the others."
+    from teachvllm import inputs
     from teachvllm.entrypoints import serving
 
     seen: list[str] = []
-    for name in "encode", "apply_chat_template":
-        monkeypatch.setattr(serving, name, spy_on(getattr(serving, name), seen))
+    for module, name in ((serving, "encode"), (inputs, "apply_chat_template")):
+        monkeypatch.setattr(module, name, spy_on(getattr(module, name), seen))
     status, text = ask_app(build_app(engine), "POST", path, json=body)
     assert status in (200, 400) and seen and "MainThread" not in seen, text[:200]
     ask_app(build_app(engine), "POST", "/tokenize", json={"prompt": "Hello"})
