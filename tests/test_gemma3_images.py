@@ -12,7 +12,7 @@ import torch
 from pictures import picture
 from safetensors.torch import load_file, save_file
 from test_multimodal_engine import Family, check, engine, greedy, prompt
-from tiny_eyes import gemma3, save_family
+from tiny_eyes import gemma3, put, save_family
 from transformers import (
     CLIPVisionConfig,
     Gemma3ForConditionalGeneration,
@@ -458,17 +458,6 @@ def test_the_tower_is_whole_on_every_rank(families: Any, pixels: Any) -> None:
     assert all(torch.equal(found, wanted) for found in run_ranks(rows, 2))
     first, last = run_ranks(rows, 1, 2)
     assert torch.equal(first, wanted) and last is None
-
-
-def put(part: str, **fields: Any) -> Callable[[Any], Any]:
-    "What changes these fields of a configuration, or of a part of it."
-
-    def change(hf_config: Any) -> Any:
-        for name, value in fields.items():
-            setattr(getattr(hf_config, part) if part else hf_config, name, value)
-        return hf_config
-
-    return change
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {

@@ -16,7 +16,7 @@ import torch
 from helpers import VOCAB
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_eyes import save_family
+from tiny_eyes import put, save_family
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -470,17 +470,6 @@ def test_only_the_language_model_is_rounded(models: Callable[[str], tuple[str, A
     places = linear_places(model)
     assert "language_model.model.layers.0.self_attn.q_proj" in places
     assert all(name.startswith("language_model.") for name in places)
-
-
-def put(part: str, **fields: Any) -> Callable[[Any], Any]:
-    "What changes these fields of a configuration, or of a part of it."
-
-    def change(hf_config: Any) -> Any:
-        for name, value in fields.items():
-            setattr(getattr(hf_config, part) if part else hf_config, name, value)
-        return hf_config
-
-    return change
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {

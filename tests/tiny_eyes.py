@@ -2,6 +2,7 @@
 save_pretrained writes them.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +263,14 @@ def model_config(folder: Path, **options: Any) -> ModelConfig:
             setattr(hf_config, name, getattr(text, name))
     settled = {"max_model_len": 2048} | options
     return ModelConfig(str(folder), folder, hf_config, folder, **settled)
+
+
+def put(part: str, **fields: Any) -> Callable[[Any], Any]:
+    "What changes these fields of a configuration, or of a part of it."
+
+    def change(hf_config: Any) -> Any:
+        for name, value in fields.items():
+            setattr(getattr(hf_config, part) if part else hf_config, name, value)
+        return hf_config
+
+    return change

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ...attention.backend import FLOAT8, AttentionMetadata, from_float8
 from ...config import NotSupportedYet, require, resolve_class
 from ..layers import Attention, ModelContext, PPMissingLayer
-from .llava import VisionLanguageModel
+from .llava import LlavaForConditionalGeneration, VisionLanguageModel
 from ...multimodal.vision import SiglipVisionTower
 
 # %% ../../../nbs/multimodal/07_gemma3.ipynb #e48ff599
@@ -173,13 +173,8 @@ class Gemma3ForConditionalGeneration(VisionLanguageModel):
     """
 
     needs_whole_images = True  # the worker says in each step where images are
-    encoder_modules = ("vision_tower", "multi_modal_projector")
-    renamed = {
-        "lm_head.": "language_model.lm_head.",
-        "model.language_model.": "language_model.{body}.",
-        "model.vision_tower.": "vision_tower.",
-        "model.multi_modal_projector.": "multi_modal_projector.",
-    }
+    encoder_modules = LlavaForConditionalGeneration.encoder_modules
+    renamed = LlavaForConditionalGeneration.renamed  # the parts have the same names
     config_fields = frozenset(
         {
             "text_config",
