@@ -33,7 +33,7 @@ class MultiModalItem(msgspec.Struct, array_like=True, gc=False):
     modality: str  # "image"
     mm_hash: str  # of all that the encoder reads: who has the same one has the same embeddings
     ranges: list[tuple[int, int]]  # (offset, number) of prompt tokens, rising; often it is one
-    features: dict[str, tuple[str, list[int], bytes]]  # name -> numpy's dtype, shape, data
+    features: dict[str, tuple[str, list[int], bytes]]  # name -> torch's dtype, shape, data
     # frames, rows and columns of its embeddings, for models whose positions depend on them
     grid: tuple[int, int, int] | None = None
 

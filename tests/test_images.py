@@ -439,6 +439,53 @@ def test_a_server_that_does_not_speak_is_left() -> None:
         READER.read(url)  # nobody listens
 
 
+def test_several_are_read_at_a_time() -> None:
+    "In order; the third is read while the first is waited for, or the first never comes."
+    third = threading.Event()
+
+    def download(url: str) -> bytes:
+        if url.endswith("0"):
+            assert third.wait(60)
+        if url.endswith("2"):
+            third.set()
+        return url.encode()
+
+    reader = MediaReader(download=SlowDownload(download, timeout=60))
+    urls = [f"http://a/{i}" for i in range(9)]
+    assert list(reader.fetch_all([*urls, b"bytes", None])) == [
+        *(url.encode() for url in urls),
+        b"bytes",
+        None,
+    ]
+    assert list(reader.fetch_all([])) == []
+
+
+def test_a_prompt_waits_no_longer_than_for_one_image() -> None:
+    "Though each of its images comes in time; what is not read yet is not begun."
+    asked = []
+
+    def download(url: str) -> bytes:
+        asked.append(url)
+        time.sleep(0.1)
+        return b""
+
+    reader = MediaReader(download=SlowDownload(download, timeout=0.15))
+    with pytest.raises(ValueError, match="more than 0.15 seconds.*VLLM_IMAGE_FETCH_TIMEOUT"):
+        list(reader.fetch_all([f"http://a/{i}" for i in range(100)]))
+    assert len(asked) < 30
+
+
+class SlowDownload(Download):
+    "A download whose answers a test makes."
+
+    def __init__(self, answer: Callable[[str], bytes], timeout: float):
+        super().__init__(timeout=timeout)
+        object.__setattr__(self, "answer", answer)
+
+    def __call__(self, url: str) -> bytes:
+        return self.answer(url)  # type: ignore[attr-defined, no-any-return]
+
+
 def test_private_addresses(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = len(Answers.asked)
     for reader in (MediaReader(), MediaReader.from_config(MultiModalConfig())):

@@ -409,6 +409,23 @@ def test_what_was_seen_before_a_sleep(families: Any, name: str) -> None:
         assert kept == set(encoders.cache.sizes) and encoders.num_encoded == 3 * len(kept)
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_drafts_do_not_look(families: Any, name: str) -> None:
+    "The rounded model drafts on pages that have the images: it needs no tower of its own."
+    family = families(name)
+    speculative_config = {"method": "self_quantized", "num_speculative_tokens": 3}
+    with engine(family, speculative_config=speculative_config) as llm:
+        check(llm, family, some_requests(family))
+        (shared,) = llm.collective_rpc(
+            lambda worker: [
+                getattr(worker.model_runner.proposer.drafter.model, name)
+                is getattr(worker.model_runner.model, name)
+                for name in worker.model_runner.model.encoder_modules
+            ]
+        )
+        assert shared and all(shared)
+
+
 def test_one_square_and_whole_numbers(families: Any) -> None:
     "Sizes below a square, and options that are whole numbers."
     family = families("smolvlm")

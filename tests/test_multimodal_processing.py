@@ -24,6 +24,7 @@ from teachvllm.entrypoints.protocol import ChatCompletionRequest, RequestError, 
 from teachvllm.entrypoints.serving import PromptReader
 from teachvllm.inputs import InputProcessor, get_tokenizer, render_chat, takes_parts
 from teachvllm.messages import MultiModalItem, PromptEmbedding
+from teachvllm.multimodal.images import MediaReader
 from teachvllm.multimodal.processing import (
     MULTIMODAL_PROCESSORS,
     LlavaRules,
@@ -283,9 +284,14 @@ def test_too_many_images(families: Any) -> None:
 def test_images_that_are_longer_than_the_model(families: Any) -> None:
     processor = processor_of(families["llava"][0], max_model_len=40)
     read = []
-    processor.reader = SimpleNamespace(
-        fetch=lambda one: one, decode=lambda one: read.append(1) or one
-    )
+    decode = processor.reader.decode
+
+    class Reader(MediaReader):
+        def decode(self, source: Any) -> Image.Image:
+            read.append(1)
+            return decode(source)
+
+    processor.reader = Reader()
     images = [picture(seed=i) for i in range(9)]
     with pytest.raises(ValueError, match="48 tokens of images, so with one token of output"):
         processor.apply("<image>" * 9, images)
@@ -505,6 +511,22 @@ def test_what_a_user_calls_an_image(families: Any) -> None:
     (unnamed,) = processor.apply("<image>", [picture()], uuids=[None])[2]
     (other,) = processor.apply("<image>", [picture()], {"resample": 0}, ["cat"])[2]
     assert len({first.mm_hash, unnamed.mm_hash, other.mm_hash}) == 3
+
+
+def test_pixels_travel_in_the_models_dtype(families: Any) -> None:
+    "Half as many bytes; whole numbers stay what they are."
+    folder = families["qwen2_vl"][0]
+    whole, half = (
+        processor_of(folder, dtype=dtype).apply("<|image_pad|>", [picture()])[2][0]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert isinstance(whole, MultiModalItem) and isinstance(half, MultiModalItem)
+    dtype, shape, data = half.features["pixel_values"]
+    pixels = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).reshape(shape)
+    expected = torch.from_numpy(arrays_of(whole)["pixel_values"].copy())
+    assert dtype == "bfloat16" and torch.equal(pixels, expected.bfloat16())
+    assert half.features["image_grid_thw"] == whole.features["image_grid_thw"]
+    assert half.mm_hash == whole.mm_hash
 
 
 def test_the_cache_is_bounded(families: Any) -> None:

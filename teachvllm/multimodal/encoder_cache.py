@@ -216,13 +216,19 @@ class EncoderRunner:
         self.embeddings = {0: {item.mm_hash: torch.cat(found)}}
 
     def features(self, item: MultiModalItem) -> dict[str, torch.Tensor]:
-        "What the encoder reads of an image, as tensors on the device; floats in the model's dtype."
+        """What the encoder reads of an image, as tensors on the device, but for what the model's
+        `keep_on_cpu` names; floats in the model's dtype.
+        """
+        kept = getattr(self.runner.model, "keep_on_cpu", ())
         tensors = {}
         for name, (dtype, shape, data) in item.features.items():
-            x = torch.from_numpy(np.frombuffer(bytearray(data), dtype).reshape(shape))
+            x = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
             if x.is_floating_point():
                 x = x.to(self.runner.context.dtype)
-            tensors[name] = x.to(self.runner.device)
+            if self.runner.device != "cpu" and name not in kept:
+                pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+                x = pinned.to(self.runner.device, non_blocking=True)
+            tensors[name] = x
         return tensors
 
     def find_rows(self, state: InputBatch, batch: Batch) -> None:

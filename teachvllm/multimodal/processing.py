@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from ..config import ModelConfig, MultiModalConfig, NotSupportedYet, require, resolve_class
@@ -549,11 +550,19 @@ class MultiModalProcessor:
         number = text.count(self.rules.image_token)  # what was made; before it was a forecast
         self._check_tokens(number)
         features = {
-            name: (str(array.dtype), list(array.shape), array.tobytes())
+            name: self._packed(array)
             for name, array in arrays.items()
             if name not in self.rules.unused
         }
         return Processed(features, text, number, self.rules.grid(arrays))
+
+    def _packed(self, array: np.ndarray[Any, Any]) -> tuple[str, list[int], bytes]:
+        "An array as it travels: fractions in the model's dtype, in which the encoder reads them."
+        x = torch.from_numpy(array)
+        if x.is_floating_point():
+            x = x.to(getattr(torch, self.model_config.dtype))
+        dtype = str(x.dtype).removeprefix("torch.")
+        return dtype, list(x.shape), x.flatten().view(torch.uint8).numpy().tobytes()
 
     def _check_tokens(self, number: int) -> None:
         most = self.max_tokens_per_image()
@@ -571,7 +580,7 @@ class MultiModalProcessor:
             if found := self.cache.get(mm_hash):
                 return mm_hash, found
             require(source is not None, f"Cache miss for image {uuid!r}, but data is not provided.")
-        data = self.reader.fetch(source)
+        data = self.reader.fetch(source)  # which has been read, if it has no uuid
         with self.lock:
             image = self.reader.decode(data)
             if uuid is None:
@@ -645,8 +654,12 @@ class MultiModalProcessor:
             f"calling `LLM.generate`. This model's placeholder is {self.placeholder!r}.",
         )
         options = self.options | check_options(self.rules, mm_processor_kwargs)
+        names = uuids or [None] * len(images)
+        # one with a uuid may be kept already: it is not read before that is known
+        ahead = [source if uuid is None else None for source, uuid in zip(images, names)]
         read: list[tuple[str, Processed]] = []
-        for source, uuid in zip(images, uuids or [None] * len(images), strict=True):
+        for image, fetched, uuid in zip(images, self.reader.fetch_all(ahead), names, strict=True):
+            source = fetched if uuid is None else image
             values = self._embeddings(source)
             if values is None:
                 read.append(self._read(source, options, uuid))

@@ -251,8 +251,12 @@ class SelfQuantizedProposer(DraftModelProposer):
         )
 
     def load_model(self) -> None:
-        "Load the model once more, rounded. The embedding is the target's."
+        """Load the model once more, rounded. The embedding is the target's, and so is what encodes
+        images: a draft never does.
+        """
         super().load_model()
+        for name in getattr(self.runner.model, "encoder_modules", ()):
+            setattr(self.drafter.model, name, getattr(self.runner.model, name))
         targets = dict(self.runner.model.named_modules())
         layers = dict(self.drafter.model.named_modules())
         for name, layer in layers.items():

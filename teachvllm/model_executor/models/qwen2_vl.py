@@ -322,6 +322,7 @@ class Qwen2VLForConditionalGeneration(nn.Module):
     """
 
     uses_mrope = True  # the worker asks `get_mrope_positions`
+    keep_on_cpu = ("image_grid_thw",)  # the host reads it
     encoder_modules = ("visual",)
     packed_modules_mapping = Qwen2VLLanguageModel.packed_modules_mapping
     config_fields = frozenset(
