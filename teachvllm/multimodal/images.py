@@ -34,7 +34,7 @@ from ..config import MultiModalConfig, require
 # %% ../../nbs/multimodal/01_images.ipynb #e8c8c72d
 def max_image_pixels() -> int:
     """Most pixels that an image may have, 0 for no limit: `VLLM_MAX_IMAGE_PIXELS`, or twice what
-    Pillow warns of.
+    Pillow warns of. In files Pillow never takes more than that.
     """
     return int(os.environ.get("VLLM_MAX_IMAGE_PIXELS", 178_956_970))
 
@@ -54,7 +54,7 @@ def check_size(width: int, height: int) -> None:
     require(ratio <= 200, f"absolute aspect ratio must be smaller than 200, got {ratio}")
 
 # %% ../../nbs/multimodal/01_images.ipynb #fd021c7c
-# Pillow knows more of them; for some it starts other programs
+# Pillow knows many more, and for one of them (EPS) it starts another program
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 

@@ -99,7 +99,9 @@ class LlavaRules:
         size = image_processor.crop_size or image_processor.size
         self.size = (int(size["height"]), int(size["width"]))
         rows, columns = (side // self.patch_size for side in self.size)
+        # what the folder's processor writes: a token for each patch, perhaps one for the whole
         self.number = rows * columns + int(extra) - int(strategy == "default")
+        # what the model makes, by its config.json
         asked = (vision.image_size // vision.patch_size) ** 2 + has_class
         asked -= config.vision_feature_select_strategy == "default"
         require(

@@ -140,8 +140,9 @@ class VisionEncoderLayer(nn.Module):
 
 # %% ../../nbs/multimodal/04_vision_tower.ipynb #75ea9be1
 def state_numbers(asked: int | list[int], num_hidden_layers: int) -> list[int]:
-    """Which hidden states a `vision_feature_layer` asks for, as numbers of layers that they are
-    behind: -1 is behind the last one, -2 before that. `ValueError` if there are not so many.
+    """Which hidden states a `vision_feature_layer` asks for: state 0 are the embeddings, state i is
+    what layer i gives, counted from 1; -1 is the last one, -2 the one before. `ValueError` if there
+    are not so many.
     """
     numbers = []
     for one in [asked] if isinstance(asked, int) else asked:

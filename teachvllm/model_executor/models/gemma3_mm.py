@@ -84,11 +84,9 @@ class Gemma3MultiModalProjector(nn.Module):
 def image_mask(
     first: int, last: int, window: int | None, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Which of the tokens 0 to `last` of a sequence those from `first` on may see, which are an
-    image's, or its last ones: bool [last - first, last].
-
-    All up to the image's end, those before the image and those in it; of both only what the window
-    leaves, which ends on the left.
+    """Tokens `first` to `last` - 1 are an image, or the rest of one. Which of the tokens before
+    `last` may each of them see? bool [last - first, last]: all of them, or with a window those that
+    are not too far back.
     """
     position = torch.arange(first, last, device=device)[:, None]
     key = torch.arange(last, device=device)
@@ -105,7 +103,7 @@ class ImageAttention(Attention):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        # a window's blocks come as chunks need them, and chunks are as long as blocks last
+        # keep all blocks: with a window they come bit by bit, and a chunk could end in an image
         self.kv_cache_spec = replace(self.kv_cache_spec, window=None)
 
     def forward(

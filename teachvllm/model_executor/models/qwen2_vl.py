@@ -336,7 +336,8 @@ class Qwen2VLForConditionalGeneration(nn.Module):
             "tie_word_embeddings",
         }
     )
-    # how names in a checkpoint begin, and how they are called here; the last three: on the hub
+    # how names in a checkpoint begin, the first that fits, and how they are called here: as
+    # transformers 5 has them, then as on the hub, where `visual.` is called as it is here
     RENAMED = (
         ("model.visual.", "visual."),
         ("model.language_model.", "language_model.model."),
