@@ -82,10 +82,15 @@ class WithImages(ChecksHashes):
         return out
 
 
-@pytest.mark.parametrize("seed", range(40))
+# 230: beside forks that are computed again an image that may not be cut had too few of the tokens
+@pytest.mark.parametrize("seed", [*range(40), 230])
 def test_random_requests_with_images(seed: int) -> None:
     rng = random.Random(seed)
-    simulation = WithImages(rng, rng.choice([3, 8, 20]), rng.random() < 0.3, **random_options(rng))
+    budget, whole = rng.choice([3, 8, 20]), rng.random() < 0.3
+    options = random_options(rng)
+    if whole:
+        options["window"] = None  # the two are refused together
+    simulation = WithImages(rng, budget, whole, **options)
     load(simulation, rng, 20)
     cache = simulation.encoders.cache
     assert not any(cache.users.values()), "an ended sequence still holds an image"

@@ -307,17 +307,18 @@ class StepBuilder:
                     budget.num_seqs = 0  # blocks are short: none is admitted before it has begun
                     return
             num_tokens = seq.num_new_tokens
+            least = 1
+            if seq.mm_items and self.orders.encoders:
+                least = self.orders.encoders.least_chunk(seq)
             if num_tokens > 1 or budget.num_tokens == 0:
-                if seq.mm_items and self.orders.encoders:
-                    most = self.orders.encoders.least_share(seq, most)
-                num_tokens = min(num_tokens, most, budget.num_tokens)
+                num_tokens = min(num_tokens, max(most, least), budget.num_tokens)
             # the second: its last token is under way, so there is nothing to compute after it
             if num_tokens <= 0 or (seq.num_output_placeholders and seq.is_full):
                 behind = behind or is_behind([seq])
                 continue
             if num_tokens > 1:
-                left = budget.num_tokens - reserved - num_to_come
-                num_tokens = self._fitting(group, seq, max(1, min(num_tokens, left)), num_to_come)
+                left = max(least, budget.num_tokens - reserved - num_to_come)
+                num_tokens = self._fitting(group, seq, min(num_tokens, left), num_to_come)
             if seq.mm_items and self.orders.encoders:
                 num_tokens = self.orders.encoders.take(seq, num_tokens, self.orders.next)
                 if num_tokens == 0:  # an image before its next token cannot be encoded yet

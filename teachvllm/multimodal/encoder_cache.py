@@ -116,16 +116,16 @@ class EncoderSchedule:
                 "disable_chunked_mm_input=True forbids to cut it",
             )
 
-    def least_share(self, seq: Sequence, most: int) -> int:
-        """A step gives a prompt `most` tokens, where several share it: but more if the next one is of
-        an image that may not be cut.
+    def least_chunk(self, seq: Sequence) -> int:
+        """So many tokens a chunk must have at least, where several sequences share a step: one, or the
+        rest of an image that may not be cut.
         """
         start = seq.num_computed_tokens
         for item in seq.mm_items if self.whole else ():
             end: int = sum(item.ranges[-1])
             if item.ranges[0][0] <= start < end:
-                return max(most, end - start)
-        return most
+                return end - start
+        return 1
 
     def take(self, seq: Sequence, num_tokens: int, out: SchedulerOutput) -> int:
         """How many of the next `num_tokens` tokens of `seq` can be computed in the step `out`, perhaps
