@@ -130,6 +130,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "version 6": ("http://[::1]/a.png", "private address, ::1"),
     "wrapped": ("http://[::ffff:127.0.0.1]/a.png", "private address"),
     "translated": ("http://[64:ff9b::7f00:1]/a.png", "private address"),
+    "local to a site": ("http://[fec0::1]/a.png", "private address"),
     "metadata": ("http://169.254.169.254/latest/meta-data", "private address"),
     "this host": ("https://0.0.0.0/a.png", "private address"),
     "intranet": ("https://10.1.2.3/a.png", "private address"),

@@ -176,6 +176,8 @@ def _is_public(address: str) -> bool:
             ip = ip.ipv4_mapped
         elif ip.sixtofour or ip.teredo or ip in ipaddress.ip_network("64:ff9b::/32"):
             return False
+        elif ip.is_site_local:
+            return False
     return bool(ip.is_global and not ip.is_multicast)
 
 
