@@ -14,6 +14,7 @@ import on_a_card
 import pytest
 import torch
 from helpers import answers_on_card, on_card
+from tiny_eyes import PLACEHOLDERS
 from torch.nn import functional as F
 
 from teachvllm import pretend
@@ -344,6 +345,22 @@ def test_engine(settings: dict[tuple[str, str], str], card: str, name: str) -> N
         assert "this GPU has 7.5: try fp8_e5m2" in wrong
     else:
         assert not wrong, wrong
+
+
+@pytest.mark.parametrize(
+    "card, family",
+    [
+        ("T4", "qwen2_vl"),
+        *(
+            pytest.param(card, family, marks=pytest.mark.slow)
+            for card, family in product(("T4", "H100"), PLACEHOLDERS)
+            if (card, family) != ("T4", "qwen2_vl")
+        ),
+    ],
+)
+def test_models_that_see(card: str, family: str) -> None:
+    "Images are copied from pinned memory, and encoded without a wait."
+    assert answers_on_card(card, "eyes_on_a_card.py", family) == {family: ""}
 
 
 def test_tests_marked_gpu() -> None:

@@ -10,26 +10,31 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from teachvllm import LLM, SamplingParams
+from teachvllm.config import StructuredOutputsConfig
 from teachvllm.inputs import get_tokenizer
 from teachvllm.messages import EngineCoreRequest
 from teachvllm.sampling_params import StructuredOutputsParams
 from teachvllm.structured_output import manager as home
 from teachvllm.structured_output.automaton import Automaton, parse_regex
 from teachvllm.structured_output.manager import (
+    AutomatonBackend,
     AutomatonMatcher,
     CompileThreads,
     GrammarCompilation,
     ReasoningGrammar,
     RequestGrammar,
     StructuredOutputManager,
+    XGrammarBackend,
     bytes_kept,
 )
 from teachvllm.structured_output.token_masks import TokenMasks
@@ -544,6 +549,67 @@ def test_drafts_are_checked_by_the_grammar(llm: LLM) -> None:
 
     with patch.object(core, "drafter", guess):
         assert answers(llm, asked) == plain
+
+
+@pytest.mark.parametrize("backend", ["teachvllm", "xgrammar"])
+def test_what_must_come_is_drafted(wide: str, backend: str) -> None:
+    "The same answers, in fewer steps; in an engine whose drafts would otherwise be few."
+    if backend == "xgrammar":
+        pytest.importorskip("xgrammar")
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+    asked = [
+        params(kind, **options)
+        for kind in ("json", "choice")
+        for options in ({"temperature": 0}, {"temperature": 1, "seed": 3, "n": 2})
+    ]
+    asked = [*asked, params(temperature=0, max_tokens=9), params("grammar", max_tokens=20, seed=1)]
+    settings: dict[str, Any] = {"guided_decoding_backend": backend, **LIMITS}
+    forced = StructuredOutputManager.forced_drafts
+    texts, counts = [], []
+    for propose in (lambda *_: {}, forced):
+        with (
+            patch.object(StructuredOutputManager, "forced_drafts", propose),
+            LLM(wide, tokenizer=str(bundled_model()), speculative_config=drafts, **settings) as own,
+            own.record() as trace,
+        ):
+            texts.append(answers(own, asked))
+        counts.append(len(trace.steps))
+    assert texts[0] == texts[1] and counts[1] < 0.9 * counts[0], counts
+
+
+def test_forced_text_is_that_of_xgrammar() -> None:
+    "All along answers that a random choice of tokens writes."
+    pytest.importorskip("xgrammar")
+    config: Any = SimpleNamespace(
+        structured_outputs_config=StructuredOutputsConfig(),
+        model_config=SimpleNamespace(
+            vocab_size=49152,
+            skip_tokenizer_init=False,
+            tokenizer=str(bundled_model()),
+            trust_remote_code=False,
+            tokenizer_mode="auto",
+        ),
+    )
+    tokenizer = get_tokenizer(bundled_model())
+    [end] = tokenizer.encode("<|im_end|>")
+    rng = random.Random(0)
+    num_forced = 0
+    for kind in ("json", "choice", "regex"):
+        asked = StructuredOutputsParams(disable_any_whitespace=True, **ASKED[kind])
+        ours, theirs = (
+            kind_of(config, tokenizer).compile(asked).matcher([end])
+            for kind_of in (AutomatonBackend, XGrammarBackend)
+        )
+        for _ in range(60):
+            forced = ours.forced_text()
+            num_forced += len(forced)
+            assert forced == theirs.forced_text()
+            bits = np.unpackbits(np.frombuffer(ours.mask(), np.uint8), bitorder="little")
+            token_id = int(rng.choice(np.flatnonzero(bits)))
+            if token_id == end or not theirs.accept(token_id):
+                break
+            assert ours.accept(token_id)
+    assert num_forced > 20
 
 
 def test_matchers_are_few() -> None:

@@ -452,6 +452,8 @@ class EngineCore:
             return
         if self.structured_output is None:
             self.structured_output = resolve_class(STRUCTURED_OUTPUT_MANAGER)(self.config)
+            if self.draft_policy and self.drafter is None:
+                self.drafter = self.structured_output.forced_drafts
         self.structured_output.prepare(request, group)
 
     # Steps

@@ -143,6 +143,8 @@ class TokenMasks:
         if not all(0 <= token < self.vocab_size for token in self.eos_token_ids):
             raise ValueError(f"an EOS id beyond the {self.vocab_size} logits: {self.eos_token_ids}")
         self._trie = _make_trie(vocabulary)
+        self._token_ids = {text: token for token, text in enumerate(vocabulary) if text}
+        self._longest = max(map(len, self._token_ids), default=0)
         self.max_masks = max(1, max_bytes // max(1, self.mask_size))
         # by automaton, which they do not keep alive, and state; the latest used last
         self._masks: OrderedDict[tuple[ref[Automaton], int], bytes] = OrderedDict()
@@ -190,3 +192,18 @@ class TokenMasks:
             while len(self._masks) > self.max_masks:
                 self._masks.popitem(last=False)
         return packed
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Tokens that say `text`, at each place the longest: mostly those that the tokenizer takes. They
+        end where no token fits.
+        """
+        found = []
+        while text:
+            lengths = range(min(self._longest, len(text)), 0, -1)
+            fits = (length for length in lengths if text[:length] in self._token_ids)
+            length = next(fits, 0)
+            if not length:
+                break
+            found.append(self._token_ids[text[:length]])
+            text = text[length:]
+        return found

@@ -55,6 +55,13 @@ def patch_places(grid: tuple[int, int, int], merge: int) -> torch.Tensor:
     return places.transpose(2, 3).reshape(2, -1).repeat(1, frames)
 
 # %% ../../../nbs/multimodal/06_mrope.ipynb #61612f75
+def _beside(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    "`x` on the device of `other`; the host does not wait for the copy."
+    if x.device == other.device:
+        return x
+    return x.pin_memory().to(other.device, non_blocking=True)
+
+
 class VisionRotaryEmbedding(nn.Module):
     """Rotations for two coordinates: half of the pairs of dimensions turn by the row, the others by the
     column, at the same speeds. vLLM: `Qwen2VisionRotaryEmbedding` in `models/qwen2_vl.py`.
@@ -70,7 +77,8 @@ class VisionRotaryEmbedding(nn.Module):
         """Rows and columns [2, num_patches] -> cosine, and sine with its sign, float32 [num_patches, 1,
         head_size]: see `apply_rotary_emb`.
         """
-        angles = places[..., None] * self.speeds.to(places.device)
+        self.speeds = _beside(self.speeds, places)  # it stays there
+        angles = places[..., None] * self.speeds
         both = torch.cat((angles[0], angles[1]), dim=-1)[:, None]
         cos, sin = both.cos(), both.sin()
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -208,7 +216,7 @@ class Qwen2VisionTransformer(nn.Module):
         [num_patches / merge², hidden_size].
         """
         places = torch.cat([patch_places(grid, self.merge) for grid in grids], dim=1)
-        cos_sin = self.rotary(places.to(patches.device))
+        cos_sin = self.rotary(_beside(places, patches))
         lengths = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
         x = self.patch_embed["proj"](patches)
         for block in self.blocks:
