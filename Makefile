@@ -47,7 +47,7 @@ gpu-report: $(READY) ## measure on an NVIDIA GPU, and write docs/gpu-report.md
 	$(PY) tools/gpu_report.py $(FLAGS)
 
 lab: $(READY) ## open the notebooks in JupyterLab
-	$(PY) -m jupyter lab --notebook-dir=nbs $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(PY) -m jupyter lab --notebook-dir=nbs --LabApp.default_url=/lab/tree/00_tour.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 clean: ## remove what was built, but not .venv
 	rm -rf _docs _proc build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis nbs/nbdev.yml

@@ -350,6 +350,7 @@ def run_demo(parsed: argparse.Namespace) -> None:
     for name, figure in figures.items():
         figure.savefig(parsed.out / name, bbox_inches="tight", dpi=200)
         print(f"saved {parsed.out / name}")
+    print("next: talk with it (`teachvllm chat`), or read how it works (nbs/00_tour.ipynb)")
 
 # %% ../nbs/package/07_command_line.ipynb #fdabda98
 def tied_copy_bytes(model: Any, device: str) -> int:

@@ -286,7 +286,7 @@ _BY_REASON: dict[str, dict[str, list[Any]]] = {
         "enable_mixed_moe_lora_format": [False],
         "enable_moe_shared_loras": [False],
     },
-    "a prompt is text and images, which are read here, on a CPU, one at a time": {
+    "a prompt is text and images, which the front reads and prepares on a CPU": {
         "mm_processor_cache_type": ["lru", "shm"],
         "mm_hasher_algorithm": ["blake3"],
         "mm_shm_cache_max_object_size_mb": [128],
@@ -853,7 +853,7 @@ def create_speculative_config(args: "EngineArgs") -> SpeculativeConfig | None:
                 "speculative_config",
             )
             settled[name] = value
-    return SpeculativeConfig(**settled) if settled else None
+    return None if given is None and not settled else SpeculativeConfig(**settled)
 
 # %% ../nbs/19_arg_utils.ipynb #b0c75c3b
 def hint_if_busy() -> None:

@@ -600,7 +600,9 @@ class SpeculativeConfig(ShowAsTable):
             method = "ngram" if self.model in ("ngram", "[ngram]") else "draft_model"
             object.__setattr__(self, "method", method)
         require(
-            method is not None, "num_speculative_tokens was provided without speculative model."
+            method is not None,
+            "num_speculative_tokens was provided without speculative model. Give speculative_config "
+            "a 'method' or a 'model'",
         )
         known = (*PROPOSERS, "custom_class")
         if method in ("eagle3", "medusa", "mlp_speculator", "deepseek_mtp", "suffix", "ngram_gpu"):
@@ -608,7 +610,8 @@ class SpeculativeConfig(ShowAsTable):
         require(method in known, f"method={method!r}: choose {', '.join(known)}")
         require(
             self.num_speculative_tokens is not None,
-            "num_speculative_tokens must be provided with speculative model",
+            "num_speculative_tokens must be provided with speculative model: how many tokens are "
+            "guessed at a time, in speculative_config",
         )
         number = self.num_speculative_tokens or 0
         require(number > 0, f"Expected num_speculative_tokens to be greater than zero ({number}).")

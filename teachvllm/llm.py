@@ -50,6 +50,11 @@ from .transformers_utils import DEFAULT_MODEL
 # %% ../nbs/61_llm.ipynb #e74f9911
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     "A list of prompts, from one or many: a string, a dict and a list of ints are one."
+    kinds = str | dict | list | tuple
+    require(
+        isinstance(prompts, kinds),
+        f"prompts={prompts!r:.60} must be a text, token ids, a dict, or a list of these",
+    )
     single = isinstance(prompts, str | dict) or (
         len(prompts) > 0 and isinstance(prompts[0], Integral)
     )

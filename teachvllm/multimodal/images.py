@@ -375,7 +375,9 @@ class MediaReader:
     def read_file(self, path: Path) -> bytes:
         "The bytes of a file below `local_path`, links followed first."
         require(
-            bool(self.local_path), "Cannot load local files without `--allowed-local-media-path`."
+            bool(self.local_path),
+            "Cannot load local files without `--allowed-local-media-path`. "
+            f"Set allowed_local_media_path to a folder above {str(path)!r:.100}",
         )
         allowed = Path(self.local_path).resolve()
         try:
