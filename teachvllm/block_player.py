@@ -205,7 +205,7 @@ body { margin: 0; padding: 12px 14px; background: #fff; color: #111; font: 14px/
 h1 { font-size: 17px; margin: 0 0 2px; } h2 { font-size: 15px; margin: 8px 0 4px; } p { margin: 2px 0 6px; }
 [hidden] { display: none !important; } .frame { border-top: 1px solid #ccc; padding-bottom: 10px; }
 svg.pool { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; }
-.id { fill: #333; } .name { font-size: 10px; } .count { font-weight: 700; } .label { font-weight: 600; font-size: 12px; }
+.id { fill: #333; } .name { font-size: 10px; stroke: #fff; stroke-width: 2px; stroke-opacity: .8; paint-order: stroke; } .count { font-weight: 700; } .label { font-weight: 600; font-size: 12px; }
 .image { fill: url(#image); } .held { fill: none; stroke: #111; } .cached { fill: url(#hatch); stroke: #666; }
 .empty { fill: #fff; stroke: #bbb; stroke-dasharray: 3 2; } .changed { fill: none; stroke: #D55E00; stroke-width: 2.5; }
 .arrow { fill: none; stroke: #111; stroke-width: 1.6; marker-end: url(#tip); } .moved { stroke-dasharray: 5 3; }
@@ -266,7 +266,7 @@ PAGE = Template("""<!doctype html><html lang='en'><head><meta charset='utf-8'><t
 <pattern id='hatch' width='6' height='6' patternUnits='userSpaceOnUse' patternTransform='rotate(45)'>
 <rect width='6' height='6' fill='#fff'/><rect width='2' height='6' fill='#aaa'/></pattern>
 <pattern id='image' width='5' height='5' patternUnits='userSpaceOnUse' patternTransform='rotate(-45)'>
-<rect width='1.3' height='5' fill='#111' fill-opacity='.6'/></pattern>
+<rect width='1.3' height='5' fill='#111' fill-opacity='.5'/></pattern>
 <marker id='tip' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' markerHeight='7' orient='auto'>
 <path d='M0 0L8 4L0 8z'/></marker>
 <symbol id='changed' overflow='visible'><rect x='-2' y='-1' width='58' height='53' rx='4' class='changed'/></symbol>
@@ -345,6 +345,7 @@ class Looks:
 
     def _draw(self, kind: str, holders: tuple[str, ...], filled: int, images: SlotRuns) -> str:
         parts = []
+        names = []
         height = BODY / max(1, len(holders))
         slot_width = 52 / self.block_size
         width = round(slot_width * filled, 1)
@@ -353,7 +354,7 @@ class Looks:
             band = f"x='1' y='{y}' width='{width}' height='{round(height, 1)}'"
             parts.append(f"<rect {band} fill='{self.fill(name)}' fill-opacity='.6'/>")
             if len(holders) <= 3 and len(name) <= 8:
-                parts.append(
+                names.append(
                     f"<text x='4' y='{y + height / 2 + 3.5:.1f}' "
                     f"class='name'>{html.escape(name)}</text>"
                 )
@@ -361,6 +362,7 @@ class Looks:
             x, width = 1 + slot_width * begin, slot_width * (end - begin)
             band = f"x='{x:.1f}' y='15' width='{width:.1f}' height='{BODY}'"
             parts.append(f"<rect {band} class='image'/>")
+        parts += names
         parts.append(f"<rect x='1' y='15' width='52' height='{BODY}' rx='2' class='{kind}'/>")
         if self.block_size <= 16 and kind == "held":
             ticks = ""

@@ -209,8 +209,9 @@ def draw_box(
         options = {"linewidth": 0.2 if shared else 0.6, **style}
         ax.add_patch(Rectangle((x, y + i * band), width, band, **options))
     if text:
-        # a halo makes it legible on all bands
-        halo = [withStroke(linewidth=2.5, foreground="white")] if shared else None
+        # a halo makes it legible on bands and hatches
+        on_lines = shared or bool(styles[0].get("hatch"))
+        halo = [withStroke(linewidth=2.5, foreground="white")] if on_lines else None
         ax.text(
             x + width / 2,
             y + height / 2,
