@@ -469,6 +469,8 @@ def swapped_tables(trace: Trace) -> list[dict[str, list[int]]]:
 def image_events(trace: Trace, step: StepTrace) -> list[tuple[str, str]]:
     "What a step did for images: (kind, sentence). An image's name is the beginning of its hash."
     events = []
+    for mm_hash in step.freed_mm_hashes:
+        events.append(("forget", f"the embeddings of image {mm_hash[:8]} are given up"))
     for mm_hash in step.encoder_inputs:
         users = [
             name
@@ -476,8 +478,6 @@ def image_events(trace: Trace, step: StepTrace) -> list[tuple[str, str]]:
             if mm_hash in dict(trace.mm_places.get(name, ()))
         ]
         events.append(("encode", f"image {mm_hash[:8]} of {' and '.join(users)} is encoded"))
-    for mm_hash in step.freed_mm_hashes:
-        events.append(("forget", f"the embeddings of image {mm_hash[:8]} are given up"))
     return events
 
 # %% ../nbs/package/01_block_player.ipynb #195ca244
