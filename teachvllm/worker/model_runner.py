@@ -1098,9 +1098,7 @@ class ModelRunner:
         return LogprobsTensors(*map(torch.cat, each))
 
     def profile_encoders(self) -> int:
-        """Before it: encode as many of the largest images as a step may. The bytes of the embeddings
-        that are kept; 0 where no image can come.
-        """
+        "Encode the largest images that a step may: the bytes that are kept; 0 if none can come."
         return self.encoders.profile_run() if self.encoders else 0
 
     def profile_run(self) -> None:
