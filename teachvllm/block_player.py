@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'BlockEvent', 'block_list', 'EventGroup', 'parts_of_moves', 'grouped_events', 'event_text', 'block_events',
-           'Looks', 'Grid', 'swapped_tables', 'Frames', 'BlockPlayer', 'block_player']
+           'Looks', 'Grid', 'swapped_tables', 'image_events', 'Frames', 'BlockPlayer', 'block_player']
 
 # %% ../nbs/package/01_block_player.ipynb #1968fd8d
 import html
@@ -205,8 +205,8 @@ body { margin: 0; padding: 12px 14px; background: #fff; color: #111; font: 14px/
 h1 { font-size: 17px; margin: 0 0 2px; } h2 { font-size: 15px; margin: 8px 0 4px; } p { margin: 2px 0 6px; }
 [hidden] { display: none !important; } .frame { border-top: 1px solid #ccc; padding-bottom: 10px; }
 svg.pool { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; }
-.id { fill: #333; } .name { font-size: 10px; } .count { font-weight: 700; } .label { font-weight: 600; font-size: 12px; }
-.held { fill: none; stroke: #111; } .cached { fill: url(#hatch); stroke: #666; }
+.id { fill: #333; } .name { font-size: 10px; stroke: #fff; stroke-width: 2px; stroke-opacity: .8; paint-order: stroke; } .count { font-weight: 700; } .label { font-weight: 600; font-size: 12px; }
+.image { fill: url(#image); } .held { fill: none; stroke: #111; } .cached { fill: url(#hatch); stroke: #666; }
 .empty { fill: #fff; stroke: #bbb; stroke-dasharray: 3 2; } .changed { fill: none; stroke: #D55E00; stroke-width: 2.5; }
 .arrow { fill: none; stroke: #111; stroke-width: 1.6; marker-end: url(#tip); } .moved { stroke-dasharray: 5 3; }
 .two { display: flex; flex-wrap: wrap; gap: 4px 28px; max-width: 700px; } .two > * { flex: 1 1 300px; }
@@ -265,6 +265,8 @@ PAGE = Template("""<!doctype html><html lang='en'><head><meta charset='utf-8'><t
 <svg width='0' height='0' style='position:absolute' aria-hidden='true'><defs>
 <pattern id='hatch' width='6' height='6' patternUnits='userSpaceOnUse' patternTransform='rotate(45)'>
 <rect width='6' height='6' fill='#fff'/><rect width='2' height='6' fill='#aaa'/></pattern>
+<pattern id='image' width='5' height='5' patternUnits='userSpaceOnUse' patternTransform='rotate(-45)'>
+<rect width='1.3' height='5' fill='#111' fill-opacity='.5'/></pattern>
 <marker id='tip' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' markerHeight='7' orient='auto'>
 <path d='M0 0L8 4L0 8z'/></marker>
 <symbol id='changed' overflow='visible'><rect x='-2' y='-1' width='58' height='53' rx='4' class='changed'/></symbol>
@@ -281,6 +283,10 @@ FRAME_HTML = Template("""<section class='frame' data-step='$label'><h2>$label</h
 <svg class='pool' viewBox='-3 -3 $width $height' role='img' aria-label='$alt'>$picture</svg>
 <div class='two'><table><caption>Block tables</caption>$rows</table><div><b>Events</b><ul>$events</ul></div></div></section>""")
 
+# %% ../nbs/package/01_block_player.ipynb #9b8b9b39
+# (first, behind the last) of slots of a block
+SlotRuns = tuple[tuple[int, int], ...]
+
 # %% ../nbs/package/01_block_player.ipynb #787b853f
 class Looks:
     """Draws each look of a block once, as an SVG symbol, and gives it a short name. Where some
@@ -295,8 +301,8 @@ class Looks:
         }
         order = list(dict.fromkeys(kinds.values()))
         self.colours = {name: order.index(kind) for name, kind in kinds.items()}
-        # (kind, holders, filled slots) -> the id of its symbol
-        self.ids: dict[tuple[str, tuple[str, ...], int], str] = {}
+        # (kind, holders, filled slots, slots of images) -> the id of its symbol
+        self.ids: dict[tuple[str, tuple[str, ...], int, SlotRuns], str] = {}
         self.symbols = [
             f"<pattern id='p{i}' width='6' height='6' patternUnits='userSpaceOnUse' "
             f"patternTransform='rotate({45 * (i // 7)})'><rect width='6' height='6' "
@@ -321,12 +327,15 @@ class Looks:
             rules += f".s{i} {{ background: {background}; opacity: .6; }}"
         return rules
 
-    def look(self, kind: str, holders: tuple[str, ...] = (), filled: int = 0) -> str:
+    def look(
+        self, kind: str, holders: tuple[str, ...] = (), filled: int = 0, images: SlotRuns = ()
+    ) -> str:
         """The id of the symbol for a block.
 
-        A block is `empty`, `cached`, or `held` by some, `filled` slots of it with tokens.
+        A block is `empty`, `cached`, or `held` by some, `filled` slots of it with tokens, those in
+        `images` with an image's.
         """
-        key = (kind, holders, filled)
+        key = (kind, holders, filled, images)
         if key not in self.ids:
             self.ids[key] = f"b{len(self.ids)}"
             self.symbols.append(
@@ -334,24 +343,31 @@ class Looks:
             )
         return self.ids[key]
 
-    def _draw(self, kind: str, holders: tuple[str, ...], filled: int) -> str:
+    def _draw(self, kind: str, holders: tuple[str, ...], filled: int, images: SlotRuns) -> str:
         parts = []
+        names = []
         height = BODY / max(1, len(holders))
-        width = round(52 * filled / self.block_size, 1)
+        slot_width = 52 / self.block_size
+        width = round(slot_width * filled, 1)
         for i, name in enumerate(holders):
             y = round(15 + i * height, 1)
             band = f"x='1' y='{y}' width='{width}' height='{round(height, 1)}'"
             parts.append(f"<rect {band} fill='{self.fill(name)}' fill-opacity='.6'/>")
             if len(holders) <= 3 and len(name) <= 8:
-                parts.append(
+                names.append(
                     f"<text x='4' y='{y + height / 2 + 3.5:.1f}' "
                     f"class='name'>{html.escape(name)}</text>"
                 )
+        for begin, end in images:
+            x, width = 1 + slot_width * begin, slot_width * (end - begin)
+            band = f"x='{x:.1f}' y='15' width='{width:.1f}' height='{BODY}'"
+            parts.append(f"<rect {band} class='image'/>")
+        parts += names
         parts.append(f"<rect x='1' y='15' width='52' height='{BODY}' rx='2' class='{kind}'/>")
         if self.block_size <= 16 and kind == "held":
             ticks = ""
             for slot in range(1, self.block_size):
-                ticks += f"M{round(1 + 52 * slot / self.block_size, 1)} {BODY + 12}v3"
+                ticks += f"M{round(1 + slot_width * slot, 1)} {BODY + 12}v3"
             parts.append(f"<path d='{ticks}' class='held'/>")
         if len(holders) > 1:
             count = f"×{len(holders)}"
@@ -449,6 +465,21 @@ def swapped_tables(trace: Trace) -> list[dict[str, list[int]]]:
         after.append(cpu)
     return after
 
+# %% ../nbs/package/01_block_player.ipynb #2c746629
+def image_events(trace: Trace, step: StepTrace) -> list[tuple[str, str]]:
+    "What a step did for images: (kind, sentence). An image's name is the beginning of its hash."
+    events = []
+    for mm_hash in step.freed_mm_hashes:
+        events.append(("forget", f"the embeddings of image {mm_hash[:8]} are given up"))
+    for mm_hash in step.encoder_inputs:
+        users = [
+            name
+            for name in step.num_scheduled_tokens
+            if mm_hash in dict(trace.mm_places.get(name, ()))
+        ]
+        events.append(("encode", f"image {mm_hash[:8]} of {' and '.join(users)} is encoded"))
+    return events
+
 # %% ../nbs/package/01_block_player.ipynb #195ca244
 # block -> the sequences that hold it, and where in their tables it stands
 Holders = dict[int, list[tuple[str, int]]]
@@ -472,13 +503,11 @@ class Frames:
 
     def _section(self, step: StepTrace, events: list[BlockEvent], cpu: dict[str, list[int]]) -> str:
         self.num_tokens |= step.num_computed_tokens
-        event_items = ""
-        for event in events:
-            kind = event.kind.replace("_", " ")
-            event_items += f"<li><b>{kind}</b> {html.escape(event.text)}</li>"
+        told = [(event.kind.replace("_", " "), event.text) for event in events]
+        told += image_events(self.trace, step)
         for name, (number, right) in step.drafts.items():
-            text = f"{name}: {right} of {number} right, {right + 1} new tokens"
-            event_items += f"<li><b>drafts</b> {html.escape(text)}</li>"
+            told.append(("drafts", f"{name}: {right} of {number} right, {right + 1} new tokens"))
+        event_items = "".join(f"<li><b>{kind}</b> {html.escape(text)}</li>" for kind, text in told)
         holders = self._holders(step.block_tables)
         shared = sum(len(names) > 1 for names in holders.values())
         counts = (
@@ -520,7 +549,8 @@ class Frames:
                 kind = "held"
             elif pool == "gpu" and block in cached:
                 kind = "cached"
-            symbol = self.looks.look(kind, tuple(name for name, _ in names), filled)
+            images = self._images(*names[0], filled) if names else ()
+            symbol = self.looks.look(kind, tuple(name for name, _ in names), filled, images)
             parts.append(self.grid.use(symbol, pool, block))
         changed = {block for event in events for block in event.blocks}
         for block in sorted(changed):
@@ -532,6 +562,17 @@ class Frames:
         for old, new in step.swapped_in_blocks:
             parts.append(self.grid.arrow("moved", ("cpu", old), ("gpu", new)))
         return "".join(parts)
+
+    def _images(self, name: str, logical: int, filled: int) -> SlotRuns:
+        "Which filled slots of a block, that stands there in a sequence's table, are an image's."
+        runs = []
+        for _, ranges in self.trace.mm_places.get(name, ()):
+            for offset, number in ranges:
+                begin = offset - logical * self.trace.block_size
+                first, end = max(0, begin), min(filled, begin + number)
+                if first < end:
+                    runs.append((first, end))
+        return tuple(runs)
 
     def _row(self, name: str, step: StepTrace, cpu: dict[str, list[int]]) -> str:
         swatch = f"<tr><th><i class='s{self.looks.names.index(name)}'></i>{html.escape(name)}</th>"
@@ -587,6 +628,8 @@ def page_parts(frames: Frames) -> dict[str, str]:
         "free, cached": looks.look("cached"),
         "free, empty": looks.look("empty"),
     }
+    if trace.mm_places:
+        shown["image"] = looks.look("held", (names[0],), size, ((0, size),))
     sample = (
         "<span><svg width='56' height='52' aria-hidden='true'><use href='#{}'/></svg>{}</span> "
     )

@@ -13,6 +13,18 @@ from typing import Any
 
 from .config import ShowAsTable, html_table
 
+# %% ../nbs/07_trace.ipynb #8ea6be36
+# of a prompt's images, in their order: the image's `mm_hash`, and (offset, number) of its tokens
+ImagePlaces = list[tuple[str, list[tuple[int, int]]]]
+
+
+def _as_places(of_sequences: dict[str, ImagePlaces]) -> dict[str, ImagePlaces]:
+    "The same, with the tuples that JSON does not know."
+    return {
+        name: [(mm_hash, [(offset, number) for offset, number in r]) for mm_hash, r in places]
+        for name, places in of_sequences.items()
+    }
+
 # %% ../nbs/07_trace.ipynb #cd6a6232
 @dataclass
 class StepTrace(ShowAsTable):
@@ -65,6 +77,11 @@ class StepTrace(ShowAsTable):
     num_prompt_tokens: dict[str, int] = field(default_factory=dict)
     # of these, the names of the adapters that they ask for
     adapters: dict[str, str] = field(default_factory=dict)
+    # and where the placeholders of their images lie
+    mm_places: dict[str, ImagePlaces] = field(default_factory=dict)
+    # images that are encoded in the step, and those whose embeddings go: each by its `mm_hash`
+    encoder_inputs: list[str] = field(default_factory=list)
+    freed_mm_hashes: list[str] = field(default_factory=list)
     # sequence -> drafts that the step looked at, and how many of them were right
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
     # of those that finished in it: prompt and output
@@ -79,6 +96,7 @@ class StepTrace(ShowAsTable):
         # JSON knows no tuples
         for name in ("copied_blocks", "swapped_out_blocks", "swapped_in_blocks", "block_events"):
             setattr(self, name, [tuple(entry) for entry in getattr(self, name)])
+        self.mm_places = _as_places(self.mm_places)
         self.drafts = {name: (number, right) for name, (number, right) in self.drafts.items()}
 
     @property
@@ -106,9 +124,26 @@ class Trace:
     num_prompt_tokens: dict[str, int] = field(default_factory=dict)
     # sequence -> the name of its adapter, if it has one
     adapters: dict[str, str] = field(default_factory=dict)
+    # sequence -> where the placeholders of its images lie, if it has some
+    mm_places: dict[str, ImagePlaces] = field(default_factory=dict)
     # sequence -> text of each token, where known
     texts: dict[str, list[str]] = field(default_factory=dict)
     steps: list[StepTrace] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.mm_places = _as_places(self.mm_places)
+
+    def image_at(self, name: str, position: int) -> tuple[str, int] | None:
+        """What stands in the place of a sequence's token, if an image does: the image's `mm_hash`, and
+        which of its embeddings, counted from 0.
+        """
+        for mm_hash, ranges in self.mm_places.get(name, ()):
+            done = 0  # embeddings of the image that stand in the ranges before
+            for offset, number in ranges:
+                if offset <= position < offset + number:
+                    return mm_hash, done + position - offset
+                done += number
+        return None
 
     def used_blocks(self) -> list[int]:
         "Blocks in use after each step."

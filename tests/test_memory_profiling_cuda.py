@@ -311,6 +311,41 @@ def test_graphs_are_shown_only_where_there_are_any():
         start_engine(with_neighbour(10 * GiB, MiB), 1, 0.2, weights=2 * GiB)
 
 
+@pytest.mark.parametrize("encoding", [50 * MiB, 900 * MiB])
+def test_an_encoder_is_counted_once(encoding: int):
+    """What it keeps comes on top of the largest step. What it needs meanwhile does not: it counts
+    only where it is more than the step needs.
+    """
+    step, kept, total = 300 * MiB, 20 * MiB, 24 * GiB
+    card = FakeCard(total)
+
+    def largest_step() -> None:
+        card.take("activations", step)
+        del card.tensors[1]["activations"]
+
+    def encode() -> int:
+        card.take("encoder's activations", encoding)
+        card.take("embeddings", kept)
+        del card.tensors[1]["encoder's activations"]
+        return kept
+
+    with card.as_process(1, 100 * MiB), patch("gc.collect"):
+        profiler = MemoryProfiler(GPU, CacheConfig())
+        card.take("weights", GiB)
+        profiler.weights_loaded(MODEL)
+        profiler.run_at_limits(largest_step)
+        assert profiler.profile.encoder == 0 and "encoder" not in profiler.profile.waterfall(0)
+        without = profiler.profile
+        profiler.run_at_limits(largest_step, encode)
+    profile = profiler.profile
+    highest = max(encoding + kept, step + kept)
+    assert profile.activations == without.activations == step
+    assert profile.encoder == highest - step >= kept
+    assert profile.available_kv_cache == without.available_kv_cache - profile.encoder
+    waterfall = profile.waterfall(profile.available_kv_cache)
+    assert waterfall["encoder"] == profile.encoder and sum(waterfall.values()) == total
+
+
 def test_a_refusal_names_what_others_hold():
     with pytest.raises(
         ValueError, match=r"asks for 7\.20, but others hold 6\.50.*end other processes"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from pictures import picture
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import logging as hf_logging
 
 from teachvllm import LLM, SamplingParams
+from teachvllm.messages import EngineCoreOutputs
 
 hf_logging.disable_progress_bar()
 SEEING = ("llava", "idefics3", "smolvlm", "qwen2_vl", "gemma3")
@@ -329,6 +331,41 @@ def test_memory_is_measured_with_the_largest_picture(families: Any) -> None:
         assert len(kept) == max(1, config.encoder_budget // largest) * largest
         runner.reset()
         check(llm, family, some_requests(family)[:2])
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "llava"])
+def test_a_trace_says_where_images_lie(families: Any, name: str) -> None:
+    """At the placeholders; which are encoded before they are computed, and forgotten only afterwards.
+    A core in a process of its own sends it as a message.
+    """
+    family = families(name)
+    with engine(family, max_num_batched_tokens=24) as llm:
+        requests = [prompt(*request) for request in some_requests(family)]
+        with llm.record() as trace:
+            outputs = llm.generate(requests, greedy(3), use_tqdm=False)
+    placeholder = family.processor.image_token_id
+    for i, (output, request) in enumerate(zip(outputs, requests, strict=True)):
+        ids = output.prompt_token_ids
+        found = [trace.image_at(str(i), position) for position in range(len(ids))]
+        assert [one is not None for one in found] == [token_id == placeholder for token_id in ids]
+        places = trace.mm_places.get(str(i), [])
+        assert len(places) == len(request.get("multi_modal_data", {}).get("image", []))
+        numbers = [(h, n) for h, ranges in places for n in range(sum(n for _, n in ranges))]
+        assert [one for one in found if one] == numbers
+    kept: set[str] = set()
+    num_slots = 0
+    for step in trace.steps:
+        sent = msgspec.msgpack.encode(EngineCoreOutputs(trace=step))
+        assert msgspec.msgpack.decode(sent, type=EngineCoreOutputs).trace == step
+        kept = (kept - set(step.freed_mm_hashes)) | set(step.encoder_inputs)
+        for seq, number in step.num_scheduled_tokens.items():
+            end = step.num_computed_tokens[seq]
+            found = [trace.image_at(seq, position) for position in range(end - number, end)]
+            assert {mm_hash for mm_hash, _ in filter(None, found)} <= kept
+            # each token has a slot of a block
+            assert -(-end // trace.block_size) <= len(step.block_tables[seq])
+            num_slots += len([one for one in found if one])
+    assert num_slots > 0 and sum(len(step.encoder_inputs) for step in trace.steps) >= 3
 
 
 def test_openais_client_sends_pictures(families: Any) -> None:

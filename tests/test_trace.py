@@ -2,6 +2,8 @@
 it in words.
 """
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -102,6 +104,43 @@ def test_a_recording_survives_json_and_msgpack(tmp_path: Path) -> None:
             msgspec.msgpack.Decoder(StepTrace).decode(msgspec.msgpack.encode(step_trace))
             == step_trace
         )
+
+
+def with_an_image() -> Trace:
+    "The same, as if two of its first tokens and one more were an image's."
+    trace = a_trace()
+    places = [("cat", [(1, 2), (5, 1)])]
+    first = replace(trace.steps[0], num_scheduled_tokens={"a": 7}, mm_places={"a": places})
+    steps = [replace(first, encoder_inputs=["cat"], freed_mm_hashes=["dog"]), *trace.steps[1:]]
+    return replace(trace, mm_places={"a": places, "a.1": places}, steps=steps)
+
+
+def test_a_recording_with_an_image_survives_too(tmp_path: Path) -> None:
+    trace = with_an_image()
+    assert Trace.load(trace.save(tmp_path / "trace.json")) == trace
+    sent = msgspec.msgpack.encode(trace.steps[0])
+    assert msgspec.msgpack.Decoder(StepTrace).decode(sent) == trace.steps[0]
+
+
+def test_a_recording_from_before_there_were_images_is_read(tmp_path: Path) -> None:
+    path = a_trace().save(tmp_path / "trace.json")
+    data = json.loads(path.read_text())
+    for part in (data, *data["steps"]):
+        for name in ("mm_places", "encoder_inputs", "freed_mm_hashes"):
+            part.pop(name, None)
+    path.write_text(json.dumps(data))
+    assert Trace.load(path) == a_trace()
+
+
+def test_the_player_shows_images() -> None:
+    page = block_player(with_an_image())
+    # slots 1 and 2 of the first block, slot 1 of the second and of its copy: 13 units a slot
+    for x, width in ((14.0, 26.0), (14.0, 13.0)):
+        assert f"<rect x='{x}' y='15' width='{width}' height='34' class='image'/>" in page
+    assert "<b>encode</b> image cat of a is encoded" in page and ">image</span>" in page
+    assert "<b>forget</b> the embeddings of image dog" in page
+    without = block_player(a_trace())
+    assert "class='image'" not in without and "image</span>" not in without
 
 
 def test_the_player_tells_what_the_core_reported() -> None:

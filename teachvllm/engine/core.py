@@ -259,6 +259,13 @@ class StepRecorder:
                 for name, seq in new.items()
                 if seq.adapter_id
             },
+            mm_places={
+                name: [(item.mm_hash, item.ranges) for item in seq.mm_items]
+                for name, seq in new.items()
+                if seq.mm_items
+            },
+            encoder_inputs=list(out.encoder_inputs),
+            freed_mm_hashes=list(out.freed_mm_hashes),
             block_events=events,
         )
 

@@ -417,6 +417,7 @@ class LLMEngine:
         """
         trace.num_prompt_tokens |= step.num_prompt_tokens
         trace.adapters |= step.adapters
+        trace.mm_places |= step.mm_places
         step.process_seconds += seconds
         if self.tokenizer:
             for name, token_ids in step.token_ids.items():

@@ -1489,6 +1489,7 @@ class LiveSteps(list[StepTrace]):
             del self.seen[name]
             self.trace.num_prompt_tokens.pop(name, None)
             self.trace.texts.pop(name, None)
+            self.trace.mm_places.pop(name, None)
         self.on_step(step)
 
 # %% ../../nbs/package/02_watch.ipynb #43c151d4

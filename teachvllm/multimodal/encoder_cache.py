@@ -198,22 +198,24 @@ class EncoderRunner:
             kept |= zip(out.encoder_inputs, found, strict=True)
 
     @torch.inference_mode()
-    def profile_run(self) -> None:
+    def profile_run(self) -> int:
         """Encode as many of the largest images as a step may, and keep as many embeddings as may be
-        kept: before the memory that this takes is measured. Until `reset`.
+        kept, until `reset`: while the memory that this takes is measured. The bytes of what is kept.
         """
         config = self.runner.config
         images = config.multimodal_config
         if images is None or images.limit("image") == 0 or not self.runner.parallel.is_first_stage:
-            return
+            return 0
         try:
             processor = resolve_class(MULTIMODAL_PROCESSOR)(config.model_config, None, images)
         except (ValueError, NotSupportedYet):
-            return  # the model's folder does not say how images are processed: none can come
+            return 0  # the model's folder does not say how images are processed: none can come
         item = processor.dummy_item()
         number = max(1, config.encoder_budget // item.num_tokens)
         found = self.runner.model.get_multimodal_embeddings([self.features(item)] * number)
-        self.embeddings = {0: {item.mm_hash: torch.cat(found)}}
+        kept = torch.cat(found)
+        self.embeddings = {0: {item.mm_hash: kept}}
+        return kept.nbytes
 
     def features(self, item: MultiModalItem) -> dict[str, torch.Tensor]:
         """What the encoder reads of an image, as tensors on the device, but for what the model's

@@ -208,11 +208,13 @@ class MemoryProfile(ShowAsTable):
     graphs: int = 0  # what CUDA graphs will take
     # what was taken before this engine came, and what other processes took since
     other_memory: int = 0
+    encoder: int = 0  # of a model that sees: by how much its encoder makes the peak higher
 
     @property
     def available_kv_cache(self) -> int:
         "What the budget leaves for the KV cache; negative if the rest is too much already."
-        return self.budget - self.weights - self.activations - self.non_torch - self.graphs
+        needed = self.weights + self.activations + self.encoder + self.non_torch + self.graphs
+        return self.budget - needed
 
     def waterfall(self, kv_cache: int) -> dict[str, int]:
         "The bytes by kind, in the order of a waterfall: they add up to `total`."
@@ -220,8 +222,9 @@ class MemoryProfile(ShowAsTable):
         parts |= {
             "weights": self.weights,
             "activations": self.activations,
-            "non-torch": self.non_torch,
         }
+        parts |= {"encoder": self.encoder} if self.encoder else {}
+        parts["non-torch"] = self.non_torch
         parts |= {"graphs": self.graphs} if self.graphs else {}
         parts["KV cache"] = kv_cache
         return {**parts, "free": self.total - sum(parts.values())}
@@ -245,6 +248,7 @@ class MemoryProfiler:
         self.ran = self.start
         self.weights = 0
         self.activations = 0
+        self.encoder = 0
         self.graphs = 0
 
     def weights_loaded(self, model: nn.Module) -> None:
@@ -257,14 +261,29 @@ class MemoryProfiler:
         grown = self.loaded.torch_memory - self.start.torch_memory
         self.weights = model_bytes(model) if self.device == "cpu" else grown
 
-    def run_at_limits(self, run: Callable[[], None]) -> None:
+    def run_at_limits(
+        self, run: Callable[[], None], encode: Callable[[], int] | None = None
+    ) -> None:
         """Measure the peak of `run`, the largest step: what it holds beside the weights is
         activations.
+
+        A model that sees comes to `encode` before: it encodes the largest images, and returns how
+        many bytes of embeddings are kept while `run` runs. The encoder has these bytes, or more,
+        where encoding needs more than the largest step.
         """
         MemorySnapshot.reset_peak(self.device)
+        kept = encode() if encode else 0
+        encoding = 0
+        if kept:
+            encoding = MemorySnapshot.take(self.device).torch_peak
+            release_memory()
+            MemorySnapshot.reset_peak(self.device)
         run()
         self.ran = MemorySnapshot.take(self.device)
-        self.activations = max(0, self.ran.torch_peak - self.loaded.torch_memory)
+        weights = self.loaded.torch_memory
+        self.activations = max(0, self.ran.torch_peak - weights - kept)
+        peak = max(encoding, self.ran.torch_peak) - weights
+        self.encoder = max(0, peak - self.activations)
         release_memory()
 
     @property
@@ -287,7 +306,14 @@ class MemoryProfiler:
         )
         budget //= self.num_workers if self.device == "cpu" else 1
         return MemoryProfile(
-            start.total, budget, self.weights, self.activations, non_torch, self.graphs, other
+            start.total,
+            budget,
+            self.weights,
+            self.activations,
+            non_torch,
+            self.graphs,
+            other,
+            self.encoder,
         )
 
     def num_gpu_blocks(self, block_bytes: int, max_model_len: int) -> int:
@@ -337,9 +363,10 @@ class MemoryProfiler:
             return most, source, "raise kv_cache_memory_bytes"
         source = (
             f"budget {profile.budget / GiB:.2f} GiB - weights {profile.weights / GiB:.2f} - "
-            f"activations {profile.activations / GiB:.2f} - non-torch "
-            f"{profile.non_torch / GiB:.2f}"
+            f"activations {profile.activations / GiB:.2f} - "
         )
+        source += f"encoder {profile.encoder / GiB:.2f} - " if profile.encoder else ""
+        source += f"non-torch {profile.non_torch / GiB:.2f}"
         source += f" - graphs {profile.graphs / GiB:.2f}" if profile.graphs else ""
         if profile.budget < (wanted := int(profile.total * asked)):  # more is not there
             others = profile.other_memory / GiB
