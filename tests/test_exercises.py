@@ -37,6 +37,7 @@ OWN_CHECKS = {
     "multimodal/05_llava",
     "multimodal/06_mrope",
     "multimodal/07_gemma3",
+    "multimodal/08_shapes",
 }
 SOLUTIONS = solutions()
 with contextlib.suppress(ValueError):
