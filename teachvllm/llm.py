@@ -50,9 +50,8 @@ from .transformers_utils import DEFAULT_MODEL
 # %% ../nbs/61_llm.ipynb #e74f9911
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     "A list of prompts, from one or many: a string, a dict and a list of ints are one."
-    kinds = str | dict | list | tuple
     require(
-        isinstance(prompts, kinds),
+        hasattr(prompts, "__len__"),
         f"prompts={prompts!r:.60} must be a text, token ids, a dict, or a list of these",
     )
     single = isinstance(prompts, str | dict) or (

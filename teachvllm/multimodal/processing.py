@@ -736,7 +736,8 @@ def as_images(data: Any) -> list[Any]:
         empty = values is None or (isinstance(values, list | tuple) and not values)
         require(
             kind == "image" or empty,
-            f"At most 0 {kind!s:.40}(s) may be provided in one prompt: multi_modal_data={{'image': ...}}",
+            f"At most 0 {kind!s:.40}(s) may be provided in one prompt: "
+            "multi_modal_data={'image': ...}",
         )
     images = data.get("image")
     if images is None:
