@@ -91,7 +91,7 @@ class GrammarMatcher(Protocol):
         "A bit for each token of the vocabulary: see `SchedulerOutput.grammar_bitmask`."
 
     def forced_text(self) -> bytes:
-        "The bytes that must come now, whatever the model says; none if there is a choice, or an end."
+        "The bytes that must come now, whatever the model says: none where there is a choice."
 
 
 MAX_FORCED = 64  # bytes that are looked for ahead
