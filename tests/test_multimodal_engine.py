@@ -6,6 +6,7 @@ import base64
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from io import BytesIO
 from typing import Any
 
@@ -18,7 +19,7 @@ from tiny_eyes import PLACEHOLDERS, save_family
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import logging as hf_logging
 
-from teachvllm import LLM, SamplingParams
+from teachvllm import LLM, LoRARequest, SamplingParams
 from teachvllm.messages import EngineCoreOutputs
 
 hf_logging.disable_progress_bar()
@@ -444,6 +445,31 @@ def test_what_was_seen_before_a_sleep(families: Any, name: str) -> None:
             }
         )
         assert kept == set(encoders.cache.sizes) and encoders.num_encoded == 3 * len(kept)
+
+
+def test_adapters_of_the_language_model(families: Any, tmp_path: Any) -> None:
+    "With pictures and without: the tokens of transformers with the adapter merged into its weights."
+    peft = pytest.importorskip("peft")
+    family = families("llava")
+    requests = some_requests(family)
+    places = r".*language_model.*\.(q_proj|v_proj|up_proj)"
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=places, init_lora_weights=False)
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(deepcopy(family.model), config)
+    adapted.save_pretrained(tmp_path)
+    merged = copy(family)
+    merged.model, merged.written = adapted.merge_and_unload().eval(), {}
+    with engine(family, enable_lora=True, max_lora_rank=8) as llm:
+        check(llm, family, requests)
+        outputs = llm.generate(
+            [prompt(*request) for request in requests],
+            greedy(6),
+            use_tqdm=False,
+            lora_request=LoRARequest("shapes", 1, str(tmp_path)),
+        )
+    got = [output.outputs[0].token_ids for output in outputs]
+    assert got == [merged.expected(text, images, 6) for text, images in requests]
+    assert got != [family.expected(text, images, 6) for text, images in requests]
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
