@@ -228,8 +228,7 @@ class EncoderRunner:
             if x.is_floating_point():
                 x = x.to(self.runner.context.dtype)
             if self.runner.device != "cpu" and name not in kept:
-                pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
-                x = pinned.to(self.runner.device, non_blocking=True)
+                x = x.pin_memory().to(self.runner.device, non_blocking=True)
             tensors[name] = x
         return tensors
 

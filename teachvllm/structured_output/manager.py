@@ -717,11 +717,11 @@ class StructuredOutputManager:
                 continue
             for seq in group.unfinished:
                 try:
-                    drafts = self.masks.tokens_of(forced_text(seq.output_token_ids))[:most]
+                    text = forced_text(seq.output_token_ids)
                 except ValueError:  # the mask will say so, and end its request
                     continue
-                if drafts:
-                    found[seq.seq_id] = drafts
+                if text:
+                    found[seq.seq_id] = self.masks.tokens_of(text)[:most]
         return found
 
     @functools.cached_property

@@ -1097,14 +1097,10 @@ class ModelRunner:
         each = zip(*(vars(part).values() for part in parts), strict=True)
         return LogprobsTensors(*map(torch.cat, each))
 
-    def profile_encoders(self) -> int:
-        "Encode the largest images that a step may: the bytes that are kept; 0 if none can come."
-        return self.encoders.profile_run() if self.encoders else 0
-
     def profile_run(self) -> None:
         """Run the largest step there can be, so that its memory can be measured; nothing is kept.
         The cache is one block, and two layers are enough: a layer's activations are freed before
-        the next one's are made. What `profile_encoders` left is there meanwhile.
+        the next one's are made. What the encoders' own `profile_run` left is there meanwhile.
         """
         self._dummy_run(dummy_batch(self.config), self.make_cache(1).gpu_cache[:2])
         if self.encoders:

@@ -229,9 +229,9 @@ class Worker:
         profiler = self.memory_profiler
         if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None:
             with self.on_device(), profiler.explain_out_of_memory("running the largest step"):
-                profiler.run_at_limits(
-                    self.model_runner.profile_run, self.model_runner.profile_encoders
-                )
+                encoders = self.model_runner.encoders
+                encode = encoders.profile_run if encoders else None
+                profiler.run_at_limits(self.model_runner.profile_run, encode)
                 profiler.graphs = graph_memory(
                     self.model_runner, self.graph_sizes(), runner_class=self.graph_runner
                 )
