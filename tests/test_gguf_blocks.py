@@ -2,6 +2,8 @@
 bytes; what they stand for is said by that package, and computed by transformers.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,36 @@ def test_a_tied_embedding_is_kept_once(tmp_path: Path) -> None:
     assert ids[0] == ids[1] != ids[2]
     assert shapes == [(VOCAB, 256)] and head == "PackedGroups"
     assert numbers == 0 and runner.model.model.embed_tokens.weight.numel()  # changed: it stays
+
+
+PEAK = """
+import gc, re, sys
+from pathlib import Path
+from teachvllm.arg_utils import EngineArgs
+from teachvllm.model_executor.loader import compile_kernels, get_model, make_context
+from teachvllm.transformers_utils import bundled_model
+
+def memory(field):
+    return 1024 * int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+config = EngineArgs(dtype="float32").create_engine_config()
+context = compile_kernels(config, make_context(config))
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS")
+model = get_model(config, context)
+print((memory("VmHWM") - before) / bundled_model().stat().st_size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_file_is_never_there_twice() -> None:
+    "What is read is packed, and let go, before the next layer is: pages of the file included."
+    pytest.importorskip("numba")
+    command = [sys.executable, "-c", PEAK]
+    subprocess.run(command, check=True, capture_output=True)  # it may have to compile
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert 0.9 < float(done.stdout) < 1.5  # 1.3; one copy of all and its pages would be 2
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

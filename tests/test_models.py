@@ -986,6 +986,30 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name() -> None:
         load_weights(model, (state | {name: torch.zeros(24, 48)}).items())
 
 
+def test_a_module_is_handed_over_when_it_is_filled() -> None:
+    "Once, with all of its matrices, whatever their order; then nothing more may come for it."
+    hf_model = tiny_model(llama())
+    state = list(hf_model.state_dict().items())
+    for order in (state, state[::-1]):
+        model = LlamaForCausalLM(hf_model.config, CONTEXT)
+        names = {module: name for name, module in model.named_modules()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        filled = []
+
+        def note(module: torch.nn.Module, seen: list[str] = filled, names: Any = names) -> None:
+            seen.append(names[module])
+            assert not any(torch.isnan(p).any() for p in module.parameters(recurse=False))
+
+        load_weights(model, order, note)
+        owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+        assert sorted(filled) == sorted(owners)
+    twice = [state[0], ("model.embed_tokens.weight", state[0][1]), *state[1:]]
+    with pytest.raises(WeightsError, match="embed_tokens.weight comes twice"):
+        load_weights(LlamaForCausalLM(hf_model.config, CONTEXT), twice, lambda module: None)
+
+
 def test_every_parameter_is_loaded_through_its_weight_loader() -> None:
     """A parameter with a loader of its own gets the checkpoint's tensor and the number of the
     matrix.

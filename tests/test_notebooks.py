@@ -3,6 +3,7 @@ and no compiler: on Colab.
 
 Each is executed by nbclient, as `jupyter nbconvert --execute` does, from an empty folder. Two run
 at a time, each with one thread. How long each took is printed; only one that is stuck is ended.
+What they printed is kept in the folder that NOTEBOOK_OUTPUTS names (tools/stale.py reads it).
 """
 
 import importlib.util
@@ -35,6 +36,7 @@ COMPILE = {"cpu/05", "cpu/06"}
 # their Triton must not have been imported with TRITON_INTERPRET: no fork of a process that has
 NOT_INTERPRETED = {"gpu/05", "gpu/06", "gpu/07", "gpu/09"}
 LIMIT = float(os.environ.get("NOTEBOOK_SECONDS", "300"))
+KEEP = os.environ.get("NOTEBOOK_OUTPUTS")
 
 NO_NBDEV = """
 import sys
@@ -169,13 +171,18 @@ def execute(
     if kernels:
         manager.kernel_name = kernels.name
         manager.kernel_spec_manager = KernelSpecManager(kernel_dirs=[str(kernels.specs)])
-    client = NotebookClient(nbformat.read(notebook, as_version=4), timeout=LIMIT, km=manager)
+    nb = nbformat.read(notebook, as_version=4)
+    client = NotebookClient(nb, timeout=LIMIT, km=manager)
     start = time.perf_counter()
     problem = ""
     try:
         client.execute(cleanup_kc=True, env=env, cwd=str(work), stderr=subprocess.DEVNULL)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = f"{name_of(notebook)}: {error}"
+    if KEEP and not problem:
+        kept = Path(KEEP, f"{name_of(notebook)}.ipynb")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(nb, kept)
     return problem, time.perf_counter() - start
 
 

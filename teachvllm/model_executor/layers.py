@@ -16,6 +16,7 @@ __all__ = ['UNUSED_TENSORS', 'QUANTIZED_TENSORS', 'ACTIVATIONS', 'GATES', 'Weigh
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -612,6 +613,11 @@ def _weight_places(
     return places, matrices
 
 
+def _module_of(name: str) -> str:
+    "The name of the module that a tensor belongs to."
+    return name.rpartition(".")[0]
+
+
 def _load_one(param: Any, name: str, tensor: Any, shard_id: int | None) -> None:
     "Hand a tensor to the `weight_loader`; `WeightsError` names it if it does not fit."
     loader = getattr(param, "weight_loader", default_weight_loader)
@@ -649,8 +655,13 @@ def _check_unused(names: list[str], modules: set[str]) -> None:
         )
 
 
-def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy a checkpoint into `model`, and check that every parameter was filled.
+def load_weights(
+    model: nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    when_filled: Callable[[nn.Module], None] | None = None,
+) -> None:
+    """Copy a checkpoint into `model`, and check that every parameter was filled. `when_filled` gets
+    each module with parameters of its own as soon as it has them all.
 
     The model's `packed_modules_mapping` names the checkpoint's modules that it stacks into one,
     such as `{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`; a checkpoint may bring the stacked
@@ -668,12 +679,12 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
     )
     # some checkpoints leave the outermost name away
     outer = next((name for name, _ in model.named_children()), "")
-    parameters = dict(model.named_parameters())
     places, missing = _weight_places(model)
     elsewhere = tuple(
         f"{name}." for name, module in model.named_modules() if isinstance(module, PPMissingLayer)
     )
     unused: list[str] = []
+    waits_for = Counter(map(_module_of, missing))  # a module: its parameters that are not filled
     for name, tensor in starmap(map_weight, weights):
         place = places.get(name) or places.get(f"{outer}.{name}")
         if place is None:
@@ -681,9 +692,16 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
                 unused.append(name)
             continue
         target, shard = place
-        _load_one(parameters[target], name, tensor, shard)
+        module = _module_of(target)
+        if when_filled and not waits_for[module]:
+            raise WeightsError(f"{name} comes twice, or in two forms")
+        _load_one(model.get_parameter(target), name, tensor, shard)
+        was_missing = bool(missing[target])
         missing[target] -= missing[target] if shard is None else {shard}
-    modules = {name.rpartition(".")[0] for name in places}
+        waits_for[module] -= was_missing and not missing[target]
+        if when_filled and not waits_for[module]:
+            when_filled(model.get_submodule(module))
+    modules = set(map(_module_of, places))
     _check_unused(unused, modules | {name.removeprefix(f"{outer}.") for name in modules})
     _check_all_filled(missing)
 

@@ -6,19 +6,22 @@
 __all__ = ['GGUF_NAMES', 'GGUF_OTHER_NAMES', 'SHARD_NAME', 'KV_SCALE', 'weight_files', 'TensorSlice', 'safetensors_weights',
            'bin_weights', 'dummy_weights', 'hf_name', 'unpermute', 'gguf_tensor', 'hf_layout', 'gguf_weights',
            'convert_gguf', 'shard_files', 'load_sharded_state', 'find_weights', 'default_tensors', 'take_kv_scales',
-           'quant_config_of', 'make_context', 'compile_kernels', 'get_model', 'save_sharded_state']
+           'quant_config_of', 'make_context', 'compile_kernels', 'trim_heap', 'LayOut', 'get_model',
+           'save_sharded_state']
 
 # %% ../../nbs/39_loader.ipynb #06ada17d
+import ctypes
 import json
 import logging
 import math
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -500,8 +503,15 @@ def compile_kernels(config: VllmConfig, context: ModelContext) -> ModelContext:
     return replace(context, attn_backend=_attn_backend(config, kernels))
 
 
-def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.Module:
-    "This rank's part of the model on `device`, as the checkpoint has it."
+def _filled_model(
+    config: VllmConfig,
+    context: ModelContext,
+    device: str,
+    when_filled: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """This rank's part of the model on `device`, as the checkpoint has it; a layer is handed to
+    `when_filled` before the next one is read.
+    """
     model_config = config.model_config
     load_format = config.load_config.load_format
     parallel = context.parallel
@@ -527,8 +537,42 @@ def _filled_model(config: VllmConfig, context: ModelContext, device: str) -> nn.
             weights = find_weights(model_config.path, load_format, sliced=parallel.size > 1)
         if parallel.rank == 0:
             weights = tqdm(weights, desc="Loading weights", delay=2, unit=" tensors")
-        load_weights(model, take_kv_scales(model, weights))
+        load_weights(model, take_kv_scales(model, weights), when_filled)
     return model
+
+
+def trim_heap() -> None:
+    "Give freed memory back to the system that the C library keeps for later."
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _own_bytes(module: nn.Module) -> int:
+    "Of the parameters in the host's memory; a layer's packed form is none."
+    own = module.parameters(recurse=False)
+    return sum(param.nbytes for param in own if param.device.type == "cpu")
+
+
+class LayOut:
+    "Called with a filled module: a linear layer is brought into its final form, once."
+
+    TRIM_EVERY = 1 << 22  # bytes that are let go: holes could add up to as much as the model
+
+    def __init__(self) -> None:
+        self.done: set[nn.Module] = set()
+        self.let_go = 0
+
+    def __call__(self, module: nn.Module) -> None:
+        if not isinstance(module, LinearBase) or module in self.done:
+            return
+        self.done.add(module)
+        before = _own_bytes(module)
+        module.linear_method.process_weights_after_loading(module)
+        self.let_go += before - _own_bytes(module)
+        if self.let_go > self.TRIM_EVERY:
+            self.let_go = 0
+            trim_heap()
 
 
 def get_model(config: VllmConfig, context: ModelContext, device: str | None = None) -> nn.Module:
@@ -538,10 +582,10 @@ def get_model(config: VllmConfig, context: ModelContext, device: str | None = No
     Of several workers each calls it, with its own `context`, and gets its part. vLLM:
     `model_loader/`.
     """
-    model = _filled_model(config, context, device or config.device_config.device)
-    for module in model.modules():
-        if isinstance(module, LinearBase):
-            module.linear_method.process_weights_after_loading(module)
+    lay_out = LayOut()
+    model = _filled_model(config, context, device or config.device_config.device, lay_out)
+    for module in model.modules():  # a head that is tied has nothing of its own to be filled
+        lay_out(module)
     return model.eval()
 
 # %% ../../nbs/39_loader.ipynb #e1ab55c7
