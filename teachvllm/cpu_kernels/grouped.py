@@ -81,7 +81,9 @@ def pack_groups(values: torch.Tensor) -> torch.Tensor:
 
 # %% ../../nbs/cpu/08_numba_grouped.ipynb #214124a9
 def panels_of_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    "What `pack_numbers` makes of four bits, from numbers that `pack_nibbles` packed [size, width / 2]."
+    """The panels that `pack_numbers` makes of four bits, from numbers that lie two to a byte,
+    neighbours, the first in the lower half: [size, width / 2].
+    """
     size, width = packed.shape
     words = packed.contiguous().view(torch.int32).view(-1, COLUMNS, width // 4)
     words = words.transpose(1, 2).contiguous()
