@@ -542,7 +542,7 @@ class EngineArgs(ShowAsTable):
     spec_model: str | None = arg(None, "model of speculative_config")
     spec_tokens: int | None = arg(None, "num_speculative_tokens of speculative_config")
     limit_mm_per_prompt: Any = arg(
-        None, 'most images of a prompt, {"image": 2} (as JSON here); default: 999', cli=json_object
+        None, 'most images of a prompt, {"image": 2} (as JSON here); None: 999', cli=json_object
     )
     mm_processor_kwargs: Any = arg(
         None, "settings of the image processor, as a dict or JSON", cli=json_object

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from ..config import require
 
@@ -269,13 +270,18 @@ async def run_load(
     async def send_when_due(body: dict, due: float) -> RequestFuncOutput:
         await asyncio.sleep(due - clock())
         async with limit:
-            return await send_request(client, endpoint, body, RequestFuncOutput(due), clock)
+            output = await send_request(client, endpoint, body, RequestFuncOutput(due), clock)
+        bar.update()
+        return output
 
+    # a bar where a person looks on; None: there is none in a file or a pipe
+    bar = tqdm(total=len(bodies), desc="requests", disable=None if len(bodies) > 1 else True)
     async with make_client(base_url) as client:
         begin = time.perf_counter()  # making a client takes a while
-        outputs = await asyncio.gather(
-            *(send_when_due(body, due) for body, due in zip(bodies, times, strict=True))
-        )
+        with bar:
+            outputs = await asyncio.gather(
+                *(send_when_due(body, due) for body, due in zip(bodies, times, strict=True))
+            )
         return outputs, clock()
 
 # %% ../../nbs/package/04_bench_serve.ipynb #b992bad8
