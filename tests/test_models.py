@@ -51,17 +51,19 @@ from teachvllm.model_executor.layers import (
     LinearMethod,
     MergedColumnParallelLinear,
     ModelContext,
+    ParallelLMHead,
     RowParallelLinear,
     UnquantizedLinearMethod,
     VocabParallelEmbedding,
     WeightsError,
     attention_layers,
+    create_named_weights,
     get_act_fn,
     load_weights,
     pack_weight,
     plain_weights,
 )
-from teachvllm.model_executor.loader import convert_gguf
+from teachvllm.model_executor.loader import LayOut, convert_gguf
 from teachvllm.model_executor.models import registry
 from teachvllm.model_executor.models.gemma import Gemma3ForCausalLM, GemmaEmbedding, GemmaRMSNorm
 from teachvllm.model_executor.models.llama import LlamaForCausalLM, layer_types
@@ -1003,11 +1005,30 @@ def test_a_module_is_handed_over_when_it_is_filled() -> None:
             assert not any(torch.isnan(p).any() for p in module.parameters(recurse=False))
 
         load_weights(model, order, note)
-        owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+        owners = {
+            name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)
+        }
         assert sorted(filled) == sorted(owners)
     twice = [state[0], ("model.embed_tokens.weight", state[0][1]), *state[1:]]
     with pytest.raises(WeightsError, match="embed_tokens.weight comes twice"):
         load_weights(LlamaForCausalLM(hf_model.config, CONTEXT), twice, lambda module: None)
+
+
+def test_a_tied_head_with_a_bias_waits_for_the_embedding() -> None:
+    "Its own parameter comes first, the matrix that it shares later."
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = VocabParallelEmbedding(64, 32)
+            self.head = ParallelLMHead(32, 64, CONTEXT, bias=True)
+            self.head.tie_weights(self.embed)
+
+    model = Tied()
+    create_named_weights(model, None)
+    bias, matrix, x = torch.randn(64), torch.randn(64, 32), torch.randn(3, 32)
+    load_weights(model, [("head.bias", bias), ("embed.weight", matrix)], LayOut())
+    torch.testing.assert_close(model.head(x), x @ matrix.T + bias)
 
 
 def test_every_parameter_is_loaded_through_its_weight_loader() -> None:

@@ -275,10 +275,10 @@ async def run_load(
         return output
 
     # a bar where a person looks on; None: there is none in a file or a pipe
-    bar = tqdm(total=len(bodies), desc="requests", disable=None if len(bodies) > 1 else True)
+    silent = None if len(bodies) > 1 else True
     async with make_client(base_url) as client:
         begin = time.perf_counter()  # making a client takes a while
-        with bar:
+        with tqdm(total=len(bodies), desc="requests", disable=silent) as bar:
             outputs = await asyncio.gather(
                 *(send_when_due(body, due) for body, due in zip(bodies, times, strict=True))
             )

@@ -618,6 +618,15 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _owners(model: nn.Module) -> dict[str, list[str]]:
+    "The modules that have each parameter: of a tied one, the embedding and the head."
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    owners: dict[str, list[str]] = {name: [] for name in names.values()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners[names[parameter]].append(_module_of(name))
+    return owners
+
+
 def _load_one(param: Any, name: str, tensor: Any, shard_id: int | None) -> None:
     "Hand a tensor to the `weight_loader`; `WeightsError` names it if it does not fit."
     loader = getattr(param, "weight_loader", default_weight_loader)
@@ -684,7 +693,8 @@ def load_weights(
         f"{name}." for name, module in model.named_modules() if isinstance(module, PPMissingLayer)
     )
     unused: list[str] = []
-    waits_for = Counter(map(_module_of, missing))  # a module: its parameters that are not filled
+    owners = _owners(model)
+    waits_for = Counter(module for modules in owners.values() for module in modules)
     for name, tensor in starmap(map_weight, weights):
         place = places.get(name) or places.get(f"{outer}.{name}")
         if place is None:
@@ -698,9 +708,12 @@ def load_weights(
         _load_one(model.get_parameter(target), name, tensor, shard)
         was_missing = bool(missing[target])
         missing[target] -= missing[target] if shard is None else {shard}
-        waits_for[module] -= was_missing and not missing[target]
-        if when_filled and not waits_for[module]:
-            when_filled(model.get_submodule(module))
+        if was_missing and not missing[target]:
+            waits_for.subtract(owners[target])
+        if when_filled and not missing[target]:
+            for owner in owners[target]:
+                if not waits_for[owner]:
+                    when_filled(model.get_submodule(owner))
     modules = set(map(_module_of, places))
     _check_unused(unused, modules | {name.removeprefix(f"{outer}.") for name in modules})
     _check_all_filled(missing)

@@ -569,7 +569,7 @@ class LayOut:
         self.done.add(module)
         before = _own_bytes(module)
         module.linear_method.process_weights_after_loading(module)
-        self.let_go += before - _own_bytes(module)
+        self.let_go += max(0, before - _own_bytes(module))
         if self.let_go > self.TRIM_EVERY:
             self.let_go = 0
             trim_heap()
@@ -584,8 +584,9 @@ def get_model(config: VllmConfig, context: ModelContext, device: str | None = No
     """
     lay_out = LayOut()
     model = _filled_model(config, context, device or config.device_config.device, lay_out)
-    for module in model.modules():  # a head that is tied has nothing of its own to be filled
+    for module in model.modules():  # where nothing was filled tensor by tensor
         lay_out(module)
+    trim_heap()
     return model.eval()
 
 # %% ../../nbs/39_loader.ipynb #e1ab55c7

@@ -430,8 +430,8 @@ class GGUFConfig(QuantizationConfig):
                 if len(rows) < len(matrix):
                     mapped.let_go()
             owner = prefix if path == EMBEDDING else path
-            for part in pieces[0]:
-                tensor = torch.cat([piece[part] for piece in pieces])
+            for part in list(pieces[0]):
+                tensor = torch.cat([piece.pop(part) for piece in pieces])
                 yield f"{owner}.{part}", hf_layout(name, tensor, hf_config)
         if methods and path != EMBEDDING:
             return

@@ -45,7 +45,8 @@ class GroupedWeight(nn.Module):
     row: (number - zero) * scale; or with a minimum in the zero point's place: number * scale +
     minimum.
 
-    `numbers` are uint8, of `bits` 4 or 8 each, or, if `packed`, [n, k / 2], as `pack_nibbles` packs them; `scales` [n, groups] floating, and `minima` as well;
+    `numbers` are uint8, of `bits` 4 or 8 each, or, if `packed`, [n, k / 2], as `pack_nibbles`
+    packs them; `scales` [n, groups] floating, and `minima` as well;
     `zeros` [n, groups] uint8, or one number for all. `groups` [k] says to which group each column belongs; None: equal
     neighbours. Columns of equal groups are kept in their groups' order.
     """
