@@ -109,7 +109,9 @@ def test_parameters_move_and_change_their_memory(gpu: GPU, inference: bool, grad
         assert embedding(torch.tensor([3], device="cuda")).tolist() == weight[3:].tolist()
         assert weight.data.tolist() == weight.tolist() and not weight.data.requires_grad
         other = torch.full((3, 2), 5.0, device="cuda")
+        weight.rows = other.tolist  # a tied head leaves such a mark
         weight.data = other
+        assert weight.rows() == [[5, 5]] * 3
         assert embedding.weight is weight and isinstance(weight, torch.nn.Parameter)
         assert embedding(torch.tensor([2], device="cuda")).tolist() == [[5, 5]]
         other[2] = 6

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.ir
-import numba
 import numpy as np
 import torch
 from numba import types
@@ -81,9 +80,9 @@ AHEAD = 2  # so many pages before it is needed a page is fetched
 def _to_room(typing_context):
     def build(context, builder, sig, args):
         room = cgutils.alloca_once(builder, llvmlite.ir.ArrayType(FLOAT, LARGEST_HEAD))
-        return builder.bitcast(room, FLOAT.as_pointer())
+        return builder.ptrtoint(room, I64)
 
-    return types.CPointer(types.float32)(), build
+    return types.intp(), build
 
 
 _room = operation(_to_room)  # memory of a function's own, on its stack
@@ -355,10 +354,10 @@ def add_pages(weights, rows, v, table, block_size, first, last, out, dtype):
     wb = weights[1]
     wc = weights[2]
     wd = weights[3]
-    a = numba.carray(_room(), (size,))
-    b = numba.carray(_room(), (size,))
-    c = numba.carray(_room(), (size,))
-    d = numba.carray(_room(), (size,))
+    a = array_at(_room(), (size,), np.float32)
+    b = array_at(_room(), (size,), np.float32)
+    c = array_at(_room(), (size,), np.float32)
+    d = array_at(_room(), (size,), np.float32)
     for i in range(size):
         a[i] = b[i] = c[i] = d[i] = 0
     at = 0
@@ -395,7 +394,7 @@ def add_pages(weights, rows, v, table, block_size, first, last, out, dtype):
         out[3, i] = d[i]
 
 # %% ../../nbs/cpu/05_numba_attention.ipynb #7c6ecbbc
-@compiled
+@inlined
 def attend(q, k, v, table, block_size, first, last, scale, soft_cap, scores, acc, stats, dtype):
     """Up to four query heads q [rows, size] over the tokens first to last of one sequence, whose
     pages of block_size rows of `dtype` stand at the addresses k and v.
@@ -437,7 +436,7 @@ def first_item(ends, each, part, parts):
 SPLIT = 256  # a part of a sequence is not shorter than so many tokens
 
 
-@compiled
+@inlined
 def decode(words, floats, dtype, cache_dtype):
     "One thread's items of a step: see `NumbaBackend.decode` for the arguments."
     n = words[0]
@@ -512,7 +511,7 @@ def decode(words, floats, dtype, cache_dtype):
                     store(result, x, row[x] * factor)
 
 # %% ../../nbs/cpu/05_numba_attention.ipynb #eea77cd1
-@compiled
+@inlined
 def merge(words, floats, dtype):
     "One thread's part of the heads whose tokens were split: the same arguments."
     n = words[0]
@@ -556,7 +555,7 @@ def merge(words, floats, dtype):
             store(result, x, row[x] * scale)
 
 # %% ../../nbs/cpu/05_numba_attention.ipynb #f3f8bc24
-@compiled
+@inlined
 def write(words, dtype):
     """One thread's tokens: key and value [num_tokens, kv_heads, size], rows `stride` apart, into
     the slots' rows of the pages.
@@ -575,8 +574,9 @@ def write(words, dtype):
         block = slots[i] // block_size
         row = slots[i] % block_size
         for head in range(kv_heads if slots[i] >= 0 else 0):  # -1: no slot
-            pages[0, head, block, row] = key[i, head * size : (head + 1) * size]
-            pages[1, head, block, row] = value[i, head * size : (head + 1) * size]
+            for j in range(size):
+                pages[0, head, block, row, j] = key[i, head * size + j]
+                pages[1, head, block, row, j] = value[i, head * size + j]
 
 # %% ../../nbs/cpu/05_numba_attention.ipynb #82d5d1e5
 def _decode(dtype, cache_dtype):

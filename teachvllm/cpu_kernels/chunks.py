@@ -51,7 +51,7 @@ def padded(size: int) -> tuple[int, int]:
     return -(-size // 16) * 16, -(-size // COLUMNS)
 
 
-@compiled
+@inlined
 def pack_tile(pages, table, block_size, size, first, count, panels, dtype, cache_dtype):
     """Tokens first to first + count of a sequence, up to 64, whose keys and values are in pages at
     two addresses.
@@ -87,7 +87,7 @@ def pack_tile(pages, table, block_size, size, first, count, panels, dtype, cache
 FIRST, COUNT, SEQ_LEN, TABLE_ROW, FIRST_TILE, NUM_TILES, FIRST_KEY, FIELDS = range(8)
 
 
-@compiled
+@inlined
 def pack_tiles(words, dtype, cache_dtype):
     "One thread's tiles of all chunks: see `attend_chunks`."
     n = words[0]
@@ -281,7 +281,7 @@ def attend_block(
         begin += num
 
 # %% ../../nbs/cpu/04_numba_chunks.ipynb #c3dba7d5
-@compiled
+@inlined
 def attend_blocks(words, floats, dtype):
     "One thread's blocks of all chunks: see `attend_chunks` for the arguments."
     # n, kv_heads, size, group, chunks, window, three floats, q, stride, out, tiles, room,

@@ -20,6 +20,7 @@ from teachvllm.cpu_kernels.utils import (
     array_at,
     compile_all,
     compiled,
+    inlined,
     exp,
     find_openmp,
     load,
@@ -30,7 +31,7 @@ from ..kernels import takes
 from ..model_executor.layers import GATES
 
 # %% ../../nbs/cpu/06_fused_ops.ipynb #6b1cf9f2
-@compiled
+@inlined
 def gate_rows(words, floats, dtype):
     "One thread's rows of `sigmoid_and_mul`."
     n = words[0]
@@ -53,7 +54,7 @@ def gate_rows(words, floats, dtype):
             )
 
 # %% ../../nbs/cpu/06_fused_ops.ipynb #21b54f84
-@compiled
+@inlined
 def norm_rows(words, floats, dtype):
     "One thread's rows of `rms_norm`."
     n = words[0]
@@ -82,7 +83,7 @@ def norm_rows(words, floats, dtype):
             store(out[i], j, load(row[j]) * factor * load(weight[j]))
 
 # %% ../../nbs/cpu/06_fused_ops.ipynb #1d6ecf7c
-@compiled
+@inlined
 def turn_rows(words, dtype):
     "One thread's tokens of `rotary_embedding`."
     n = words[0]
@@ -110,7 +111,7 @@ def turn_rows(words, dtype):
                 turned[j] = row[j]
 
 # %% ../../nbs/cpu/06_fused_ops.ipynb #0551833f
-@compiled
+@inlined
 def take_rows(words, dtype):
     "One thread's rows of `embedding`."
     n = words[0]

@@ -45,6 +45,7 @@ from teachvllm.cpu_kernels.utils import (
     barrier,
     compile_all,
     compiled,
+    inlined,
     find_openmp,
     host_features,
     load,
@@ -124,7 +125,7 @@ def copy_block(x, copy, facts):
     facts[1] = total
 
 
-@compiled
+@inlined
 def _code_rows(x, codes, facts, count, size, dtype, exact):
     "One thread's share of `count` blocks of `size` numbers at the address `x`."
     item = array_at(x, (1,), dtype).itemsize
@@ -286,7 +287,7 @@ def _scaled(builder, form, tile, sums, pairs, scales, seconds):
 AHEAD = 4  # blocks between what is multiplied and what is fetched
 
 
-@compiled
+@inlined
 def _multiply_groups(tile, code, bias, x, facts, matrix, blocks, ahead, out, out_stride):
     """A tile's rows times a panel, into as many rows of the output. `matrix` has three addresses,
     how many bytes each is further for the next block or group, and the blocks of a group. Weights
@@ -311,7 +312,7 @@ def _multiply_groups(tile, code, bias, x, facts, matrix, blocks, ahead, out, out
     put(tile, out, out_stride)
 
 
-@compiled
+@inlined
 def _grouped_rows(words, dtype, code, exact):
     "One thread's part of a product of `PackedGroups`."
     n = words[0]
@@ -395,7 +396,7 @@ def _group_value(address, kind):
     return array_at(address, (1,), np.float32)[0]
 
 
-@compiled
+@inlined
 def _take_grouped(words, dtype):
     "One thread's share of the rows that `PackedGroups.rows` returns."
     width = words[1]

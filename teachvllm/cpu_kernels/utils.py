@@ -30,6 +30,7 @@ import torch
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
+from numba.np.arrayobj import populate_array
 from tqdm import tqdm
 
 from ..attention.backend import FLOAT8
@@ -77,8 +78,9 @@ def compiled(function: Callable, compiler: Callable = numba.njit) -> Any:
 
 
 def inlined(function: Callable) -> Any:
-    """The same, but its text is put in place of each call: then the compiler knows where its arrays
-    come from.
+    """The same, but its text is put in place of each call. Then the compiler knows where its arrays
+    come from. And it has less to do if there is one call: it would compile the function by itself,
+    and once more as a part of its caller.
     """
     return compiled(function, partial(numba.njit, inline="always"))
 
@@ -88,13 +90,6 @@ I16 = llvmlite.ir.IntType(16)
 I32 = llvmlite.ir.IntType(32)
 FLOAT = llvmlite.ir.FloatType()
 word = partial(llvmlite.ir.Constant, I32)
-
-
-def _to_pointer(typing_context, address):
-    void = llvmlite.ir.IntType(8).as_pointer()
-    return types.voidptr(types.uintp), lambda context, builder, sig, args: builder.inttoptr(
-        args[0], void
-    )
 
 
 def _to_float(typing_context, bits):
@@ -121,17 +116,30 @@ def _to_prefetch(typing_context, address):
 
 
 _prefetch: Any = intrinsic(_to_prefetch)
-_pointer: Any = intrinsic(_to_pointer)
+
 _float_of: Any = intrinsic(_to_float)
 _bits_of: Any = intrinsic(_to_bits)
 
 # %% ../../nbs/cpu/01_numba_utils.ipynb #ecc9461b
-@compiled
-def array_at(address, shape, dtype):
+@operation
+def array_at(typing_context, address, shape, dtype):
     """The array of that shape and dtype whose first element is at `address`. bfloat16 is uint16:
     its bits.
     """
-    return numba.carray(_pointer(np.uintp(address)), shape, dtype)
+    kind = types.Array(dtype.dtype, len(shape), "C")
+
+    def build(context, builder, sig, args):
+        array = context.make_array(kind)(context, builder)
+        first = builder.inttoptr(args[0], array.data.type)
+        sizes = cgutils.unpack_tuple(builder, args[1])
+        num_bytes = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+        strides = [context.get_constant(types.intp, num_bytes)]
+        for size in sizes[:0:-1]:  # a step of a dimension is all of the ones behind it
+            strides.insert(0, builder.mul(strides[0], size))
+        populate_array(array, first, sizes, strides, num_bytes, None)
+        return array._getvalue()
+
+    return kind(types.uintp, types.UniTuple(types.intp, len(shape)), dtype), build
 
 # %% ../../nbs/cpu/01_numba_utils.ipynb #bdb65552
 @compiled
