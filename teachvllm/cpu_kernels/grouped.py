@@ -187,9 +187,9 @@ def _rows_at(builder, place, count):
     return [builder.add(first, builder.mul(stride, constant(I64, row))) for row in range(count)]
 
 
-def _step_of(builder, weights, step):
-    "A step's four registers."
-    places = range(256 * step, 256 * (step + 1), 64)
+def _step_of(builder, weights, step, count=VECTORS):
+    "A step's first registers, of four."
+    places = [256 * step + 64 * j for j in range(count)]
     return [builder.load(pointer_at(builder, weights, at, WORDS), align=4) for at in places]
 
 
@@ -214,13 +214,13 @@ def _byte_sums(builder, rows, weights, form):
     return [[builder.sitofp(x, FLOATS) for x in row] for row in sums]
 
 
-def _float_sums(builder, rows, weights, form):
-    "The same, of float32 numbers."
+def _some_float_sums(builder, rows, weights, form, together):
+    "The same, of float32 numbers and for so many registers."
     multiply = _function(builder, "llvm.fma.v16f32", FLOATS)
-    sums = [[llvmlite.ir.Constant(FLOATS, None)] * VECTORS for _ in rows]
+    sums = [[llvmlite.ir.Constant(FLOATS, None)] * together for _ in rows]
     width = 32 // form.bits
     for step in range(form.block // width):
-        loaded = _step_of(builder, weights, step)
+        loaded = _step_of(builder, weights, step, together)
         for i in range(width):
             shift = _lanes(8 * (i % 4) + 4 * (i // 4))
             bare = [builder.and_(builder.lshr(x, shift), _lanes(2**form.bits - 1)) for x in loaded]
@@ -229,6 +229,28 @@ def _float_sums(builder, rows, weights, form):
                 number = _same(builder, address, 4 * (width * step + i), FLOAT)
                 row[:] = [builder.call(multiply, [w, number, s]) for w, s in zip(column, row)]
     return sums
+
+
+def _float_sums(builder, rows, weights, form):
+    "The same, as many registers at a time as the processor has room for."
+    together = VECTORS if host_features().get("avx512f") else max(1, VECTORS // len(rows))
+    if together == VECTORS:
+        return _some_float_sums(builder, rows, weights, form, together)
+    room = cgutils.alloca_once(builder, llvmlite.ir.ArrayType(FLOATS, len(rows) * VECTORS))
+    room = builder.ptrtoint(room, I64)
+    places = [[64 * (row * VECTORS + j) for j in range(VECTORS)] for row in range(len(rows))]
+    with cgutils.for_range(builder, llvmlite.ir.Constant(I64, VECTORS // together)) as loop:
+        further = builder.mul(loop.index, llvmlite.ir.Constant(I64, 64 * together))
+        here = builder.add(weights, further)
+        sums = _some_float_sums(builder, rows, here, form, together)
+        for of_row, found in zip(places, sums):
+            for place, x in zip(of_row, found):
+                to = pointer_at(builder, builder.add(room, further), place, FLOATS)
+                builder.store(x, to, align=4)
+    return [
+        [builder.load(pointer_at(builder, room, place, FLOATS), align=4) for place in of_row]
+        for of_row in places
+    ]
 
 # %% ../../nbs/cpu/08_numba_grouped.ipynb #9f80953b
 @operation(prefer_literal=True)
