@@ -241,8 +241,9 @@ class DeviceTensor(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             alias = torch.nn.Parameter(alias, self.requires_grad)
         torch.utils.swap_tensors(self, alias)
-        for name, value in vars(alias).items():  # attributes of its own stay with it
-            vars(self).setdefault(name, value)
+        for name, value in vars(alias).items():
+            if name not in {"host", "allocation"}:  # attributes of its own stay with it
+                vars(self).setdefault(name, value)
 
     data = property(torch.Tensor.data.__get__, _set_data)
 

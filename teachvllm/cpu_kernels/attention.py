@@ -85,7 +85,7 @@ def _to_room(typing_context):
     return types.intp(), build
 
 
-_room = operation(_to_room)  # memory of a function's own, on its stack
+_room = operation(_to_room)  # the address of memory of a function's own, on its stack
 
 # %% ../../nbs/cpu/05_numba_attention.ipynb #f3fd65fa
 @inlined
@@ -574,9 +574,13 @@ def write(words, dtype):
         block = slots[i] // block_size
         row = slots[i] % block_size
         for head in range(kv_heads if slots[i] >= 0 else 0):  # -1: no slot
+            new_key = key[i, head * size : (head + 1) * size]
+            new_value = value[i, head * size : (head + 1) * size]
+            to_key = pages[0, head, block, row]
+            to_value = pages[1, head, block, row]
             for j in range(size):
-                pages[0, head, block, row, j] = key[i, head * size + j]
-                pages[1, head, block, row, j] = value[i, head * size + j]
+                to_key[j] = new_key[j]
+                to_value[j] = new_value[j]
 
 # %% ../../nbs/cpu/05_numba_attention.ipynb #82d5d1e5
 def _decode(dtype, cache_dtype):

@@ -188,7 +188,7 @@ def _rows_at(builder, place, count):
 
 
 def _step_of(builder, weights, step, count=VECTORS):
-    "A step's first registers, of four."
+    "The first `count` of a step's four registers, from the address `weights` on."
     places = [256 * step + 64 * j for j in range(count)]
     return [builder.load(pointer_at(builder, weights, at, WORDS), align=4) for at in places]
 
@@ -215,7 +215,7 @@ def _byte_sums(builder, rows, weights, form):
 
 
 def _some_float_sums(builder, rows, weights, form, together):
-    "The same, of float32 numbers and for so many registers."
+    "Of each row, the sums of a block in float32, for 16 · `together` of its outputs."
     multiply = _function(builder, "llvm.fma.v16f32", FLOATS)
     sums = [[llvmlite.ir.Constant(FLOATS, None)] * together for _ in rows]
     width = 32 // form.bits
@@ -232,7 +232,7 @@ def _some_float_sums(builder, rows, weights, form, together):
 
 
 def _float_sums(builder, rows, weights, form):
-    "The same, as many registers at a time as the processor has room for."
+    "As `_byte_sums`, of float32 numbers; in parts, where a processor has too few registers."
     together = VECTORS if host_features().get("avx512f") else max(1, VECTORS // len(rows))
     if together == VECTORS:
         return _some_float_sums(builder, rows, weights, form, together)

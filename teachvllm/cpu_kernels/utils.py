@@ -81,6 +81,10 @@ def inlined(function: Callable) -> Any:
     """The same, but its text is put in place of each call. Then the compiler knows where its arrays
     come from. And it has less to do if there is one call: it would compile the function by itself,
     and once more as a part of its caller.
+
+    Not for a function that ends with a single write into an array: there the array was an argument,
+    here it is a local one, and Numba drops the last write into that. Nor for one with options of
+    its own.
     """
     return compiled(function, partial(numba.njit, inline="always"))
 
@@ -123,16 +127,17 @@ _bits_of: Any = intrinsic(_to_bits)
 # %% ../../nbs/cpu/01_numba_utils.ipynb #ecc9461b
 @operation
 def array_at(typing_context, address, shape, dtype):
-    """The array of that shape and dtype whose first element is at `address`. bfloat16 is uint16:
-    its bits.
+    """`array_at(address, shape, dtype)` in a compiled function: the array whose first element is at
+    that address. bfloat16 is uint16: its bits.
     """
     kind = types.Array(dtype.dtype, len(shape), "C")
 
     def build(context, builder, sig, args):
         array = context.make_array(kind)(context, builder)
-        first = builder.inttoptr(args[0], array.data.type)
+        element = context.get_data_type(kind.dtype)
+        first = builder.inttoptr(args[0], element.as_pointer())
         sizes = cgutils.unpack_tuple(builder, args[1])
-        num_bytes = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+        num_bytes = context.get_abi_sizeof(element)
         strides = [context.get_constant(types.intp, num_bytes)]
         for size in sizes[:0:-1]:  # a step of a dimension is all of the ones behind it
             strides.insert(0, builder.mul(strides[0], size))
