@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PINNABLE', 'VARIABLE', 'HOOK', 'Stream', 'Event', 'CUDAGraph', 'CudaApi', 'ProcessGroupNCCL', 'TritonDriver',
-           'interpret', 'gpu', 'install', 'uninstall', 'install_as_asked', 'environment', 'main']
+           'interpret', 'compute', 'gpu', 'install', 'uninstall', 'install_as_asked', 'environment', 'main']
 
 # %% ../nbs/gpu/05_pretend.ipynb #eed23aac
 import argparse
@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partialmethod, wraps
+from importlib import import_module
+from inspect import signature
 from itertools import count, product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -541,7 +543,7 @@ class _Launcher:
         ours = [arg for arg in args if isinstance(arg, DeviceTensor)]
         args = to_host(args)
         with gpu().lock:
-            call = lambda: interpret(self.function, args, (x, y, z))
+            call = lambda: compute(self.function, args, (x, y, z))
             gpu().queue("launch", self.function.__name__, call, ours, ours)
 
 # %% ../nbs/gpu/05_pretend.ipynb #e123eedd
@@ -563,6 +565,17 @@ def interpret(function: Any, args: Sequence[Any], grid: tuple[int, int, int]) ->
     with _in_python(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numpy's, about NaN
         executor(*args)
+
+
+def compute(function: Any, args: Sequence[Any], grid: tuple[int, int, int]) -> None:
+    """What a launch leaves in memory, by the form that `install` was given for this kernel, or by
+    Triton's interpreter where there is none, or where it answers `NotImplemented`.
+    """
+    if form := gpu().forms.get(function.__name__):
+        named = SimpleNamespace(**dict(zip(signature(function).parameters, args, strict=True)))
+        if form(named, grid) is not NotImplemented:
+            return
+    interpret(function, args, grid)
 
 
 @contextmanager
@@ -636,11 +649,14 @@ def install(
     num_sms: int | None = None,
     memory: int | None = None,
     others: int = 0,
+    forms: str | None = None,
 ) -> GPU:
     """From now on this process has `count` GPUs. Call it before Triton's kernels are imported.
 
     With few streaming multiprocessors (`num_sms`) kernels cut their work into fewer programs, which
-    interprets quicker. `others` is memory that other processes hold.
+    interprets quicker. `others` is memory that other processes hold. `forms` names a module whose
+    `FORMS`, kernel's name -> function of (its arguments by name, the grid), compute what launches
+    leave in memory, quicker than Triton's interpreter.
     """
     global _gpu
     if _gpu is not None:
@@ -661,6 +677,8 @@ def install(
     _serve_nvml(stack, _gpu)
     _serve_nccl(stack)
     _serve_triton(_gpu)
+    if forms:
+        _gpu.forms = import_module(forms).FORMS
     return _gpu
 
 
@@ -725,6 +743,7 @@ def main() -> int:
     parser.add_argument("--num-sms", type=int, help="as if it had so few multiprocessors: quicker")
     parser.add_argument("--memory", type=int, help="as if it had so few bytes")
     parser.add_argument("--others", type=int, default=0, help="bytes that other processes hold")
+    parser.add_argument("--forms", help="a module that computes some kernels' numbers: quicker")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run")
     options = vars(parser.parse_args())
     command = options.pop("command")

@@ -235,18 +235,6 @@ class DeviceTensor(torch.Tensor):
     def __array__(self, dtype: Any = None) -> np.ndarray:
         return self.numpy()
 
-    def _set_data(self, source: torch.Tensor) -> None:
-        "`x.data = source`: from now on x is the memory of the other."
-        alias: Any = source.detach()
-        if isinstance(self, torch.nn.Parameter):
-            alias = torch.nn.Parameter(alias, self.requires_grad)
-        torch.utils.swap_tensors(self, alias)
-        for name, value in vars(alias).items():
-            if name not in {"host", "allocation"}:  # attributes of its own stay with it
-                vars(self).setdefault(name, value)
-
-    data = property(torch.Tensor.data.__get__, _set_data)
-
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
@@ -452,6 +440,9 @@ class GPU:
         self.memory = [Memory(card.memory) for _ in range(count)]
         self.log: list[Happening] = []
         self.faults: list[str] = []  # races that could not be raised where they happened
+        self.forms: dict[
+            str, Any
+        ] = {}  # kernels that something quicker than Triton's Python computes
         self.ended = False
         self.waits_are_errors = False  # those that were not asked for by name
         self.number = 0  # of the operation that was queued last
@@ -774,8 +765,8 @@ SPECIAL = {
     aten.copy_.default: GPU.copy_,
     aten._to_copy.default: GPU.to_copy,
     aten._local_scalar_dense.default: GPU.item,
-    # then `module.to(device)` makes new parameters
-    aten._has_compatible_shallow_copy_type.default: lambda gpu, a, b: False,
+    # then `module.to(device)` keeps its parameters, and gives them other memory
+    aten._has_compatible_shallow_copy_type.default: lambda gpu, a, b: True,
 }
 
 # %% ../nbs/gpu/04_pretend_device.ipynb #2fcf6651
@@ -848,6 +839,31 @@ def serve_guard(stack: ExitStack, gpu: GPU) -> None:
     functions.value = ctypes.addressof(words) + 16
 
 
+def _set_data(x: torch.Tensor, source: torch.Tensor) -> None:
+    "`x.data = source`, of which at least one is the card's: x becomes a tensor of that memory."
+    alias: Any = source.detach()
+    if isinstance(x, torch.nn.Parameter):
+        alias = torch.nn.Parameter(alias, x.requires_grad)
+    torch.utils.swap_tensors(x, alias)
+    for name, value in vars(alias).items():
+        if name not in {"host", "allocation"}:  # attributes of its own stay with it
+            vars(x).setdefault(name, value)
+
+
+def _serve_data(stack: ExitStack) -> None:
+    "Let `x.data = y` move x to another device, as `module.to(device)` wants it."
+    plain = torch.Tensor.data
+
+    def set_data(x: torch.Tensor, source: torch.Tensor) -> None:
+        if isinstance(x, DeviceTensor) or isinstance(source, DeviceTensor):
+            _set_data(x, source)
+        else:
+            plain.__set__(x, source)
+
+    stack.callback(delattr, torch.Tensor, "data")  # what it inherits is in force again
+    torch.Tensor.data = property(plain.__get__, set_data)
+
+
 def serve_factories(stack: ExitStack, gpu: GPU) -> None:
     "Operators without a `DeviceTensor` among their arguments, found by the device asked for."
     library = torch.library.Library("aten", "IMPL", "CUDA")
@@ -871,7 +887,8 @@ def serve_factories(stack: ExitStack, gpu: GPU) -> None:
     # outside of inference mode torch answers this before it comes to a `DeviceTensor`
     autograd = torch.library.Library("aten", "IMPL", "AutogradCUDA")
     stack.callback(autograd._destroy)
-    autograd.impl("_has_compatible_shallow_copy_type", lambda a, b: False)
+    autograd.impl("_has_compatible_shallow_copy_type", lambda a, b: True)
+    _serve_data(stack)
     library.impl("empty.memory_format", empty)
     library.impl("empty_strided", empty_strided)
     library.impl("copy_", lambda a, b, late=False: gpu.copy_(a, b, late))

@@ -140,7 +140,12 @@ def run_compiling(*argv: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def on_card(
-    card: str, *command: str, seconds: float = 800, count: int = 1, **more: str
+    card: str,
+    *command: str,
+    seconds: float = 800,
+    count: int = 1,
+    forms: str | None = None,
+    **more: str,
 ) -> subprocess.CompletedProcess[str]:
     """A command in a process whose card is pretended, one of so many, until it has ended: what
     `python -m teachvllm.pretend` does, without a Python that imports torch only to start another.
@@ -148,7 +153,7 @@ def on_card(
     from teachvllm.pretend import environment
 
     with tempfile.TemporaryDirectory() as folder:
-        env = environment(Path(folder), card=card, count=count, num_sms=4)
+        env = environment(Path(folder), card=card, count=count, num_sms=4, forms=forms)
         paths = [env["PYTHONPATH"], str(ROOT / "tests")]
         env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
         options: dict[str, Any] = {"capture_output": True, "text": True, "cwd": ROOT}

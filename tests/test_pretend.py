@@ -53,7 +53,7 @@ def test_nothing_is_left_behind() -> None:
         pretend.install("T4")
     pretend.uninstall()
     assert [getattr(owner, name) for owner, name in names] == before
-    assert not torch.cuda.is_available()
+    assert not torch.cuda.is_available() and "data" not in vars(torch.Tensor)
     with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
         torch.empty(1, device="cuda")
     with pytest.raises(ValueError, match="choose one of T4"):
@@ -116,8 +116,23 @@ def test_parameters_move_and_change_their_memory(gpu: GPU, inference: bool, grad
         assert embedding(torch.tensor([2], device="cuda")).tolist() == [[5, 5]]
         other[2] = 6
         assert weight.shape == (3, 2) and weight[2].tolist() == [6, 6]
-        with pytest.raises(RuntimeError, match="incompatible tensor type"):
-            torch.nn.Linear(2, 2).weight.data = other
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_tied_parameter_stays_one_through_every_move(gpu: GPU, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        model = torch.nn.ModuleList([torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)])
+        weight = model[1].weight = model[0].weight
+        weight.mark = "a packed head's"
+        numbers = weight.tolist()
+        for device in ("cuda", "cpu", "cuda:1", "cuda:0"):
+            model.to(device)
+            assert model[0].weight is weight is model[1].weight and weight.tolist() == numbers
+            assert weight.device == torch.device("cuda:0" if device == "cuda" else device)
+            assert isinstance(weight, torch.nn.Parameter)
+            assert weight.mark == "a packed head's" and ("host" in vars(weight)) == weight.is_cuda
+        weight.data = weight.new_empty(0)
+        assert not model.to("cpu")[0].weight.numel() and not weight.is_cuda
 
 
 @pytest.mark.parametrize(
@@ -374,6 +389,12 @@ def test_tests_marked_gpu() -> None:
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
 
 
+def test_forms_of_torch() -> None:
+    "What they leave in memory is what Triton's interpreter leaves there."
+    answers = answers_on_card("H100", "forms_on_a_card.py")
+    assert answers == dict.fromkeys(answers, "") and "unified_attention" in answers
+
+
 # of those that launch kernels of their own or serve, what takes seconds
 OFTEN = [("T4", "23_triton_utils"), ("H100", "23_triton_utils"), ("T4", "41_model_runner")]
 OWN_CARD = ("gpu/04", "gpu/05", "gpu/06", "gpu/09")  # they pretend one themselves
@@ -395,9 +416,10 @@ def chapters() -> list[Any]:
 @pytest.mark.timeout(3800)
 @pytest.mark.parametrize("card, name", chapters())
 def test_chapter(card: str, name: str) -> None:
-    "All its cells, those of a GPU as well."
+    "All its cells, those of a GPU as well. Only some kernels go through Triton's interpreter."
     run = [sys.executable, "tools/notebooks.py", "--check", "--flags", "gpu", name]
-    done = on_card(card, *run, "--timeout", "3600", TEACHVLLM_QUICK="1", seconds=3700)
+    options: dict[str, Any] = {"forms": "torch_forms", "seconds": 3700, "TEACHVLLM_QUICK": "1"}
+    done = on_card(card, *run, "--timeout", "3600", **options)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
