@@ -283,6 +283,12 @@ class CudaApi:
     def manual_seed_all(self, seed: int) -> None:
         "As above."
 
+    def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = "cuda") -> None:
+        torch.set_rng_state(new_state)
+
     def ipc_collect(self) -> None:
         "No memory is shared."
 

@@ -83,6 +83,10 @@ def test_results_are_those_of_the_host(gpu: GPU) -> None:
         assert found.is_cuda and torch.allclose(found.cpu(), expected)
     drawn = torch.empty(3, device="cuda").uniform_(generator=torch.Generator("cuda").manual_seed(1))
     assert drawn.tolist() == torch.rand(3, generator=torch.manual_seed(1)).tolist()
+    state = torch.cuda.get_rng_state()
+    once = torch.rand(3, device="cuda").tolist()
+    torch.cuda.set_rng_state(state)
+    assert torch.rand(3, device="cuda").tolist() == once
     assert f"{a[0, 0]:.3f}" == f"{x[0, 0]:.3f}"
     a[1:3, 0] = 7
     assert a.tolist()[2][0] == 7 and a[1:3].view(-1).shape == (12,)
