@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, partialmethod, wraps
+from functools import cache, partial, partialmethod, wraps
 from importlib import import_module
 from inspect import signature
 from itertools import count, product
@@ -284,9 +284,12 @@ class CudaApi:
         "As above."
 
     def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:
+        "The host's, for the same reason."
+        self.init()
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = "cuda") -> None:
+        self.init()
         torch.set_rng_state(new_state)
 
     def ipc_collect(self) -> None:
@@ -423,7 +426,11 @@ def _serve_nvml(stack: ExitStack, gpu: GPU) -> None:
             usedGpuMemory=gpu.memory[handle].context + gpu.memory[handle].reserved,
         )
     ]
-    stack.enter_context(patch.dict(sys.modules, pynvml=nvml))
+    before = sys.modules.get("pynvml")
+    sys.modules["pynvml"] = nvml
+    # not patch.dict: it would forget what was imported meanwhile
+    restore = partial(sys.modules.__setitem__, "pynvml", before) if before else None
+    stack.callback(restore or partial(sys.modules.pop, "pynvml"))
 
 # %% ../nbs/gpu/05_pretend.ipynb #326b1f03
 class ProcessGroupNCCL:
@@ -577,10 +584,11 @@ def compute(function: Any, args: Sequence[Any], grid: tuple[int, int, int]) -> N
     """What a launch leaves in memory, by the form that `install` was given for this kernel, or by
     Triton's interpreter where there is none, or where it answers `NotImplemented`.
     """
-    if form := gpu().forms.get(function.__name__):
+    if form := gpu().forms.get(f"{function.__module__}.{function.__name__}"):
         named = SimpleNamespace(**dict(zip(signature(function).parameters, args, strict=True)))
-        if form(named, grid) is not NotImplemented:
-            return
+        with torch.inference_mode():  # memory has no gradients
+            if form(named, grid) is not NotImplemented:
+                return
     interpret(function, args, grid)
 
 
@@ -661,7 +669,7 @@ def install(
 
     With few streaming multiprocessors (`num_sms`) kernels cut their work into fewer programs, which
     interprets quicker. `others` is memory that other processes hold. `forms` names a module whose
-    `FORMS`, kernel's name -> function of (its arguments by name, the grid), compute what launches
+    `FORMS`, "module.kernel" -> function of (its arguments by name, the grid), compute what launches
     leave in memory, quicker than Triton's interpreter.
     """
     global _gpu
@@ -669,6 +677,8 @@ def install(
         raise RuntimeError("a GPU is pretended already")
     if isinstance(card, str) and card not in CARDS:
         raise ValueError(f"card={card!r}: choose one of {', '.join(CARDS)}")
+    if forms and importlib.util.find_spec(forms) is None:
+        raise ValueError(f"forms={forms!r}: Python finds no such module")
     sheet = CARDS[card] if isinstance(card, str) else card
     sheet = replace(sheet, num_sms=num_sms or sheet.num_sms, memory=memory or sheet.memory)
     _gpu = GPU(sheet, count)

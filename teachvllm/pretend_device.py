@@ -440,9 +440,8 @@ class GPU:
         self.memory = [Memory(card.memory) for _ in range(count)]
         self.log: list[Happening] = []
         self.faults: list[str] = []  # races that could not be raised where they happened
-        self.forms: dict[
-            str, Any
-        ] = {}  # kernels that something quicker than Triton's Python computes
+        # kernels that something quicker than Triton's Python computes, by module and name
+        self.forms: dict[str, Callable[..., Any]] = {}
         self.ended = False
         self.waits_are_errors = False  # those that were not asked for by name
         self.number = 0  # of the operation that was queued last
@@ -844,10 +843,17 @@ def _set_data(x: torch.Tensor, source: torch.Tensor) -> None:
     alias: Any = source.detach()
     if isinstance(x, torch.nn.Parameter):
         alias = torch.nn.Parameter(alias, x.requires_grad)
-    torch.utils.swap_tensors(x, alias)
-    for name, value in vars(alias).items():
-        if name not in {"host", "allocation"}:  # attributes of its own stay with it
-            vars(x).setdefault(name, value)
+    else:
+        alias.requires_grad_(x.requires_grad)
+    grad = x.grad if x.is_leaf else None
+    own = {name: value for name, value in vars(x).items() if name not in {"host", "allocation"}}
+    # as torch.utils.swap_tensors does, which refuses a tensor that has views or weak references
+    x.__class__, alias.__class__ = alias.__class__, x.__class__
+    x.__dict__, alias.__dict__ = alias.__dict__, x.__dict__
+    torch._C._swap_tensor_impl(x, alias)
+    vars(x).update(own)
+    if grad is not None:
+        x.grad = grad.to(x.device, x.dtype)
 
 
 def _serve_data(stack: ExitStack) -> None:
