@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, partial, partialmethod, wraps
+from functools import cache, partialmethod, wraps
 from importlib import import_module
 from inspect import signature
 from itertools import count, product
@@ -426,11 +426,12 @@ def _serve_nvml(stack: ExitStack, gpu: GPU) -> None:
             usedGpuMemory=gpu.memory[handle].context + gpu.memory[handle].reserved,
         )
     ]
-    before = sys.modules.get("pynvml")
-    sys.modules["pynvml"] = nvml
     # not patch.dict: it would forget what was imported meanwhile
-    restore = partial(sys.modules.__setitem__, "pynvml", before) if before else None
-    stack.callback(restore or partial(sys.modules.pop, "pynvml"))
+    if before := sys.modules.get("pynvml"):
+        stack.callback(sys.modules.__setitem__, "pynvml", before)
+    else:
+        stack.callback(sys.modules.pop, "pynvml")
+    sys.modules["pynvml"] = nvml
 
 # %% ../nbs/gpu/05_pretend.ipynb #326b1f03
 class ProcessGroupNCCL:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from helpers import make_tiny
 from on_a_card import LIMITS, generate
-from torch_forms import FORMS, Grid
+from torch_forms import FORMS, Grid, merged
 
 from teachvllm.llm import LLM
 from teachvllm.pretend import interpret
@@ -34,11 +34,7 @@ def results(a: SimpleNamespace, memory: dict[str, torch.Tensor]) -> dict[str, to
     if vars(a).get("SPLIT"):
         found["out"] = found["out"].sum(0)
     elif vars(a).get("NUM_SPLITS", 1) > 1 and "query_start_loc" in found:
-        stats, acc = found.pop("stats"), found.pop("partial")
-        largest, total = stats.unbind(-1)
-        weight = torch.exp2(largest - largest.amax(-1, keepdim=True))
-        merged = (acc * weight[..., None]).sum(1) / (total * weight).sum(1, keepdim=True)
-        found["merged"] = merged[:, : a.HEAD_SIZE]
+        found["merged"] = merged(found.pop("partial"), found.pop("stats"))[:, : a.HEAD_SIZE]
     return found
 
 

@@ -107,11 +107,15 @@ def attend(a: SimpleNamespace, i: int, rows: slice, length: int) -> torch.Tensor
     return torch.einsum("hmn,nhd->mhd", weights, values)
 
 
-def merge_splits(a: SimpleNamespace, grid: Grid) -> None:
-    largest, total = a.stats[: grid[0]].unbind(-1)
+def merged(partial: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:
+    "Splits' sums [rows, splits, size], and their largest scores and totals: one softmax's [rows, size]."
+    largest, total = stats.unbind(-1)
     weight = torch.exp2(largest - largest.amax(-1, keepdim=True))
-    acc = (a.partial[: grid[0]] * weight[..., None]).sum(1)[:, : a.HEAD_SIZE]
-    result = acc / (total * weight).sum(1, keepdim=True)
+    return (partial * weight[..., None]).sum(1) / (total * weight).sum(1, keepdim=True)
+
+
+def merge_splits(a: SimpleNamespace, grid: Grid) -> None:
+    result = merged(a.partial[: grid[0]], a.stats[: grid[0]])[:, : a.HEAD_SIZE]
     a.out.view(-1, a.HEAD_SIZE)[: grid[0]] = result.to(a.out.dtype)
 
 
