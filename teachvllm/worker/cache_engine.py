@@ -6,24 +6,36 @@
 __all__ = ['allocate_zeroed', 'copy_blocks', 'consecutive_runs', 'swap_blocks', 'LayerCaches', 'CacheEngine']
 
 # %% ../../nbs/40_cache_engine.ipynb #d21f14ca
+import math
+import mmap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..attention.backend import AttentionBackend, KVCacheSpec
 
 # %% ../../nbs/40_cache_engine.ipynb #0b5fe9f5
-def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A tensor of zeros. On a CPU its memory is taken only as it is written to: `calloc` promises
-    zeros, and the kernel keeps the promise page by page (only memory that malloc uses again is
-    cleared at once). So a large cache costs a small load little.
+def allocate_zeroed(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, pieces: int = 1
+) -> torch.Tensor:
+    """A tensor of zeros. On a CPU the system gives it memory, full of zeros, page by page as it is
+    written to. So a large cache costs a small load little.
+
+    It will be filled from the beginning of `pieces` equal parts on. Linux gives small pages there,
+    up to the next 2 MiB, and huge ones behind.
     """
     if device != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory[:: num_bytes // pieces] = 0
+        with suppress(OSError):  # a system without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return memory.view(dtype).view(shape)
 
 # %% ../../nbs/40_cache_engine.ipynb #8164e1a7
 def copy_blocks(
@@ -142,7 +154,9 @@ class CacheEngine:
         order = self.backend_cls.get_kv_cache_stride_order()
         stored = tuple(shape[axis] for axis in order)
         back = [order.index(axis) for axis in range(len(shape))]
-        return allocate_zeroed(stored, getattr(torch, spec.dtype), device).permute(back)
+        pieces = math.prod(stored[: back[1]])  # in which block 0 lies, each with others behind
+        cache = allocate_zeroed(stored, getattr(torch, spec.dtype), device, pieces)
+        return cache.permute(back)
 
     def _allocate_pinned(self, num_blocks: int) -> list[torch.Tensor]:
         """The host's pool beside a GPU, seen in the generic shape, each layer block by block. One piece
