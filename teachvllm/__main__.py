@@ -186,6 +186,7 @@ def ask() -> str:
     try:
         return input("> ").strip()
     except EOFError:
+        print()
         return ""
 
 # %% ../nbs/package/07_command_line.ipynb #17db2742

@@ -870,7 +870,8 @@ def hint_if_busy() -> None:
     if threads > 1 and load > cores:
         logger.warning(
             "the machine is busy (load %.1f on %d cores): torch's %d threads may wait for each "
-            "other most of the time; try OMP_NUM_THREADS=1 in the environment",
+            "other most of the time; try OMP_NUM_THREADS=1 in front of the command, which may be "
+            "several times as fast",
             load,
             cores,
             threads,

@@ -671,7 +671,7 @@ def plot_memory(
     labels = list(bars) if any(bars) else []
     ax.set_yticks(range(len(labels)), labels)
     ax.set(xlim=(0, 1.04 * longest / scale), ylim=(len(bars) - 0.4, -0.7 if budgets else -0.4))
-    ax.set(xlabel=f"memory ({unit})", title=f"Where {format_bytes(longest)} of memory go")
+    ax.set(xlabel=f"memory ({unit})", title=f"Where {format_bytes(longest)} of memory goes")
     return ax.figure
 
 # %% ../nbs/09_viz.ipynb #9525e20d

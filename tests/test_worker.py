@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import sys
 import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -21,6 +22,8 @@ import torch
 from helpers import TINY, VOCAB, greedy, make_tiny, random_prompts
 
 from teachvllm.arg_utils import EngineArgs
+from teachvllm.attention.backend import AttentionBackend, KVCacheSpec, ReferenceBackend
+from teachvllm.attention.cpu import TorchSDPABackend
 from teachvllm.config import CacheConfig
 from teachvllm.core.orders import ForkedSequenceData, NewSequenceData, SchedulerOutput
 from teachvllm.executor.executor_base import UniProcExecutor
@@ -28,8 +31,9 @@ from teachvllm.model_executor.sampler import Sampler, SamplingMetadata, inverse_
 from teachvllm.sampling_params import SamplingParams
 from teachvllm.sequence import sequence_seed
 from teachvllm.worker import memory_profiling
-from teachvllm.worker.memory_profiling import GiB, MemoryProfiler, model_bytes
-from teachvllm.worker.model_runner import Batch, InputBatch, dummy_batch
+from teachvllm.worker.cache_engine import CacheEngine
+from teachvllm.worker.memory_profiling import GiB, MemoryProfiler, MemorySnapshot, model_bytes
+from teachvllm.worker.model_runner import Batch, InputBatch, ModelRunner, dummy_batch
 from teachvllm.worker.worker import Worker, WorkerWrapperBase
 
 GREEDY = SamplingParams(temperature=0)
@@ -536,22 +540,90 @@ def test_the_warm_up_runs_a_prompt_and_a_decode_even_where_nothing_is_profiled(
     assert batches == [[[1, 31], [1]]] * 3
 
 
+@pytest.mark.parametrize("at_a_time", [None, 128])
 @pytest.mark.parametrize(
-    "limits", [{"max_num_seqs": 1}, {"max_num_batched_tokens": 1}, {"max_model_len": 2}, {}]
+    "limits",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 16},
+        {"max_num_seqs": 256},
+        {"max_num_batched_tokens": 1},
+        {"max_model_len": 2},
+        {},
+    ],
 )
-def test_dummy_batches_keep_to_the_limits(tiny: tuple[str, Any], limits: dict[str, int]) -> None:
-    config = make_config(tiny[0], **limits)
+def test_dummy_batches_keep_to_the_limits_and_reach_them(
+    tiny: tuple[str, Any], limits: dict[str, int], at_a_time: int | None
+) -> None:
+    scheduler = (config := make_config(tiny[0], **limits)).scheduler_config
     for sizes in ((None, None, None), (32, 2, 64), (1, 1, 64)):
-        out = dummy_batch(config, *sizes)
+        out = dummy_batch(config, *sizes, at_a_time=at_a_time)
         scheduled = list(out.num_scheduled_tokens.values())
-        scheduler = config.scheduler_config
-        assert (
-            0 < sum(scheduled) <= scheduler.max_num_batched_tokens
-            and len(scheduled) <= scheduler.max_num_seqs
-        )
+        most = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.max_model_len
+        tokens, seqs, longest = (min(a or b, b) for a, b in zip(sizes, most, strict=True))
+        seqs = min(tokens, seqs)
+        assert (sum(scheduled), len(scheduled)) == (min(tokens, seqs * (longest - 1)), seqs)
         assert scheduled == sorted(scheduled, key=lambda n: n > 1) and min(scheduled) > 0
-        assert all(len(new.token_ids) < scheduler.max_model_len for new in out.new_seqs)
+        lengths = [len(new.token_ids) for new in out.new_seqs]
+        assert max(lengths) == longest - 1
         assert all(new.num_computed_tokens >= 0 and not any(new.block_ids) for new in out.new_seqs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak cannot be reset")
+@pytest.mark.parametrize("backend", ["torch_sdpa", "reference"])
+@pytest.mark.parametrize("max_num_seqs", [16, 64])
+def test_no_step_takes_more_memory_than_the_largest(
+    tiny: tuple[str, Any], backend: str, max_num_seqs: int
+) -> None:
+    "A chunk of one long prompt beside long decodes, and decodes alone."
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 1024}
+    longer = {"max_position_embeddings": 2048}
+    config = make_config(tiny[0], hf_overrides=longer, attention_backend=backend, **limits)
+    runner = ModelRunner(config, "cpu")
+    runner.load_model()
+    caches = runner.make_cache(1).gpu_cache[:2]
+
+    def peak(out: SchedulerOutput | None = None) -> int:
+        memory_profiling.release_memory()
+        MemorySnapshot.reset_peak("cpu")
+        before = MemorySnapshot.take("cpu").torch_memory
+        runner._dummy_run(out, caches) if out else runner.profile_run()
+        return MemorySnapshot.take("cpu").torch_peak - before
+
+    steps = dummy_batch(config), dummy_batch(config, max_num_seqs)
+    for step in steps:
+        runner._dummy_run(step, caches)  # the first one loads code
+    largest = peak()
+    for step in steps:
+        assert peak(step) < 1.15 * largest + (8 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only the peak is known")
+@pytest.mark.parametrize("backend", [TorchSDPABackend, ReferenceBackend])
+def test_the_first_block_of_a_large_cache_takes_little(backend: type[AttentionBackend]) -> None:
+    "Huge pages, of 2 MiB or more, would be 32 or 96."
+
+    def grown(num_blocks: int) -> int:
+        memory_profiling.release_memory()
+        before = memory_profiling.process_memory()
+        engine = CacheEngine([KVCacheSpec(3, 64, "bfloat16")] * 16, 16, backend, "cpu", num_blocks)
+        for layer in engine.gpu_cache:
+            layer[:, 0] = 1
+        return memory_profiling.process_memory() - before
+
+    grown(1)  # loads code
+    assert grown(4096) < 4 << 20
+
+
+def test_a_cache_that_the_system_refuses(tiny: tuple[str, Any]) -> None:
+    worker = Worker(make_config(tiny[0]))
+    worker.init_device()
+    worker.load_model()
+    with (
+        patch("mmap.mmap", side_effect=OSError(12, "Cannot allocate memory")),
+        pytest.raises(ValueError, match=r"allocating the KV cache \(tried to allocate \d+ bytes\)"),
+    ):
+        worker.initialize_cache(8, 0)
 
 
 def test_rank_one_works_on_its_own_gpu_in_any_thread() -> None:

@@ -113,6 +113,9 @@ class AttentionBackend(ABC):
     supports_mixed_graphs = False
     # True: its cache may be written without `do_kv_cache_update`, by a kernel that turns keys, too
     fused_rope_kvcache_supported = False
+    # new tokens of one sequence that `forward` computes at a time: more hold no more memory; None:
+    # all of them
+    tokens_at_a_time: int | None = None
     # what the numbers of an 8-bit cache are multiplied by when they are read
     k_scale = v_scale = 1.0
 

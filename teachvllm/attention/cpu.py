@@ -116,6 +116,7 @@ class TorchSDPABackend(AttentionBackend):
     """
 
     name = "torch_sdpa"
+    tokens_at_a_time = TILE
 
     @classmethod
     def why_no_float8(cls, device: str, kv_cache_dtype: torch.dtype) -> str | None:

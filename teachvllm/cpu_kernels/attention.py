@@ -24,6 +24,7 @@ from teachvllm.cpu_kernels.chunks import (
     ATTEND,
     MOST_BYTES,
     PACK,
+    TOGETHER,
     Chunks,
     attend_chunks,
     group_chunks,
@@ -671,8 +672,9 @@ class NumbaBackend(TorchSDPABackend):
             chunks = [(bounds[i], bounds[i + 1], lens[i], i) for i in range(n, len(table))]
             plan = NumbaPlan(left=range(n, len(table)))
             if chunks and serves(self.num_heads, self.num_kv_heads, self.head_size):
-                largest = MOST_BYTES // (4 * tile_numbers(self.num_kv_heads, self.head_size))
-                plan.groups, alone = group_chunks(chunks, table, self.window, largest)
+                tile = 4 * tile_numbers(self.num_kv_heads, self.head_size)
+                limits = MOST_BYTES // tile, TOGETHER // tile
+                plan.groups, alone = group_chunks(chunks, table, self.window, *limits)
                 plan.left = [n + i for i in alone]
             if n:
                 self.plan_decodes(plan, table[:n], meta.seq_lens[:n].to(torch.int64).contiguous())

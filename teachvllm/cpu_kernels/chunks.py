@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TOKENS', 'FIRST', 'COUNT', 'SEQ_LEN', 'TABLE_ROW', 'FIRST_TILE', 'NUM_TILES', 'FIRST_KEY', 'FIELDS', 'BLOCK', 'TILES',
-           'SCORES', 'PACK', 'ATTEND', 'MOST_BYTES', 'padded', 'pack_tile', 'pack_tiles', 'add_steps', 'score_rows',
-           'weigh', 'add_values', 'room_at', 'attend_block', 'attend_blocks', 'Chunks', 'serves', 'tile_numbers',
-           'group_chunks', 'attend_chunks']
+           'SCORES', 'PACK', 'ATTEND', 'MOST_BYTES', 'TOGETHER', 'padded', 'pack_tile', 'pack_tiles', 'add_steps',
+           'score_rows', 'weigh', 'add_values', 'room_at', 'attend_block', 'attend_blocks', 'Chunks', 'serves',
+           'tile_numbers', 'group_chunks', 'attend_chunks']
 
 # %% ../../nbs/cpu/04_numba_chunks.ipynb #9c582082
 from dataclasses import dataclass
@@ -362,7 +362,9 @@ PACK = {pair: _pack(*(SEEN_AS[dtype] for dtype in pair)) for pair in CACHE_DTYPE
 ATTEND = {dtype: _attend(seen) for dtype, seen in DTYPES.items()}
 
 # %% ../../nbs/cpu/04_numba_chunks.ipynb #c2f1f30b
-MOST_BYTES = 1 << 28  # of packed keys and values, if they were float32
+# of packed keys and values, if they were float32
+MOST_BYTES = 1 << 28  # one sequence's
+TOGETHER = 1 << 25  # a group's: beyond that they only take memory
 
 
 @dataclass
@@ -394,9 +396,10 @@ def group_chunks(
     block_tables: torch.Tensor,
     window: int | None,
     largest: int,
+    together: int | None = None,  # default: as many
 ) -> tuple[list[Chunks], list[int]]:
-    """Groups of chunks with at most `largest` tiles each, and the indices of those that have more
-    alone.
+    """Groups of chunks with at most `together` tiles each, or one chunk with at most `largest`, and
+    the indices of those that have more.
 
     A chunk: its first token in the batch, the one after its last, the sequence's length, its row of
     `block_tables` int32.
@@ -411,7 +414,7 @@ def group_chunks(
         if num_tiles > largest:
             alone.append(index)
             continue
-        if total + num_tiles > largest:
+        if total and total + num_tiles > (together or largest):
             groups.append([])
             total = 0
         groups[-1].append([first, last - first, seq_len, row, total, num_tiles, first_key])

@@ -283,6 +283,7 @@ class LLMEngine:
         If that is not said, the environment's `VLLM_ENABLE_V1_MULTIPROCESSING` says it: 1 or 0,
         which is the default.
         """
+        init_logger()
         load_general_plugins()
         config = engine_args.create_engine_config()
         if enable_multiprocessing is None:

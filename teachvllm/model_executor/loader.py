@@ -536,7 +536,7 @@ def _filled_model(
         else:
             weights = find_weights(model_config.path, load_format, sliced=parallel.size > 1)
         if parallel.rank == 0:
-            weights = tqdm(weights, desc="Loading weights", delay=2, unit=" tensors")
+            weights = tqdm(weights, "Loading weights", delay=2, mininterval=2, unit=" tensors")
         load_weights(model, take_kv_scales(model, weights), when_filled)
     return model
 

@@ -157,7 +157,15 @@ def sort_falling(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # %% ../../nbs/32_sampler.ipynb #762698d6
 # the nucleus is nearly always within as many; finding them is far cheaper than sorting all
 MAX_CANDIDATES = 256
-MAX_SORTED = 1 << 20  # probabilities that are sorted together
+MAX_SORTED = 1 << 20  # probabilities that are sorted together, if that is a row for each thread
+
+
+def _sorted_together(probs: torch.Tensor) -> int:
+    "How many rows of `probs` [rows, vocab_size] are sorted together; a thread has as many as another."
+    if probs.device.type != "cpu":
+        return len(probs)
+    num_threads = torch.get_num_threads()
+    return num_threads * max(1, MAX_SORTED // (num_threads * probs.shape[1]))
 
 
 def sample_filtered(
@@ -179,7 +187,7 @@ def sample_filtered(
     if sample_sorted := kernels.get("sample_sorted", *args):
         sample_sorted(*args)
     elif not enough.all():
-        for more in (~enough).nonzero()[:, 0].split(max(1, MAX_SORTED // vocab_size)):
+        for more in (~enough).nonzero()[:, 0].split(_sorted_together(probs)):
             chosen[more] = _draw(*sort_falling(probs[more]), meta, rows[more])
     return chosen
 

@@ -24,16 +24,20 @@ def allocate_zeroed(
     written to. So a large cache costs a small load little.
 
     It will be filled from the beginning of `pieces` equal parts on. Linux gives small pages there,
-    up to the next 2 MiB, and huge ones behind.
+    up to the next multiple of 2 MiB, and huge ones behind. `RuntimeError` if it has not so much.
     """
     if device != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise RuntimeError(f"can't allocate memory: tried to allocate {num_bytes} bytes") from error
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory[:: num_bytes // pieces] = 0
-        with suppress(OSError):  # a system without them
+        with suppress(OSError):  # a system without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)  # it may be one that always gives them
+            memory[:: num_bytes // pieces] = 0
             pages.madvise(mmap.MADV_HUGEPAGE)
     return memory.view(dtype).view(shape)
 
