@@ -161,7 +161,7 @@ MAX_SORTED = 1 << 20  # probabilities that are sorted together, if that is a row
 
 
 def _sorted_together(probs: torch.Tensor) -> int:
-    "How many rows of `probs` [rows, vocab_size] are sorted together; a thread has as many as another."
+    "How many rows of `probs` [rows, vocab_size] are sorted together: each thread has as many."
     if probs.device.type != "cpu":
         return len(probs)
     num_threads = torch.get_num_threads()
