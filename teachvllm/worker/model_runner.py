@@ -606,9 +606,9 @@ def _dummy_lengths(
     rest = num_tokens - num_seqs  # beside one token of each sequence
     num_prompts = max(1, num_blocks_for(rest, max(1, longest - 1)))  # that so many tokens need
     if at_a_time is not None:
-        all_decodes = num_blocks_for(total_context, longest)
-        more = min(num_blocks_for(rest, at_a_time), num_seqs - all_decodes)
-        num_prompts = max(num_prompts, more)
+        fewest_decodes = num_blocks_for(total_context, longest)  # that can have all the context
+        pieces = num_blocks_for(rest, at_a_time)
+        num_prompts = max(num_prompts, min(pieces, num_seqs - fewest_decodes))
     num_prompts = min(num_seqs, num_prompts)
     num_decodes = num_seqs - num_prompts
     context = max(1, min(longest, total_context // max(1, num_decodes)))
