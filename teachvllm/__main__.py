@@ -448,9 +448,11 @@ def _whose_products(device: str, dtype: Any, kernels: Any) -> str:
         return "cuBLAS's"
     if not kernels.find("linear"):
         return "oneDNN's (without teachvllm[numba], which is faster)"
-    if kernels.get("linear", torch.empty(64, 64, dtype=dtype)) is not None:
-        return "our own (chapter cpu/02)"
-    return "oneDNN's (the processor lacks its instructions, or has better ones)"
+    weight = torch.zeros(64, 64, dtype=dtype)
+    packed_linear = kernels.get("linear", weight)
+    if packed_linear is None:
+        return "oneDNN's (the processor lacks the instructions of our own)"
+    return f"our own ({packed_linear(weight).__class__.__module__})"
 
 # %% ../nbs/package/07_command_line.ipynb #fcce270d
 def engine_facts(args: EngineArgs) -> dict[str, Any]:

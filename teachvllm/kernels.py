@@ -21,7 +21,7 @@ logger = logging.getLogger("teachvllm")
 KERNELS = {
     "cpu": {
         "attention": "teachvllm.cpu_kernels.attention.NumbaBackend",
-        "linear": "teachvllm.cpu_kernels.linear.PackedLinear",
+        "linear": "teachvllm.cpu_kernels.tiles.packed_linear",
         "grouped_linear": "teachvllm.cpu_kernels.grouped.PackedGroups",
         "scaled_linear": "teachvllm.cpu_kernels.grouped.PackedScaled",
         "lora_stack": "teachvllm.cpu_kernels.lora.PackedLoRA",

@@ -97,6 +97,7 @@ NOTHING_TO_WRITE = {
     "multimodal/02_processor",
     "cpu/10_numba_rejection",
     "cpu/11_numba_ngram",
+    "cpu/12_tiles",
     "gpu/12_rejection",
 }
 

@@ -337,14 +337,9 @@ LINEAR = {dtype: _linear(seen) for dtype, seen in DTYPES.items()}
 # %% ../../nbs/cpu/02_numba_linear.ipynb #b693bded
 @cache
 def dtypes_served() -> frozenset[torch.dtype]:
-    "The dtypes for which this processor has the instructions, and nothing better."
-    if find_openmp() is None:
-        return frozenset()
-    found = host_features()
-    wide = found.get("avx512f", False)
-    return frozenset(
-        [torch.float32] * wide + [torch.bfloat16] * (wide and not found.get("amx-bf16", False))
-    )
+    "The dtypes for which this processor has the registers."
+    wide = find_openmp() is not None and host_features().get("avx512f", False)
+    return frozenset(DTYPES if wide else ())
 
 
 def compile(dtype: torch.dtype) -> None:
@@ -367,8 +362,16 @@ def serves(weight: torch.Tensor) -> bool:
     )
 
 
-def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    "y = x Wᵀ + bias: x [n, width], `packed` what `pack` made of W [size, width] -> [n, size]."
+def linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    kernel: Kernel | None = None,
+) -> torch.Tensor:
+    """y = x Wᵀ + bias: x [n, width], `packed` what `pack` made of W [size, width] -> [n, size].
+
+    `kernel` is that of the dtype, unless another one is given that takes the same words.
+    """
     (num_panels, steps, _, pair), n = packed.shape, x.shape[0]
     assert x.dtype == packed.dtype and x.shape[1:] == (steps * pair,), (
         f"{x.shape} does not fit {steps * pair} columns"
@@ -377,9 +380,8 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = No
         bias.dtype == x.dtype and bias.is_contiguous() and len(bias) == num_panels * COLUMNS
     )
     x, out = x.contiguous(), x.new_empty(n, num_panels * COLUMNS)
-    LINEAR[x.dtype](
-        n, num_panels * COLUMNS, steps * pair, x, packed, 0 if bias is None else bias, out
-    )
+    run = kernel or LINEAR[x.dtype]
+    run(n, num_panels * COLUMNS, steps * pair, x, packed, 0 if bias is None else bias, out)
     return out
 
 
