@@ -21,6 +21,7 @@ logger = logging.getLogger("teachvllm")
 KERNELS = {
     "cpu": {
         "attention": "teachvllm.cpu_kernels.attention.NumbaBackend",
+        "attend_chunks": "teachvllm.cpu_kernels.tiles.ATTEND_TILES",
         "linear": "teachvllm.cpu_kernels.tiles.packed_linear",
         "grouped_linear": "teachvllm.cpu_kernels.grouped.PackedGroups",
         "scaled_linear": "teachvllm.cpu_kernels.grouped.PackedScaled",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +22,7 @@ pytest.importorskip("numba")
 
 from helpers import make_tiny
 
-from teachvllm.cpu_kernels import linear, tiles
+from teachvllm.cpu_kernels import chunks, linear, tiles
 from teachvllm.llm import LLM
 
 SIZE = 128
@@ -81,6 +82,11 @@ class Processor:
                 assert self.room_for_sums() <= at <= self.room_for_sums() + 4096 - 64
                 ctypes.memmove(at, row.tobytes(), 64)
 
+    def keep_rows(self, where: int, stride: int) -> None:
+        for tile, sums in enumerate(self.sums):
+            for r, row in enumerate(sums):
+                ctypes.memmove(where + r * stride + 64 * tile, row.tobytes(), 64)
+
     def put_row(self, high: int, sums: int, bias: int, out: int) -> None:
         count = 64 // high
         row = torch.from_numpy(np.array((ctypes.c_float * count).from_address(sums)))
@@ -88,6 +94,12 @@ class Processor:
             row = row + torch.from_numpy(numbers_at(bias, count))
         bits = row.bfloat16().view(torch.int16).numpy()
         ctypes.memmove(out, bits.tobytes(), 2 * count)
+
+    @staticmethod
+    def array_at(address: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        assert dtype is np.float32
+        floats = (ctypes.c_float * int(np.prod(shape))).from_address(address)
+        return np.ctypeslib.as_array(floats).reshape(shape)
 
     @staticmethod
     def arguments(words: np.ndarray) -> list[list[int]]:
@@ -131,13 +143,53 @@ def test_a_processor_in_python(n: int, near: int, threads: int) -> None:
         assert num_products == of_a_block * -(-n // 16), "some tiles are computed twice"
 
 
+def as_bits(x: torch.Tensor) -> np.ndarray:
+    "bfloat16 as kernels see it."
+    return x.bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 48])
+def test_attention_by_a_processor_in_python(rows: int) -> None:
+    "The two products; three tiles of keys, and heads of 96 numbers, whose values are two panels."
+    torch.manual_seed(rows)
+    num, width, tokens = 3, 96, chunks.TOKENS
+    keys, values = torch.randn(2, num * tokens, width)
+    padded = torch.zeros(num * tokens, 128)
+    padded[:, :width] = values
+    panels = []
+    for i in range(num):
+        some = slice(i * tokens, (i + 1) * tokens)
+        of_values = padded[some].view(tokens // 2, 2, 2, 64).permute(2, 0, 3, 1)
+        panels += [linear.pack(keys[some].bfloat16()).flatten().float(), of_values.flatten()]
+    packed = as_bits(torch.cat(panels))
+    tile_bytes = 2 * (width + 128) * tokens
+    q, weights = torch.randn(48, width), torch.rand(48, chunks.SCORES)
+    scores = np.full((48, chunks.SCORES), np.nan, np.float32)
+    sums, stats = np.ones((48, 128), np.float32), np.full((48, 4), 0.5, np.float32)
+    processor = Processor(0, 1)
+    operations = {name: getattr(processor, name) for name in OPERATIONS}
+    with patch.multiple(tiles, **operations):
+        at = packed.ctypes.data
+        tiles.score_tiles.py_func(as_bits(q), rows, at, tile_bytes, num, scores, np.uint16)
+        at += 2 * width * tokens
+        tiles.add_value_tiles.py_func(
+            as_bits(weights), rows, at, tile_bytes, num, sums, stats, None, np.uint16
+        )
+    assert not processor.rows, "tiles are kept"
+    q, keys, weights, padded = (x.bfloat16().float()[:, :512] for x in (q, keys, weights, padded))
+    found = torch.from_numpy(scores)[:rows, : num * tokens]
+    torch.testing.assert_close(found, (q @ keys.T)[:rows], atol=1e-4, rtol=1e-5)
+    right = 0.5 + weights[:, : num * tokens] @ padded
+    torch.testing.assert_close(torch.from_numpy(sums)[:rows], right[:rows], atol=1e-4, rtol=1e-5)
+
+
 COMPILE = """
 import numba
 from numba import types
 from teachvllm.cpu_kernels import tiles, utils
 utils.find_openmp()
 function = numba.cfunc(types.void(types.voidptr), **utils.FAST)(tiles.multiply_tiles)
-print(function.inspect_llvm() and next(iter(function._library.get_asm_str().split("\\0"))))
+print(function._library.get_asm_str())
 """
 
 
@@ -193,6 +245,41 @@ def test_this_processor() -> None:
     assert torch.equal(product(wide[:, ::2]), product(wide[:, ::2].contiguous()))
     x[3, 5] = float("nan")
     assert product(x).isnan().all(1).nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.skipif(not tiles.has_tiles(), reason="a processor without tiles")
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rules", [{}, {"window": 30}, {"soft_cap": 2.0}, {"v_scale": 0.5}])
+@pytest.mark.parametrize("size, heads, kv_heads", [(64, 9, 3), (96, 2, 2), (128, 8, 1), (20, 3, 1)])
+def test_chunks(
+    size: int, heads: int, kv_heads: int, rules: dict[str, Any], cache_dtype: torch.dtype
+) -> None:
+    "As by the kernel of registers; several chunks, some of which begin in the middle."
+    torch.manual_seed(0)
+    news, lens = (5, 1, 70, 300), (5, 130, 70, 530)
+    bounds = np.cumsum([0, *news]).tolist()
+    jobs = list(zip(bounds, bounds[1:], lens, range(4)))
+    table = torch.randperm(4 * 34).view(4, 34).int()
+    groups, left = chunks.group_chunks(jobs, table, rules.get("window"), 1 << 20)
+    assert not left
+    q = torch.randn(bounds[-1], heads, size).bfloat16()
+    pages = torch.randn(2, kv_heads, 4 * 34, 16, size).to(cache_dtype)
+    assert tiles.attends(torch.bfloat16, size)
+    found = []
+    for kernel in (None, tiles.ATTEND_TILES):
+        out = torch.full_like(q, torch.nan)
+        for group in groups:
+            chunks.attend_chunks(q, out, pages, group, size**-0.5, kernel=kernel, **rules)
+        found.append(out.float())
+    torch.testing.assert_close(*found, atol=0.01, rtol=2**-7)
+
+
+def test_which_chunks() -> None:
+    for found in (False, True):
+        with patch.object(tiles, "has_tiles", lambda found=found: found):
+            for size, whole in ((64, True), (96, True), (20, True), (80, False), (16, False)):
+                assert tiles.attends(torch.bfloat16, size) == (found and whole)
+                assert not tiles.attends(torch.float32, size)
 
 
 @pytest.mark.skipif(not tiles.has_tiles(), reason="a processor without tiles")
@@ -258,7 +345,8 @@ def test_what_is_compiled(has: bool) -> None:
     ):
         for dtype in (torch.float32, torch.bfloat16):
             tiles.compile(dtype)
-    assert compiled == [torch.float32, tiles.MULTIPLY if has else torch.bfloat16]
+    with_tiles = [tiles.MULTIPLY, tiles.ATTEND_TILES]
+    assert compiled == [torch.float32, *(with_tiles if has else [torch.bfloat16])]
 
 
 def test_which_product_a_matrix_gets() -> None:

@@ -233,7 +233,7 @@ def room_at(address, size, dtype):
     )
 
 
-@compiled
+@inlined
 def attend_block(
     room,
     rows,
@@ -248,9 +248,11 @@ def attend_block(
     scale,
     soft_cap,
     dtype,
+    score_rows,
+    add_values,
 ):
     """Attention of the queries in `room`, the first of which stands at `position`, to a chunk's
-    tiles, the first of `first_key`.
+    tiles, the first of `first_key`. The two products are the last arguments.
     """
     q, scores, weights, part, sums, stats = room
     sums[:rows] = 0
@@ -282,7 +284,7 @@ def attend_block(
 
 # %% ../../nbs/cpu/04_numba_chunks.ipynb #c3dba7d5
 @inlined
-def attend_blocks(words, floats, dtype):
+def attend_blocks(words, floats, dtype, score_rows, add_values):
     "One thread's blocks of all chunks: see `attend_chunks` for the arguments."
     # n, kv_heads, size, group, chunks, window, three floats, q, stride, out, tiles, room,
     # num_tokens, room_bytes
@@ -334,6 +336,8 @@ def attend_blocks(words, floats, dtype):
                     scale,
                     soft_cap,
                     dtype,
+                    score_rows,
+                    add_values,
                 )
                 for i in range(tokens * group):
                     average = sums[i, :size]
@@ -353,7 +357,7 @@ def _pack(dtype, cache_dtype):
 def _attend(dtype):
     def run(p):
         words, floats = arguments(p)
-        attend_blocks(words, floats, dtype)
+        attend_blocks(words, floats, dtype, score_rows, add_values)
 
     return Kernel(run)
 
@@ -436,12 +440,14 @@ def attend_chunks(
     window: int | None = None,
     soft_cap: float | None = None,
     v_scale: float = 1.0,
+    kernel: Kernel | None = None,
 ) -> None:
     """Causal attention of some of the rows of q [num_tokens, heads, size] into `out`: those of the
     chunks.
 
     kv_cache [2, kv_heads, num_blocks, block_size, size], bfloat16 or float32 as q, or 8 bits.
-    Scores and sums are float32.
+    Scores and sums are float32. `kernel` is that of the dtype, unless another one is given that
+    takes the same words.
     """
     (num_tokens, heads, size), kv_heads, n = q.shape, kv_cache.shape[1], len(chunks.table)
     assert scale > 0 and (q.stride(1) == size or heads == 1)
@@ -461,7 +467,8 @@ def attend_chunks(
     )
     PACK[q.dtype, kv_cache.dtype](*place, kv_cache, tiles)
     numbers = float(scale), float(soft_cap or 0), float(v_scale)
-    ATTEND[q.dtype](
+    run = kernel or ATTEND[q.dtype]
+    run(
         n,
         kv_heads,
         size,
