@@ -17,7 +17,7 @@ from typing import Any
 logger = logging.getLogger("teachvllm")
 
 # %% ../nbs/20_kernels.ipynb #bcc9686b
-# platform -> operation -> the qualified name of its faster form
+# platform -> operation -> the qualified name of its faster form, or of one that is faster still
 KERNELS = {
     "cpu": {
         "attention": "teachvllm.cpu_kernels.attention.NumbaBackend",

@@ -22,8 +22,14 @@ pytest.importorskip("numba")
 
 from helpers import make_tiny
 
+from teachvllm.attention.backend import AttentionMetadata
+from teachvllm.attention.cpu import HEAD_FIRST
 from teachvllm.cpu_kernels import chunks, linear, tiles
+from teachvllm.cpu_kernels.attention import NumbaBackend
+from teachvllm.cpu_kernels.utils import Kernel
+from teachvllm.kernels import platform_kernels
 from teachvllm.llm import LLM
+from teachvllm.model_executor.layers import use_kernels
 
 SIZE = 128
 POISON = -1  # as bfloat16: NaN
@@ -169,13 +175,13 @@ def test_attention_by_a_processor_in_python(rows: int) -> None:
     processor = Processor(0, 1)
     operations = {name: getattr(processor, name) for name in OPERATIONS}
     with patch.multiple(tiles, **operations):
+        processor.set_rows(16)
         at = packed.ctypes.data
         tiles.score_tiles.py_func(as_bits(q), rows, at, tile_bytes, num, scores, np.uint16)
         at += 2 * width * tokens
         tiles.add_value_tiles.py_func(
             as_bits(weights), rows, at, tile_bytes, num, sums, stats, None, np.uint16
         )
-    assert not processor.rows, "tiles are kept"
     q, keys, weights, padded = (x.bfloat16().float()[:, :512] for x in (q, keys, weights, padded))
     found = torch.from_numpy(scores)[:rows, : num * tokens]
     torch.testing.assert_close(found, (q @ keys.T)[:rows], atol=1e-4, rtol=1e-5)
@@ -188,8 +194,9 @@ import numba
 from numba import types
 from teachvllm.cpu_kernels import tiles, utils
 utils.find_openmp()
-function = numba.cfunc(types.void(types.voidptr), **utils.FAST)(tiles.multiply_tiles)
-print(function._library.get_asm_str())
+for kernel in tiles.multiply_tiles, tiles._attend_tiles:
+    function = numba.cfunc(types.void(types.voidptr), **utils.FAST)(kernel)
+    print("KERNEL", function._library.get_asm_str())
 """
 
 
@@ -204,15 +211,18 @@ def test_compiles_for_a_processor_with_tiles(tmp_path) -> None:
     env = os.environ | processor | {"NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = re.findall(
-        r"^\s+(tdpbf16ps|tileloadd|tilestored|ldtilecfg|tilerelease)", done.stdout, re.M
+    names = "tdpbf16ps|tileloadd|tilestored|ldtilecfg|tilerelease"
+    products, attention = (
+        Counter(re.findall(rf"^\s+({names})", text, re.M))
+        for text in done.stdout.split("KERNEL")[1:]
     )
-    counts = {name: found.count(name) for name in set(found)}
-    # LLVM has a loop's body several times, with and without asking ahead
-    bodies = counts["tdpbf16ps"] // 4
-    of_one_by_four = counts["tileloadd"] - 4 * bodies  # it loads five tiles, the other four
-    assert counts["tdpbf16ps"] == 4 * bodies and 0 < of_one_by_four < bodies
-    assert counts["tilestored"] % 4 == 0 and counts["ldtilecfg"] and counts["tilerelease"]
+    for counts in products, attention:
+        assert counts["tilestored"] % 4 == 0 and counts["ldtilecfg"] and counts["tilerelease"]
+        # LLVM has a loop's body several times, with and without asking ahead
+        bodies = counts["tdpbf16ps"] // 4
+        of_one_by_four = counts["tileloadd"] - 4 * bodies  # it loads five tiles, the other four
+        assert counts["tdpbf16ps"] == 4 * bodies
+        assert 0 < of_one_by_four < bodies if counts is products else of_one_by_four == bodies
 
 
 @pytest.mark.skipif(not tiles.has_tiles(), reason="a processor without tiles")
@@ -250,11 +260,16 @@ def test_this_processor() -> None:
 @pytest.mark.skipif(not tiles.has_tiles(), reason="a processor without tiles")
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("rules", [{}, {"window": 30}, {"soft_cap": 2.0}, {"v_scale": 0.5}])
-@pytest.mark.parametrize("size, heads, kv_heads", [(64, 9, 3), (96, 2, 2), (128, 8, 1), (20, 3, 1)])
+@pytest.mark.parametrize(
+    "size, heads, kv_heads",
+    [(64, 9, 3), (96, 2, 2), (128, 8, 1), (20, 3, 1), (64, 10, 2), (256, 7, 1), (32, 48, 1)],
+)
 def test_chunks(
     size: int, heads: int, kv_heads: int, rules: dict[str, Any], cache_dtype: torch.dtype
 ) -> None:
-    "As by the kernel of registers; several chunks, some of which begin in the middle."
+    """As by the kernel of registers; several chunks, some of which begin in the middle. What lies
+    behind the last query in a thread's room is NaN, and nobody reads it.
+    """
     torch.manual_seed(0)
     news, lens = (5, 1, 70, 300), (5, 130, 70, 530)
     bounds = np.cumsum([0, *news]).tolist()
@@ -268,10 +283,40 @@ def test_chunks(
     found = []
     for kernel in (None, tiles.ATTEND_TILES):
         out = torch.full_like(q, torch.nan)
-        for group in groups:
-            chunks.attend_chunks(q, out, pages, group, size**-0.5, kernel=kernel, **rules)
+        with patch.object(chunks.torch, "empty", lambda *size, **of: torch.full(size, 255, **of)):
+            for group in groups:
+                chunks.attend_chunks(q, out, pages, group, size**-0.5, kernel=kernel, **rules)
         found.append(out.float())
     torch.testing.assert_close(*found, atol=0.01, rtol=2**-7)
+
+
+@pytest.mark.skipif(not linear.dtypes_served(), reason="a processor without the registers")
+@pytest.mark.parametrize("found, size", [(True, 64), (True, 80), (False, 64)])
+def test_the_backend_asks_the_engines_table(found: bool, size: int) -> None:
+    backend = NumbaBackend(2, size, 2, 1.0)
+    layer = torch.nn.Module()
+    layer.backend = backend
+    table = platform_kernels("cpu")
+    use_kernels(layer, table)
+    assert backend.kernels is table and not NumbaBackend.kernels.names
+    starts, lens = torch.tensor([0, 40]), torch.tensor([40])
+    slots = torch.zeros(40, dtype=torch.int64)
+    cache = torch.empty_permuted((2, 3, 16, 2, size), HEAD_FIRST, dtype=torch.bfloat16)
+    q = torch.zeros(40, 2, size, dtype=torch.bfloat16)
+    calls: list = []
+    for given_up in (False, True):
+        if given_up:
+            table.give_up("attend_chunks", OSError("for a test"))
+        meta = AttentionMetadata(starts, lens, torch.arange(3).int()[None], slots, 0)
+        with (
+            patch.object(tiles, "has_tiles", lambda: found),
+            patch.object(Kernel.recorded, "calls", calls),
+        ):
+            backend.build(meta, 16)
+            backend.forward(q, cache, meta)
+        tiled = found and size == 64 and not given_up
+        right = tiles.ATTEND_TILES if tiled else chunks.ATTEND[torch.bfloat16]
+        assert [kernel for kernel, _ in calls][-1] is right
 
 
 def test_which_chunks() -> None:

@@ -118,6 +118,7 @@ class AttentionBackend(ABC):
     tokens_at_a_time: int | None = None
     # what the numbers of an 8-bit cache are multiplied by when they are read
     k_scale = v_scale = 1.0
+    kernels = KernelTable()  # the engine's, see `use_kernels` in chapter 30
 
     def __init__(
         self,

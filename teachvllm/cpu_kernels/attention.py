@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['WIDE', 'SPLIT', 'dot4', 'add_dots', 'add_row', 'put_totals', 'dot1', 'add4', 'add1', 'exponentials', 'fits',
            'score_pages', 'add_page_tiles', 'add_pages', 'attend', 'first_item', 'decode', 'merge', 'write',
-           'NumbaPlan', 'chunk_kernel', 'NumbaBackend']
+           'NumbaPlan', 'NumbaBackend']
 
 # %% ../../nbs/cpu/05_numba_attention.ipynb #4f82dc0f
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import llvmlite.ir
@@ -73,7 +72,6 @@ from teachvllm.cpu_kernels.utils import (
     thread_num,
 )
 from ..config import require
-from ..kernels import platform_kernels
 
 # %% ../../nbs/cpu/05_numba_attention.ipynb #5a41dd01
 LARGEST_HEAD = 512  # numbers of a head
@@ -630,13 +628,6 @@ class NumbaPlan:
     scratch: tuple[torch.Tensor, ...] = ()  # scores, sums and stats, for one layer after the other
 
 # %% ../../nbs/cpu/05_numba_attention.ipynb #9a8b5596
-@cache
-def chunk_kernel(dtype: torch.dtype, head_size: int) -> Kernel:
-    "What `attend_chunks` runs: the table's kernel where that takes these, else chapter cpu/04's."
-    kernel: Kernel | None = platform_kernels("cpu").get("attend_chunks", dtype, head_size)
-    return kernel or ATTEND[dtype]
-
-
 class NumbaBackend(TorchSDPABackend):
     """Decoding sequences by a compiled loop over their pages, chunks of prompts by chapter cpu/04's
     loops, and what those do not take as in `TorchSDPABackend`. bfloat16 and float32.
@@ -744,7 +735,7 @@ class NumbaBackend(TorchSDPABackend):
         if q.dtype in dtypes_served():
             pages = kv_cache.permute(HEAD_FIRST)
             rules = float(self.scale * self.k_scale), self.window, self.soft_cap, self.v_scale
-            kernel = chunk_kernel(q.dtype, self.head_size)
+            kernel = self.kernels.get("attend_chunks", q.dtype, self.head_size)  # None: cpu/04's
             for chunks in plan.groups:
                 attend_chunks(q, out, pages, chunks, *rules, kernel)
             left = plan.left

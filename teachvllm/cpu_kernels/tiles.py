@@ -335,7 +335,6 @@ def keep_rows(typing_context, where, stride):
 def score_tiles(q, rows, tiles, tile_bytes, num, scores, dtype):
     "cpu/04's `score_rows`: scores [rows, SCORES] of queries [rows, width] and `num` panels of keys."
     width = q.shape[1]
-    set_rows(ROWS)
     for row in range(0, rows, ROWS):
         x = q[row:].ctypes.data
         for i in range(num):
@@ -344,7 +343,6 @@ def score_tiles(q, rows, tiles, tile_bytes, num, scores, dtype):
                 panel = tiles + i * tile_bytes + OF_NUMBER * k
                 add_tiles(1, x + 2 * k, x, 2 * width, panel)
             keep_rows(scores[row, i * TOKENS :].ctypes.data, 4 * SCORES)
-    let_tiles_go()
 
 # %% ../../nbs/cpu/12_tiles.ipynb #71e5a003
 @compiled
@@ -352,7 +350,6 @@ def add_value_tiles(weights, rows, tiles, tile_bytes, num, sums, stats, part, dt
     "cpu/04's `add_values`: sums, scaled as stats say, plus weights times `num` panels of values."
     room = room_for_sums()
     new = array_at(room, (ROWS, COLUMNS), np.float32)
-    set_rows(ROWS)
     for row in range(0, rows, ROWS):
         for i in range(sums.shape[1] // COLUMNS):
             clear_sums()
@@ -361,23 +358,26 @@ def add_value_tiles(weights, rows, tiles, tile_bytes, num, sums, stats, part, dt
                 panel = tiles + j * tile_bytes + i * OF_NUMBER * TOKENS
                 for k in range(0, TOKENS, STEP):
                     add_tiles(1, x + 2 * k, x, 2 * SCORES, panel + OF_NUMBER * k)
-            keep_rows(room, 4 * COLUMNS)
+            keep_sums(1, room)
             for r in range(ROWS):
                 some = sums[row + r, i * COLUMNS : (i + 1) * COLUMNS]
                 factor = stats[row + r, 2]
                 for j in range(COLUMNS):
                     some[j] = some[j] * factor + new[r, j]
-    let_tiles_go()
 
 # %% ../../nbs/cpu/12_tiles.ipynb #71e5a005
 def attends(dtype: torch.dtype, head_size: int) -> bool:
-    "Whether `ATTEND_TILES` computes chunks in this dtype, with heads of that size."
+    """Whether `ATTEND_TILES` computes chunks in this dtype, with heads of that size. To be asked
+    before: it asks Linux.
+    """
     return dtype == torch.bfloat16 and padded(head_size)[0] % STEP == 0 and has_tiles()
 
 
 def _attend_tiles(p):
     words, floats = arguments(p)
+    set_rows(ROWS)
     attend_blocks(words, floats, np.uint16, score_tiles, add_value_tiles)
+    let_tiles_go()
 
 
 ATTEND_TILES = takes(attends)(Kernel(_attend_tiles))

@@ -810,12 +810,13 @@ class ParallelLMHead(LinearBase):
 
 # %% ../../nbs/30_layers.ipynb #3beba8ec
 def use_kernels(model: nn.Module, kernels: KernelTable) -> None:
-    """Let every layer of `model` that has a table of kernels look into this one. Before, they are
-    torch alone.
+    """Let every layer of `model` that has a table of kernels, and every layer's attention backend,
+    look into this one. Before, they are torch alone.
     """
     for module in model.modules():
-        if isinstance(getattr(module, "kernels", None), KernelTable):
-            module.kernels = kernels  # type: ignore[assignment]
+        for owner in (module, getattr(module, "backend", None)):
+            if isinstance(getattr(owner, "kernels", None), KernelTable):
+                owner.kernels = kernels  # type: ignore[union-attr, assignment]
 
 
 class RMSNorm(nn.Module):
