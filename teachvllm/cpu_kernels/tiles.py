@@ -127,9 +127,9 @@ def clear_sums(typing_context):
 # %% ../../nbs/cpu/12_tiles.ipynb #59c39685
 @operation(prefer_literal=True)
 def add_tiles(typing_context, high, x, second, stride, panel):
-    """Add the products of 32 numbers of each row and 64 outputs of a panel. Rows begin at the address
-    x and are `stride` bytes apart. If `high` (a constant) is 2, sixteen more begin at `second`, which
-    else is not used, and the outputs are 32.
+    """Add the products of 32 numbers of each row and 64 outputs of a panel. Rows begin at the
+    address x and are `stride` bytes apart. If `high` (a constant) is 2, sixteen more begin at
+    `second`, which else is not used, and the outputs are 32.
     """
     if not isinstance(high, types.IntegerLiteral):
         return None
@@ -320,7 +320,7 @@ def packed_linear(weight: torch.Tensor) -> PackedLinear:
 # %% ../../nbs/cpu/12_tiles.ipynb #71e5a002
 @operation
 def keep_rows(typing_context, where, stride):
-    "Write the sums of four tiles side by side from an address on: sixteen rows, `stride` bytes apart."
+    "Write the sums of four tiles side by side, as sixteen rows `stride` bytes apart."
 
     def build(context, builder, sig, args):
         for tile in range(4):
@@ -333,7 +333,7 @@ def keep_rows(typing_context, where, stride):
 
 @compiled
 def score_tiles(q, rows, tiles, tile_bytes, num, scores, dtype):
-    "cpu/04's `score_rows`: scores [rows, SCORES] of queries [rows, width] and `num` panels of keys."
+    "cpu/04's `score_rows`: scores [rows, SCORES] of queries [rows, width] and `num` tiles of keys."
     width = q.shape[1]
     for row in range(0, rows, ROWS):
         x = q[row:].ctypes.data

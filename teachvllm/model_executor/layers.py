@@ -816,7 +816,7 @@ def use_kernels(model: nn.Module, kernels: KernelTable) -> None:
     for module in model.modules():
         for owner in (module, getattr(module, "backend", None)):
             if isinstance(getattr(owner, "kernels", None), KernelTable):
-                owner.kernels = kernels  # type: ignore[union-attr, assignment]
+                owner.kernels = kernels  # type: ignore[union-attr]
 
 
 class RMSNorm(nn.Module):
