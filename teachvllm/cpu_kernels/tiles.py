@@ -45,7 +45,8 @@ from ..kernels import takes
 
 # %% ../../nbs/cpu/12_tiles.ipynb #df98c15b
 ARCH_PRCTL = 158  # the number of the system call on x86-64
-REQUEST_PERMISSION, TILE_DATA = 0x1023, 18  # Linux's ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA
+REQUEST_PERMISSION = 0x1023  # Linux's ARCH_REQ_XCOMP_PERM
+TILE_DATA = 18  # and XFEATURE_XTILEDATA
 
 
 @cache
@@ -133,7 +134,8 @@ def add_tiles(typing_context, high, x, second, stride, panel):
     """
     if not isinstance(high, types.IntegerLiteral):
         return None
-    tiles, wide = high.literal_value, 4 // high.literal_value
+    tiles = high.literal_value
+    wide = 4 // tiles
 
     def build(context, builder, sig, args):
         _, *rows, stride, panel = args
@@ -277,15 +279,18 @@ def multiply_tiles(p):
         to = out + 2 * column
         if n - row <= ROWS:
             row = max(0, n - ROWS)
-            rows, here = min(n, ROWS), x + row * stride
+            rows = min(n, ROWS)
+            here = x + row * stride
             few_rows(
                 rows, here, stride, panel, fresh, i_bias, to + row * out_stride, out_stride, sums
             )
         else:
             row = max(0, min(row, n - 2 * ROWS))
             second = min(row + ROWS, n - ROWS)
-            here, there = x + row * stride, x + second * stride
-            to, to_second = to + row * out_stride, to + second * out_stride
+            here = x + row * stride
+            there = x + second * stride
+            to_second = to + second * out_stride
+            to += row * out_stride
             many_rows(here, there, stride, panel, fresh, i_bias, to, to_second, out_stride, sums)
     let_tiles_go()
 
