@@ -24,7 +24,7 @@ KERNELS = {
         "attend_chunks": "teachvllm.cpu_kernels.tiles.ATTEND_TILES",
         "linear": "teachvllm.cpu_kernels.tiles.packed_linear",
         "grouped_linear": "teachvllm.cpu_kernels.grouped.PackedGroups",
-        "scaled_linear": "teachvllm.cpu_kernels.grouped.PackedScaled",
+        "scaled_linear": "teachvllm.cpu_kernels.tiles.packed_scaled",
         "lora_stack": "teachvllm.cpu_kernels.lora.PackedLoRA",
         "embedding": "teachvllm.cpu_kernels.fused_ops.embedding",
         "rms_norm": "teachvllm.cpu_kernels.fused_ops.rms_norm",

@@ -592,6 +592,8 @@ def test_what_a_cpu_has_no_product_for() -> None:
 def test_recorded_steps(tmp_path: Path, dtype: str, name: str) -> None:
     "The layers have our product, steps are recorded, and tokens those of torch alone, or close."
     products(getattr(torch, dtype))
+    tiles = pytest.importorskip("teachvllm.cpu_kernels.tiles")
+    tiled = dtype == "bfloat16" and tiles.has_tiles()
     make_tiny("llama", tmp_path)
     quantize(tmp_path, name)
     options = OPTIONS | {"dtype": dtype, "device": "cpu", "max_num_seqs": 4}
@@ -600,9 +602,11 @@ def test_recorded_steps(tmp_path: Path, dtype: str, name: str) -> None:
     for eager in (True, False):
         with LLM(str(tmp_path), **options, enforce_eager=eager) as llm:
             layers = llm.apply_model(kinds_of_products)[0]
-            assert layers == {"PackedScaled"}
+            # the model's widths are 48 and 64, and tiles take whole ones
+            assert layers == {"PackedScaled", *(["TiledScaled"] if tiled else [])}
             graphs = runner_of(llm).graphs
             assert (graphs is None) == eager
+            assert eager or tiled == (tiles.MULTIPLY_BYTES in graphs.kernels)
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             found.append([list(output.outputs[0].token_ids) for output in outputs])
     assert found[0] == found[1]

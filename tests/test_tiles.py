@@ -20,25 +20,42 @@ from torch.nn import functional as F
 
 pytest.importorskip("numba")
 
+import numba
 from helpers import make_tiny
 
 from teachvllm.attention.backend import AttentionMetadata
 from teachvllm.attention.cpu import HEAD_FIRST
-from teachvllm.cpu_kernels import chunks, linear, tiles
+from teachvllm.cpu_kernels import chunks, grouped, linear, tiles
 from teachvllm.cpu_kernels.attention import NumbaBackend
 from teachvllm.cpu_kernels.utils import Kernel
 from teachvllm.kernels import platform_kernels
 from teachvllm.llm import LLM
 from teachvllm.model_executor.layers import use_kernels
+from teachvllm.quantization.scaled import ScaledWeight, round_rows
 
 SIZE = 128
 POISON = -1  # as bfloat16: NaN
 
 
-def numbers_at(address: int, count: int) -> np.ndarray:
+def numbers_at(address: int, count: int, kind: Any) -> np.ndarray:
+    "A copy of so many numbers at an address."
+    return np.array((kind * count).from_address(address))
+
+
+def bfloats_at(address: int, count: int) -> np.ndarray:
     "bfloat16 at an address, as float32."
-    bits = (ctypes.c_uint16 * count).from_address(address)
-    return (np.array(bits, dtype=np.uint32) << 16).view(np.float32)
+    bits = numbers_at(address, count, ctypes.c_uint16).astype(np.uint32)
+    return (bits << 16).view(np.float32)
+
+
+def codes_at(address: int, count: int) -> np.ndarray:
+    "Bytes at an address, whole numbers without a sign, as float32."
+    return numbers_at(address, count, ctypes.c_uint8).astype(np.float32)
+
+
+def weights_at(address: int, count: int) -> np.ndarray:
+    "The same with a sign."
+    return numbers_at(address, count, ctypes.c_int8).astype(np.float32)
 
 
 class Processor:
@@ -63,43 +80,53 @@ class Processor:
         assert self.rows, "no tiles are set up"
         self.rows = 0
 
-    def clear_sums(self) -> None:
+    def begin_sums(self, bits: int, high: int, starts: int) -> None:
         self.sums = [np.zeros((self.rows, 16), np.float32) for _ in range(4)]
+        self.whole = bits == 8
+        if self.whole:
+            for tile, sums in enumerate(self.sums):
+                sums[:] = numbers_at(starts + tile % (4 // high) * 64, 16, ctypes.c_int32)
 
-    def add_tiles(self, high: int, x: int, second: int, stride: int, panel: int) -> None:
+    def add_tiles(self, bits: int, high: int, x: int, second: int, stride: int, panel: int) -> None:
         wide = 4 // high
+        together = 32 // bits  # numbers
+        of_rows, of_weights = (bfloats_at,) * 2 if bits == 16 else (codes_at, weights_at)
+        count = 16 * together
         for j in range(wide):
-            weights = np.stack([numbers_at(panel + 64 * j + 256 * k, 32) for k in range(16)])
+            weights = np.stack([of_weights(panel + 64 * j + 256 * k, count) for k in range(16)])
             for i, first in enumerate((x, second)[:high]):
-                rows = np.stack([numbers_at(first + stride * r, 32) for r in range(self.rows)])
-                pairs = rows.reshape(-1, 16, 2)
-                products = np.einsum("rkp,kop->ro", pairs, weights.reshape(16, 16, 2))
+                rows = np.stack([of_rows(first + stride * r, count) for r in range(self.rows)])
+                lanes = rows.reshape(-1, 16, together)
+                products = np.einsum("rkp,kop->ro", lanes, weights.reshape(16, 16, together))
                 self.sums[i * wide + j] += products
                 self.num_products += 1
 
     def room_for_sums(self) -> int:
         return ctypes.addressof(self.room)
 
-    def keep_sums(self, high: int, where: int) -> None:
+    def keep_sums(self, high: int, where: int, stride: int) -> None:
         wide = 4 // high
         for tile, sums in enumerate(self.sums):
-            for r, row in enumerate(sums):
-                at = where + (tile // wide * 16 + r) * 64 * wide + tile % wide * 64
-                assert self.room_for_sums() <= at <= self.room_for_sums() + 4096 - 64
+            kept = sums.astype(np.int32) if self.whole else sums
+            for r, row in enumerate(kept):
+                at = where + (tile // wide * 16 + r) * stride + tile % wide * 64
+                if where == self.room_for_sums():
+                    assert where <= at <= where + 4096 - 64
                 ctypes.memmove(at, row.tobytes(), 64)
 
-    def keep_rows(self, where: int, stride: int) -> None:
-        for tile, sums in enumerate(self.sums):
-            for r, row in enumerate(sums):
-                ctypes.memmove(where + r * stride + 64 * tile, row.tobytes(), 64)
-
-    def put_row(self, high: int, sums: int, bias: int, out: int) -> None:
+    def put_row(
+        self, bits: int, high: int, sums: int, of_row: int, bias: int, scales: int, out: int
+    ) -> None:
         count = 64 // high
-        row = torch.from_numpy(np.array((ctypes.c_float * count).from_address(sums)))
+        row = numbers_at(sums, count, ctypes.c_float)
+        if bits == 8:
+            scale = numbers_at(of_row, 1, ctypes.c_float)
+            row = numbers_at(sums, count, ctypes.c_int32).astype(np.float32)
+            row *= scale * numbers_at(scales, count, ctypes.c_float)
         if bias:
-            row = row + torch.from_numpy(numbers_at(bias, count))
-        bits = row.bfloat16().view(torch.int16).numpy()
-        ctypes.memmove(out, bits.tobytes(), 2 * count)
+            row = row + bfloats_at(bias, count)
+        rounded = torch.from_numpy(row).bfloat16().view(torch.int16).numpy()
+        ctypes.memmove(out, rounded.tobytes(), 2 * count)
 
     @staticmethod
     def array_at(address: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -108,8 +135,8 @@ class Processor:
         return np.ctypeslib.as_array(floats).reshape(shape)
 
     @staticmethod
-    def arguments(words: np.ndarray) -> list[list[int]]:
-        return [[int(word) for word in words]]
+    def arguments(words: Any) -> Any:
+        return words
 
     @staticmethod
     def prefetch(address: int, num_bytes: int) -> None:
@@ -117,7 +144,20 @@ class Processor:
 
 
 OPERATIONS = [name for name in vars(Processor) if not name.startswith("_")]
-IN_PYTHON = {name: getattr(tiles, name).py_func for name in ("few_rows", "many_rows")}
+IN_PYTHON = {name: getattr(tiles, name).py_func for name in ("few_rows", "many_rows", "multiply")}
+
+
+def run_in_python(kernel: Any, words: Any, threads: int, near: int) -> int:
+    "Run a kernel, thread by thread; how many products of tiles it took."
+    num_products = 0
+    for thread in range(threads):
+        processor = Processor(thread, threads)
+        operations = {name: getattr(processor, name) for name in OPERATIONS}
+        with patch.multiple(tiles, NEAR=near, **IN_PYTHON, **operations):
+            kernel(words)
+        assert not processor.rows, "tiles are kept"
+        num_products += processor.num_products
+    return num_products
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -134,19 +174,37 @@ def test_a_processor_in_python(n: int, near: int, threads: int) -> None:
         out = around[1:-1].view(torch.bfloat16)
         bias_at = 0 if b is None else b.data_ptr()
         words = [n, SIZE, width, x.data_ptr(), panels.data_ptr(), bias_at, out.data_ptr()]
-        num_products = 0
-        for thread in range(threads):
-            processor = Processor(thread, threads)
-            operations = {name: getattr(processor, name) for name in OPERATIONS}
-            with patch.multiple(tiles, NEAR=near, **IN_PYTHON, **operations):
-                tiles.multiply_tiles(np.array(words))
-            assert not processor.rows, "tiles are kept"
-            num_products += processor.num_products
+        num_products = run_in_python(tiles.multiply_tiles, [words], threads, near)
         right = F.linear(x.float(), weight.float(), None if b is None else b.float())
         torch.testing.assert_close(out.float(), right, atol=0.05, rtol=2**-7)
         assert (around[[0, -1]] == POISON).all()
         of_a_block = width // 32 * SIZE // 16
         assert num_products == of_a_block * -(-n // 16), "some tiles are computed twice"
+
+
+@pytest.mark.parametrize("near", [1 << 19, 1])
+@pytest.mark.parametrize("n", [1, 16, 17, 33, 49])
+def test_bytes_by_a_processor_in_python(n: int, near: int) -> None:
+    "To the bit what the slow form says."
+    torch.manual_seed(n)
+    width = 128
+    weight = ScaledWeight(*round_rows(torch.randn(SIZE, width), torch.int8))
+    x, bias = torch.randn(n, width).bfloat16(), torch.randn(SIZE).bfloat16()
+    codes, of_x = round_rows(x, torch.int8)
+    codes = (codes.int() + 128).to(torch.uint8)
+    panels = grouped.pack_numbers(weight.weight.view(torch.uint8), 8)
+    starts = -128 * weight.weight.sum(1, dtype=torch.int32)
+    for b in (None, bias):
+        around = torch.full((n + 2, SIZE), POISON, dtype=torch.int16)
+        out = around[1:-1].view(torch.bfloat16)
+        tensors = [x, codes, of_x, panels, starts, weight.scales, b, out]
+        words = [n, SIZE, width, *(0 if t is None else t.data_ptr() for t in tensors)]
+        kernel = tiles.multiply_tiles_of_bytes
+        with patch.object(tiles, "code_rows", lambda *args: None):
+            num_products = run_in_python(kernel, (words, []), 2, near)
+        assert torch.equal(out, weight(x, b))
+        assert (around[[0, -1]] == POISON).all()
+        assert num_products == width // 64 * SIZE // 16 * -(-n // 16)
 
 
 def as_bits(x: torch.Tensor) -> np.ndarray:
@@ -194,7 +252,7 @@ import numba
 from numba import types
 from teachvllm.cpu_kernels import tiles, utils
 utils.find_openmp()
-for kernel in tiles.multiply_tiles, tiles._attend_tiles:
+for kernel in tiles.multiply_tiles, tiles.multiply_tiles_of_bytes, tiles._attend_tiles:
     function = numba.cfunc(types.void(types.voidptr), **utils.FAST)(kernel)
     print("KERNEL", function._library.get_asm_str())
 """
@@ -206,23 +264,32 @@ for kernel in tiles.multiply_tiles, tiles._attend_tiles:
 )
 def test_compiles_for_a_processor_with_tiles(tmp_path) -> None:
     "Two loops of products, 1 x 4 and 2 x 2 tiles, nothing of which LLVM moves or drops."
-    features = "+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+amx-tile,+amx-bf16"
+    features = "+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+amx-tile,+amx-bf16,+amx-int8"
     processor = {"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": features}
     env = os.environ | processor | {"NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    names = "tdpbf16ps|tileloadd|tilestored|ldtilecfg|tilerelease"
-    products, attention = (
+    names = "tdpbf16ps|tdpbusd|tilezero|tileloadd|tilestored|ldtilecfg|tilerelease"
+    pairs, in_bytes, attention = (
         Counter(re.findall(rf"^\s+({names})", text, re.M))
         for text in done.stdout.split("KERNEL")[1:]
     )
-    for counts in products, attention:
+    assert not in_bytes["tdpbf16ps"] and not pairs["tdpbusd"] and not attention["tdpbusd"]
+    for counts in pairs, in_bytes, attention:
         assert counts["tilestored"] % 4 == 0 and counts["ldtilecfg"] and counts["tilerelease"]
         # LLVM has a loop's body several times, with and without asking ahead
-        bodies = counts["tdpbf16ps"] // 4
-        of_one_by_four = counts["tileloadd"] - 4 * bodies  # it loads five tiles, the other four
-        assert counts["tdpbf16ps"] == 4 * bodies
-        assert 0 < of_one_by_four < bodies if counts is products else of_one_by_four == bodies
+        products = counts["tdpbusd" if counts is in_bytes else "tdpbf16ps"]
+        bodies = products // 4
+        loads = counts["tileloadd"]
+        if counts is in_bytes:  # sums begin with a load
+            assert not counts["tilezero"]
+            loads -= pairs["tilezero"]
+        of_one_by_four = loads - 4 * bodies  # it loads five tiles, the other four
+        assert products == 4 * bodies
+        if counts is attention:
+            assert of_one_by_four == bodies
+        else:
+            assert 0 < of_one_by_four < bodies
 
 
 @pytest.mark.skipif(not tiles.has_tiles(), reason="a processor without tiles")
@@ -255,6 +322,31 @@ def test_this_processor() -> None:
     assert torch.equal(product(wide[:, ::2]), product(wide[:, ::2].contiguous()))
     x[3, 5] = float("nan")
     assert product(x).isnan().all(1).nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.skipif(not tiles.has_tiles(), reason="a processor without tiles")
+@pytest.mark.parametrize("static", [None, 0.013])
+@pytest.mark.parametrize("size, width", [(192, 576), (100, 64), (130, 2048)])
+def test_bytes_on_this_processor(size: int, width: int, static: float | None) -> None:
+    torch.manual_seed(0)
+    input_scale = None if static is None else torch.tensor(static)
+    numbers, scales = round_rows(torch.randn(size, width), torch.int8)
+    numbers[0] = -128
+    numbers[1] = 127
+    slow = ScaledWeight(numbers, scales, input_scale=input_scale)
+    fast = tiles.packed_scaled(slow, torch.bfloat16)
+    assert isinstance(fast, tiles.TiledScaled)
+    assert torch.equal(fast.dequantize(torch.bfloat16), slow.dequantize(torch.bfloat16))
+    bias = torch.randn(size).bfloat16()
+    for n in (0, 1, 15, 16, 17, 31, 32, 33, 70):
+        x = torch.randn(n, width).bfloat16()
+        x[: n // 3] *= 3
+        x[n // 3 : n // 2] = 0
+        x[n - n // 4 :] = 1.6
+        assert torch.equal(fast(x), slow(x)) and torch.equal(fast(x, bias), slow(x, bias))
+    x[3, 5] = torch.inf
+    y = fast(x)
+    assert not y[3].isfinite().any() and fast(x).isfinite().all(1).sum() == 69
 
 
 @pytest.mark.skipif(not tiles.has_tiles(), reason="a processor without tiles")
@@ -351,7 +443,7 @@ def test_a_step_is_recorded(tmp_path) -> None:
     assert kernels[tiles.MULTIPLY] >= 4
 
 
-FOUND = {"amx-tile": True, "amx-bf16": True, "avx512f": True}
+FOUND = {"amx-tile": True, "amx-bf16": True, "amx-int8": True, "avx512f": True}
 
 
 @pytest.mark.skipif(not linear.find_openmp(), reason="no threads of GNU OpenMP")
@@ -361,6 +453,7 @@ FOUND = {"amx-tile": True, "amx-bf16": True, "avx512f": True}
         (FOUND, "linux", "x86_64", 0, True),
         (FOUND, "linux", "x86_64", -1, False),  # refused, or unknown to this Linux
         (FOUND | {"amx-bf16": False}, "linux", "x86_64", 0, False),
+        (FOUND | {"amx-int8": False}, "linux", "x86_64", 0, False),
         (FOUND, "darwin", "x86_64", 0, False),
         (FOUND, "linux", "aarch64", 0, False),
         ({}, "linux", "x86_64", 0, False),  # Numba was told what to use
@@ -406,3 +499,54 @@ def test_which_product_a_matrix_gets() -> None:
             if served:
                 kind = tiles.TiledLinear if found else linear.PackedLinear
                 assert type(tiles.packed_linear(whole.bfloat16())) is kind
+
+
+def test_which_product_bytes_get() -> None:
+    weights = {
+        width: ScaledWeight(*round_rows(torch.randn(64, width), torch.int8)) for width in (64, 48)
+    }
+    assert tiles.packed_scaled.serves is grouped.serves_scaled
+    with patch.object(grouped, "compile_all", lambda kernels, what: None):
+        for found in (False, True):
+            with patch.object(tiles, "has_tiles", lambda found=found: found):
+                for width, weight in weights.items():
+                    for dtype in (torch.bfloat16, torch.float32):
+                        product = tiles.packed_scaled(weight, dtype)
+                        tiled = found and width == 64 and dtype == torch.bfloat16
+                        kind = tiles.TiledScaled if tiled else grouped.PackedScaled
+                        assert type(product) is kind
+                        right = tiles.MULTIPLY_BYTES if tiled else grouped.SCALED[dtype]
+                        assert product.kernel is right
+
+
+ROUND = """
+@numba.njit
+def run(sums, of_row, bias, scales, out):
+    b = bias.ctypes.data if len(bias) else 0
+    for i in range(len(sums)):
+        at, to = of_row[i:].ctypes.data, out[i].ctypes.data
+        put_row({bits}, {high}, sums[i].ctypes.data, at, b, scales.ctypes.data, to)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a processor of another kind")
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("bits, high", [(16, 1), (16, 2), (8, 1), (8, 2)])
+def test_the_end_of_a_sum(bits: int, high: int, biased: bool) -> None:
+    "Compiled for whatever processor this is: each operation rounds once, and in its place."
+    names: dict[str, Any] = {"numba": numba, "put_row": tiles.put_row}
+    exec(ROUND.format(bits=bits, high=high), names)
+    torch.manual_seed(0)
+    count = 64 // high
+    of_row, scales = torch.rand(40), torch.rand(count)
+    bias = torch.randn(count if biased else 0).bfloat16()
+    sums = torch.randn(40, count) * 100
+    right = sums.clone()
+    if bits == 8:
+        sums = (sums * 1000).int()
+        right = sums.float() * (of_row[:, None] * scales)
+    if biased:
+        right += bias.float()
+    out = torch.zeros(40, count, dtype=torch.int16)
+    names["run"](*(t.numpy() for t in (sums, of_row, bias.view(torch.int16), scales, out)))
+    assert torch.equal(out.view(torch.bfloat16), right.bfloat16())

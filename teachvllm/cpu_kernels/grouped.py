@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['AHEAD', 'TAKE_GROUPED', 'INFINITE', 'SCALED', 'pack_numbers', 'unpack_numbers', 'pack_groups', 'panels_of_nibbles',
-           'code_block', 'copy_block', 'Form', 'form_of', 'serves', 'PackedGroups', 'code_row', 'serves_scaled',
-           'PackedScaled']
+           'code_block', 'copy_block', 'Form', 'form_of', 'serves', 'PackedGroups', 'code_row', 'code_rows',
+           'serves_scaled', 'PackedScaled']
 
 # %% ../../nbs/cpu/08_numba_grouped.ipynb #ed4dd094
 from functools import cache
@@ -726,8 +726,27 @@ def _multiply_bytes(tile, bias, x, of_x, panel, starts, scales, width, out, far)
 
 
 @compiled
+def code_rows(words, floats, dtype):
+    "Codes and scales of all rows; a thread returns when all of them are there."
+    n = words[0]
+    width = words[2]
+    item = array_at(words[3], (1,), dtype).itemsize
+    of_x = array_at(words[5], (n,), np.float32)
+    first, last = share(n)
+    for row in range(first, last):
+        of_x[row] = code_row(
+            array_at(words[3] + row * width * item, (width,), dtype),
+            array_at(words[4] + row * width, (width,), np.uint8),
+            np.float32(floats[11]),
+            np.float32(floats[12]),
+        )
+    barrier()
+
+
+@compiled
 def _scaled_rows(words, floats, dtype):
     "One thread's part of a product of `PackedScaled`."
+    code_rows(words, floats, dtype)
     n = words[0]
     size = words[1]
     width = words[2]
@@ -735,16 +754,6 @@ def _scaled_rows(words, floats, dtype):
     bias = words[9]
     out = words[10]
     item = array_at(out, (1,), dtype).itemsize
-    of_x = array_at(words[5], (n,), np.float32)
-    first, last = share(n)
-    for row in range(first, last):
-        of_x[row] = code_row(
-            array_at(words[3] + row * width * item, (width,), dtype),
-            array_at(codes + row * width, (width,), np.uint8),
-            np.float32(floats[11]),
-            np.float32(floats[12]),
-        )
-    barrier()
     far = size * item
     of_panel = (n + ROWS - 1) // ROWS  # tiles
     first, last = share(size // COLUMNS * of_panel)
@@ -798,6 +807,7 @@ class PackedScaled:
     """
 
     serves = staticmethod(serves_scaled)
+    kernels = SCALED  # by the dtype of activations
 
     def __init__(self, weight: Any, dtype: torch.dtype):
         self.dtype = dtype
@@ -813,7 +823,7 @@ class PackedScaled:
         if weight.input_scale is not None:
             self.scale = float(weight.input_scale)
             self.turn = float(1 / weight.input_scale)
-        self.kernel = SCALED[dtype]
+        self.kernel = self.kernels[dtype]
         compile_all([self.kernel], "the product of eight bits with eight")
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

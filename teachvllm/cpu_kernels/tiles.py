@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['ARCH_PRCTL', 'REQUEST_PERMISSION', 'TILE_DATA', 'ATTEND_TILES', 'has_tiles', 'TiledLinear', 'is_tiled', 'serves',
-           'packed_linear', 'attends', 'compile']
+           'packed_linear', 'attends', 'compile', 'TiledScaled', 'packed_scaled']
 
 # %% ../../nbs/cpu/12_tiles.ipynb #cc269cfa
 import ctypes
 import platform
 import sys
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import llvmlite.ir
 import numpy as np
@@ -20,16 +21,21 @@ from numba.core import cgutils
 
 from . import linear as registers
 from .chunks import SCORES, TOKENS, attend_blocks, padded
+from .grouped import PackedScaled, code_rows
 from teachvllm.cpu_kernels.linear import (
     COLUMNS,
+    FLOATS,
     I64,
-    LANES,
+    WORDS,
     PackedLinear,
     floats_at,
     linear,
+    pointer_at,
     put_floats,
+    spread,
 )
 from teachvllm.cpu_kernels.utils import (
+    FLOAT,
     Kernel,
     arguments,
     array_at,
@@ -37,6 +43,7 @@ from teachvllm.cpu_kernels.utils import (
     compiled,
     find_openmp,
     host_features,
+    inlined,
     operation,
     prefetch,
     share,
@@ -51,11 +58,11 @@ TILE_DATA = 18  # and XFEATURE_XTILEDATA
 
 @cache
 def has_tiles() -> bool:
-    """Whether this processor multiplies tiles of bfloat16. Linux is asked to allow it, once a
-    process.
+    """Whether this processor multiplies tiles, of bfloat16 and of bytes. Linux is asked to allow
+    it, once a process.
     """
     found = host_features()
-    known = found.get("amx-tile") and found.get("amx-bf16") and found.get("avx512f")
+    known = all(found.get(name) for name in ("amx-tile", "amx-bf16", "amx-int8", "avx512f"))
     if not known or sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     if find_openmp() is None:
@@ -67,7 +74,9 @@ I8 = llvmlite.ir.IntType(8)
 VOID = llvmlite.ir.VoidType()
 ROWS = 16  # of a tile
 WEIGHTS = 6  # tiles 6 and 7 have weights, 4 and 5 activations, 0 to 3 sums
-STEP = 2 * LANES  # numbers of a row that a product takes
+LINE = 64  # bytes of a row that a product takes
+STEP = LINE // 2  # the numbers of bfloat16 in them
+PRODUCT = {16: "tdpbf16ps", 8: "tdpbusd"}  # by the bits of a number
 
 
 def run_instruction(builder, name, *args):
@@ -114,31 +123,42 @@ def let_tiles_go(typing_context):
     return types.void(), build
 
 
-@operation
-def clear_sums(typing_context):
-    "Zeros in the four tiles of sums."
+@operation(prefer_literal=True)
+def begin_sums(typing_context, bits, high, starts):
+    """Zeros in the four tiles of sums; in those of bytes, in each row, the whole numbers from the
+    address `starts` on, 64 or if `high` is 2 the first 32.
+    """
+    if not isinstance(bits, types.IntegerLiteral) or not isinstance(high, types.IntegerLiteral):
+        return None
+    wide = 4 // high.literal_value
 
     def build(context, builder, sig, args):
         for tile in range(4):
-            run_instruction(builder, "tilezero", tile)
+            if bits.literal_value == 16:
+                run_instruction(builder, "tilezero", tile)
+                continue
+            at = place_at(builder, args[2], tile % wide * 64)
+            same_row = llvmlite.ir.Constant(I64, 0)  # bytes to the next
+            run_instruction(builder, "tileloadd64", tile, at, same_row)
         return context.get_dummy_value()
 
-    return types.void(), build
+    return types.void(bits, high, types.intp), build
 
 # %% ../../nbs/cpu/12_tiles.ipynb #59c39685
 @operation(prefer_literal=True)
-def add_tiles(typing_context, high, x, second, stride, panel):
-    """Add the products of 32 numbers of each row and 64 outputs of a panel. Rows begin at the
-    address x and are `stride` bytes apart. If `high` (a constant) is 2, sixteen more begin at
-    `second`, which else is not used, and the outputs are 32.
+def add_tiles(typing_context, bits, high, x, second, stride, panel):
+    """Add the products of 64 bytes of each row, numbers of so many `bits`, and 64 outputs of a
+    panel. Rows begin at the address x and are `stride` bytes apart. If `high` is 2, sixteen more
+    begin at `second`, which else is not used, and the outputs are 32. Both are constants.
     """
-    if not isinstance(high, types.IntegerLiteral):
+    if not isinstance(bits, types.IntegerLiteral) or not isinstance(high, types.IntegerLiteral):
         return None
+    name = PRODUCT[bits.literal_value]
     tiles = high.literal_value
     wide = 4 // tiles
 
     def build(context, builder, sig, args):
-        _, *rows, stride, panel = args
+        _, _, *rows, stride, panel = args
         apart = llvmlite.ir.Constant(I64, 4 * COLUMNS)
         for j in range(wide):
             weights = WEIGHTS + j % 2
@@ -148,10 +168,10 @@ def add_tiles(typing_context, high, x, second, stride, panel):
                 if j == 0:
                     at = place_at(builder, rows[i], 0)
                     run_instruction(builder, "tileloadd64", 4 + i, at, stride)
-                run_instruction(builder, "tdpbf16ps", i * wide + j, 4 + i, weights)
+                run_instruction(builder, name, i * wide + j, 4 + i, weights)
         return context.get_dummy_value()
 
-    return types.void(high, types.intp, types.intp, types.intp, types.intp), build
+    return types.void(bits, high, types.intp, types.intp, types.intp, types.intp), build
 
 # %% ../../nbs/cpu/12_tiles.ipynb #f7bb643d
 @operation
@@ -167,132 +187,150 @@ def room_for_sums(typing_context):
 
 
 @operation(prefer_literal=True)
-def keep_sums(typing_context, high, where):
-    "Write the sums from an address on: rows of 64 float32, or of 32 if `high` is 2."
+def keep_sums(typing_context, high, where, stride):
+    """Write the sums from an address on: rows of 64 numbers, or if `high` is 2 sixteen rows of 32
+    and sixteen behind them, `stride` bytes apart.
+    """
     if not isinstance(high, types.IntegerLiteral):
         return None
     wide = 4 // high.literal_value
 
     def build(context, builder, sig, args):
-        apart = llvmlite.ir.Constant(I64, 64 * wide)
+        _, where, stride = args
         for tile in range(4):
-            at = place_at(builder, args[1], tile // wide * ROWS * 64 * wide + tile % wide * 64)
-            run_instruction(builder, "tilestored64", tile, at, apart)
+            down = builder.mul(stride, llvmlite.ir.Constant(I64, tile // wide * ROWS))
+            at = place_at(builder, builder.add(where, down), tile % wide * 64)
+            run_instruction(builder, "tilestored64", tile, at, stride)
         return context.get_dummy_value()
 
-    return types.void(high, types.intp), build
+    return types.void(high, types.intp, types.intp), build
+
+
+def scaled(builder, sums, of_row, scales):
+    "What whole sums stand for, sixteen by sixteen; the other arguments are addresses."
+    # Numba lets LLVM change the order of what has no flags, and with it the last bit
+    multiply = partial(builder.fmul, flags=("nsz",))
+    factor = spread(builder, builder.load(pointer_at(builder, of_row, 0, FLOAT), align=4))
+    found = []
+    for j, some in enumerate(sums):
+        scale = multiply(factor, floats_at(builder, scales, j, types.float32))
+        whole = builder.sitofp(builder.bitcast(some, WORDS), FLOATS)
+        found.append(multiply(whole, scale))
+    return found
 
 
 @operation(prefer_literal=True)
-def put_row(typing_context, high, sums, bias, out):
-    "One row of sums, plus as many numbers of the bias (0: there is none), rounded to bfloat16."
-    if not isinstance(high, types.IntegerLiteral):
+def put_row(typing_context, bits, high, row_of_sums, of_row, bias, scales, out):
+    """Round one row of sums to bfloat16. All but the first two are addresses: of the sums, the row's
+    own scale, the bias (0: there is none), the outputs' scales, and the place. Sums of bfloat16 have
+    no scales.
+    """
+    if not isinstance(bits, types.IntegerLiteral) or not isinstance(high, types.IntegerLiteral):
         return None
     wide = 4 // high.literal_value
 
     def build(context, builder, sig, args):
-        _, sums, bias, out = args
+        _, _, row_of_sums, of_row, bias, scales, out = args
+        found = [floats_at(builder, row_of_sums, j, types.float32) for j in range(wide)]
+        if bits.literal_value == 8:
+            found = scaled(builder, found, of_row, scales)
         there = builder.icmp_signed("!=", bias, llvmlite.ir.Constant(I64, 0))
         with builder.if_else(there) as (biased, plain):
             with biased:
-                for j in range(wide):
-                    x = floats_at(builder, sums, j, types.float32)
+                for j, x in enumerate(found):
                     x = builder.fadd(x, floats_at(builder, bias, j, types.uint16))
                     put_floats(builder, x, out, j, types.uint16)
             with plain:
-                for j in range(wide):
-                    x = floats_at(builder, sums, j, types.float32)
+                for j, x in enumerate(found):
                     put_floats(builder, x, out, j, types.uint16)
         return context.get_dummy_value()
 
-    return types.void(high, types.intp, types.intp, types.intp), build
+    return types.void(bits, high, *[types.intp] * 5), build
 
 # %% ../../nbs/cpu/12_tiles.ipynb #68002645
 AHEAD = 1 << 13  # bytes between what is multiplied and what is asked for
-OF_NUMBER = 2 * COLUMNS  # bytes of a panel for each number of a row
 
 
-@compiled
-def few_rows(rows, x, stride, panel, fresh, bias, out, out_stride, sums):
-    """Up to sixteen rows times a panel; `fresh`: it comes from memory, so that it should be asked
-    for. `sums` is the address of `room_for_sums`.
+@inlined
+def few_rows(bits, x, stride, panel, starts, fresh):
+    """The sums of up to sixteen rows and a panel, in tiles; `fresh`: it comes from memory, so that
+    it should be asked for.
     """
-    clear_sums()
-    for k in range(0, stride // 2, STEP):
+    begin_sums(bits, 1, starts)
+    for k in range(0, stride, LINE):  # a panel has 64 bytes for each byte of a row
         if fresh:
-            prefetch(panel + OF_NUMBER * k + AHEAD, OF_NUMBER * STEP)
-        add_tiles(1, x + 2 * k, x, stride, panel + OF_NUMBER * k)
-    keep_sums(1, sums)
-    for i in range(rows):
-        put_row(1, sums + 4 * COLUMNS * i, bias, out + out_stride * i)
+            prefetch(panel + COLUMNS * k + AHEAD, COLUMNS * LINE)
+        add_tiles(bits, 1, x + k, x, stride, panel + COLUMNS * k)
 
 # %% ../../nbs/cpu/12_tiles.ipynb #4c81f11a
-@compiled
-def many_rows(x, second, stride, panel, fresh, bias, out, second_out, out_stride, sums):
-    "Sixteen rows from the address x on, and sixteen from `second` on, times a panel."
-    for half in range(2):
-        weights = panel + OF_NUMBER * half
-        to = COLUMNS * half  # bytes, of outputs and bias
-        clear_sums()
-        for k in range(0, stride // 2, STEP):
-            if fresh and half == 0:
-                prefetch(panel + OF_NUMBER * k + AHEAD, OF_NUMBER * STEP)
-            add_tiles(2, x + 2 * k, second + 2 * k, stride, weights + OF_NUMBER * k)
-        keep_sums(2, sums)
-        half_bias = bias + to if bias else 0
-        for i in range(ROWS):
-            row = sums + 2 * COLUMNS * i
-            put_row(2, row, half_bias, out + out_stride * i + to)
-            put_row(2, row + 2 * COLUMNS * ROWS, half_bias, second_out + out_stride * i + to)
+@inlined
+def many_rows(bits, half, x, second, stride, panel, starts, fresh):
+    "The sums of sixteen rows from the address x on, sixteen from `second` on, and half a panel."
+    weights = panel + 2 * LINE * half
+    begin_sums(bits, 2, starts)
+    for k in range(0, stride, LINE):
+        if fresh and half == 0:
+            prefetch(panel + COLUMNS * k + AHEAD, COLUMNS * LINE)
+        add_tiles(bits, 2, x + k, second + k, stride, weights + COLUMNS * k)
 
 # %% ../../nbs/cpu/12_tiles.ipynb #0bdc6cb5
 NEAR = 1 << 19  # bytes of panels that stay in the second cache while rows pass by
 
 
-def multiply_tiles(p):
-    "One thread's part of all meetings of a block of rows and a panel: an equal share."
-    words = arguments(p)[0]
-    n = words[0]
-    size = words[1]
-    width = words[2]
-    x = words[3]
-    bias = words[5]
-    out = words[6]
-    stride = 2 * width
-    out_stride = 2 * size
+@inlined
+def multiply(bits, n, size, stride, x, of_x, panels, starts, scales, bias, out):
+    """One thread's part of all meetings of a block of rows and a panel: an equal share. Rows of x
+    have `stride` bytes; `of_x`, `starts` and `scales` are for bytes, and else not read.
+    """
+    far = 2 * size  # bytes of a row of the output
     blocks = (n + 2 * ROWS - 1) // (2 * ROWS)
-    panels = size // COLUMNS
+    num_panels = size // COLUMNS
     group = max(1, NEAR // (stride * COLUMNS))  # panels
-    begin, end = share(panels * blocks)
+    begin, end = share(num_panels * blocks)
     if begin == end:
         return
     sums = room_for_sums()
     set_rows(min(n, ROWS))
     for meeting in range(begin, end):
         first = meeting // (group * blocks) * group  # panel of this group
-        count = min(group, panels - first)
+        count = min(group, num_panels - first)
         row = (meeting - first * blocks) // count * 2 * ROWS
         column = (first + (meeting - first * blocks) % count) * COLUMNS
-        panel = words[4] + column * stride
+        panel = panels + column * stride
         fresh = row == 0 or meeting - begin < count
-        i_bias = bias + 2 * column if bias else 0
-        to = out + 2 * column
         if n - row <= ROWS:
             row = max(0, n - ROWS)
-            rows = min(n, ROWS)
-            here = x + row * stride
-            few_rows(
-                rows, here, stride, panel, fresh, i_bias, to + row * out_stride, out_stride, sums
-            )
-        else:
-            row = max(0, min(row, n - 2 * ROWS))
-            second = min(row + ROWS, n - ROWS)
-            here = x + row * stride
-            there = x + second * stride
-            to_second = to + second * out_stride
-            to += row * out_stride
-            many_rows(here, there, stride, panel, fresh, i_bias, to, to_second, out_stride, sums)
+            few_rows(bits, x + row * stride, stride, panel, starts + 4 * column, fresh)
+            keep_sums(1, sums, 4 * COLUMNS)
+            b = bias + 2 * column if bias else 0
+            for i in range(min(n, ROWS)):
+                at = sums + 4 * COLUMNS * i
+                to = out + far * (row + i) + 2 * column
+                put_row(bits, 1, at, of_x + 4 * (row + i), b, scales + 4 * column, to)
+            continue
+        row = max(0, min(row, n - 2 * ROWS))
+        second = min(row + ROWS, n - ROWS)
+        here = x + row * stride
+        there = x + second * stride
+        for half in range(2):
+            many_rows(bits, half, here, there, stride, panel, starts + 4 * column, fresh)
+            keep_sums(2, sums, 2 * COLUMNS)
+            b = bias + 2 * column if bias else 0
+            s = scales + 4 * column
+            for i in range(ROWS):
+                at = sums + 2 * COLUMNS * i
+                to = out + 2 * column
+                put_row(bits, 2, at, of_x + 4 * (row + i), b, s, to + far * (row + i))
+                at += 2 * COLUMNS * ROWS
+                put_row(bits, 2, at, of_x + 4 * (second + i), b, s, to + far * (second + i))
+            column += COLUMNS // 2
     let_tiles_go()
+
+
+def multiply_tiles(p):
+    "One thread's part of a product of bfloat16."
+    words = arguments(p)[0]
+    multiply(16, words[0], words[1], 2 * words[2], words[3], 0, words[4], 0, 0, words[5], words[6])
 
 
 MULTIPLY = Kernel(multiply_tiles)
@@ -323,17 +361,7 @@ def packed_linear(weight: torch.Tensor) -> PackedLinear:
     return (TiledLinear if is_tiled(weight) else PackedLinear)(weight)
 
 # %% ../../nbs/cpu/12_tiles.ipynb #71e5a002
-@operation
-def keep_rows(typing_context, where, stride):
-    "Write the sums of four tiles side by side, as sixteen rows `stride` bytes apart."
-
-    def build(context, builder, sig, args):
-        for tile in range(4):
-            at = place_at(builder, args[0], 64 * tile)
-            run_instruction(builder, "tilestored64", tile, at, args[1])
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), build
+OF_NUMBER = 2 * COLUMNS  # bytes of a panel for each number of a row
 
 
 @compiled
@@ -343,11 +371,11 @@ def score_tiles(q, rows, tiles, tile_bytes, num, scores, dtype):
     for row in range(0, rows, ROWS):
         x = q[row:].ctypes.data
         for i in range(num):
-            clear_sums()
+            begin_sums(16, 1, 0)
             for k in range(0, width, STEP):
                 panel = tiles + i * tile_bytes + OF_NUMBER * k
-                add_tiles(1, x + 2 * k, x, 2 * width, panel)
-            keep_rows(scores[row, i * TOKENS :].ctypes.data, 4 * SCORES)
+                add_tiles(16, 1, x + 2 * k, x, 2 * width, panel)
+            keep_sums(1, scores[row, i * TOKENS :].ctypes.data, 4 * SCORES)
 
 # %% ../../nbs/cpu/12_tiles.ipynb #71e5a003
 @compiled
@@ -357,13 +385,13 @@ def add_value_tiles(weights, rows, tiles, tile_bytes, num, sums, stats, part, dt
     new = array_at(room, (ROWS, COLUMNS), np.float32)
     for row in range(0, rows, ROWS):
         for i in range(sums.shape[1] // COLUMNS):
-            clear_sums()
+            begin_sums(16, 1, 0)
             for j in range(num):
                 x = weights[row, j * TOKENS :].ctypes.data
                 panel = tiles + j * tile_bytes + i * OF_NUMBER * TOKENS
                 for k in range(0, TOKENS, STEP):
-                    add_tiles(1, x + 2 * k, x, 2 * SCORES, panel + OF_NUMBER * k)
-            keep_sums(1, room)
+                    add_tiles(16, 1, x + 2 * k, x, 2 * SCORES, panel + OF_NUMBER * k)
+            keep_sums(1, room, 4 * COLUMNS)
             for r in range(ROWS):
                 some = sums[row + r, i * COLUMNS : (i + 1) * COLUMNS]
                 factor = stats[row + r, 2]
@@ -394,3 +422,45 @@ def compile(dtype: torch.dtype) -> None:
         compile_all([MULTIPLY, ATTEND_TILES], "products of tiles")
     else:
         registers.compile(dtype)
+
+# %% ../../nbs/cpu/12_tiles.ipynb #1bca42f9
+def multiply_tiles_of_bytes(p):
+    "One thread's part of a product of `TiledScaled`, with cpu/08's words."
+    words, floats = arguments(p)
+    code_rows(words, floats, np.uint16)
+    multiply(
+        8,
+        words[0],
+        words[1],
+        words[2],
+        words[4],
+        words[5],
+        words[6],
+        words[7],
+        words[8],
+        words[9],
+        words[10],
+    )
+
+
+MULTIPLY_BYTES = Kernel(multiply_tiles_of_bytes)
+
+# %% ../../nbs/cpu/12_tiles.ipynb #7be1d5a2
+class TiledScaled(PackedScaled):
+    """A `ScaledWeight` of int8 in panels; called, `F.linear` with it and with activations of
+    bfloat16, rounded to eight bits, by tiles.
+    """
+
+    kernels = {torch.bfloat16: MULTIPLY_BYTES}
+
+    @staticmethod
+    def serves(weight: Any, dtype: torch.dtype) -> bool:
+        whole = weight.weight.shape[1] % LINE == 0
+        tiled = dtype == torch.bfloat16 and whole and has_tiles()
+        return tiled and PackedScaled.serves(weight, dtype)
+
+
+@takes(PackedScaled.serves)
+def packed_scaled(weight: Any, dtype: torch.dtype) -> PackedScaled:
+    "A matrix as a product of its own: of tiles, or of registers."
+    return (TiledScaled if TiledScaled.serves(weight, dtype) else PackedScaled)(weight, dtype)
