@@ -50,17 +50,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    "With --durations, the seconds of whole files as well, most first."
+    "With --durations, the seconds of whole files and of notebooks as well, most first."
     number = config.getoption("durations")
     if number is None:
         return
-    seconds: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    notebooks: Counter[str] = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
-            seconds[report.location[0]] += report.duration
-    terminalreporter.section("slowest files")
-    for file, total in seconds.most_common(number or None):
-        terminalreporter.write_line(f"{total:7.1f}s {file}")
+            files[report.location[0]] += report.duration
+            own: Any = dict(report.user_properties).get("seconds")
+            if own:  # which began before its test waits for it
+                notebooks[report.location[2]] = own
+    for title, seconds in {"files": files, "notebooks": notebooks}.items():
+        terminalreporter.section(f"slowest {title}")
+        for name, total in seconds.most_common(number or None):
+            terminalreporter.write_line(f"{total:7.1f}s {name}")
 
 
 @pytest.fixture(scope="module")

@@ -216,8 +216,11 @@ def runs(
 
 @pytest.mark.timeout(2 * LIMIT + 60)
 @pytest.mark.parametrize("notebook", list(map(parameter, NOTEBOOKS)))
-def test_notebook_runs(notebook: Path, runs: dict[Path, Future[tuple[str, float]]], capsys) -> None:
+def test_notebook_runs(
+    notebook: Path, runs: dict[Path, Future[tuple[str, float]]], capsys, record_property
+) -> None:
     problem, seconds = runs[notebook].result()
+    record_property("seconds", seconds)  # of its own, which the test only waits for
     with capsys.disabled():
         print(f"\n  {name_of(notebook):<32}{seconds:5.1f} s ", end="", flush=True)
     assert not problem, problem
