@@ -54,8 +54,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     number = config.getoption("durations")
     if number is None:
         return
-    files: Counter[str] = Counter()
-    notebooks: Counter[str] = Counter()
+    files: Any = Counter()
+    notebooks: Any = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             files[report.location[0]] += report.duration

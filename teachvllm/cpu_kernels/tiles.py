@@ -125,8 +125,8 @@ def let_tiles_go(typing_context):
 
 @operation(prefer_literal=True)
 def begin_sums(typing_context, bits, high, starts):
-    """Zeros in the four tiles of sums; in those of bytes, in each row, the whole numbers from the
-    address `starts` on, 64 or if `high` is 2 the first 32.
+    """Begin the four tiles of sums: with zeros, or those of bytes with the same whole numbers in each
+    row, one an output, from the address `starts` on: 64 of them, or 32 if `high` is 2.
     """
     if not isinstance(bits, types.IntegerLiteral) or not isinstance(high, types.IntegerLiteral):
         return None
@@ -208,7 +208,7 @@ def keep_sums(typing_context, high, where, stride):
 
 def scaled(builder, sums, of_row, scales):
     "What whole sums stand for, sixteen by sixteen; the other arguments are addresses."
-    # Numba lets LLVM change the order of what has no flags, and with it the last bit
+    # Numba lets LLVM reorder what has no flags; with one (a zero may have either sign) it may not
     multiply = partial(builder.fmul, flags=("nsz",))
     factor = spread(builder, builder.load(pointer_at(builder, of_row, 0, FLOAT), align=4))
     found = []
@@ -265,7 +265,9 @@ def few_rows(bits, x, stride, panel, starts, fresh):
 # %% ../../nbs/cpu/12_tiles.ipynb #4c81f11a
 @inlined
 def many_rows(bits, half, x, second, stride, panel, starts, fresh):
-    "The sums of sixteen rows from the address x on, sixteen from `second` on, and half a panel."
+    """The sums of sixteen rows from the address x on, sixteen from `second` on, and half a panel:
+    `panel` is the whole one's address, `starts` that of the half.
+    """
     weights = panel + 2 * LINE * half
     begin_sums(bits, 2, starts)
     for k in range(0, stride, LINE):
@@ -280,7 +282,8 @@ NEAR = 1 << 19  # bytes of panels that stay in the second cache while rows pass 
 @inlined
 def multiply(bits, n, size, stride, x, of_x, panels, starts, scales, bias, out):
     """One thread's part of all meetings of a block of rows and a panel: an equal share. Rows of x
-    have `stride` bytes; `of_x`, `starts` and `scales` are for bytes, and else not read.
+    have `stride` bytes. For bytes `of_x` has a scale for each row, `scales` one for each output, and
+    `starts` what an output's sums begin with; else nothing reads them.
     """
     far = 2 * size  # bytes of a row of the output
     blocks = (n + 2 * ROWS - 1) // (2 * ROWS)
@@ -427,7 +430,7 @@ def compile(dtype: torch.dtype) -> None:
 def multiply_tiles_of_bytes(p):
     "One thread's part of a product of `TiledScaled`, with cpu/08's words."
     words, floats = arguments(p)
-    code_rows(words, floats, np.uint16)
+    code_rows(words, floats, np.uint16)  # of words[3], the activations
     multiply(
         8,
         words[0],
