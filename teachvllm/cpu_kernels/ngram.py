@@ -13,8 +13,9 @@ from .utils import compiled
 # %% ../../nbs/cpu/11_numba_ngram.ipynb #b9d879ea
 @compiled
 def latest_place(ids, min_n, max_n):
-    """Behind the latest place at which the longest end of `ids`, of `min_n` to `max_n` tokens, was
-    before; -1: there is none. It goes backward, and stops where no longer end can come.
+    """The index of the token that followed the last `min_n` to `max_n` tokens of `ids` where they were
+    before: of the longest match, and of equals the latest; -1 if there is none. It goes backward,
+    and stops as soon as no match can be longer.
     """
     size = ids.shape[0]
     most = min(max_n, size - 1)
@@ -37,7 +38,7 @@ def latest_place(ids, min_n, max_n):
 
 
 def find_continuation(token_ids: np.ndarray, min_n: int, max_n: int, k: int) -> np.ndarray:
-    "As `find_continuation` of `teachvllm.speculative.ngram`, for int32 [n], n up to 2^31."
+    "As `find_continuation` of `teachvllm.speculative.ngram`, for int32 [n]."
     if min_n > max_n or len(token_ids) < 2:
         return token_ids[:0]
     place = latest_place(token_ids, min_n, max_n)

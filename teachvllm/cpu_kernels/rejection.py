@@ -55,7 +55,9 @@ def total_weight(p, q, with_draft, left_out):
 
 @compiled
 def pick(p, q, with_draft, left_out, uniform):
-    "A token of what is left of the target's row, or of the row itself if nothing is; -1 of none."
+    """A token drawn from what is left of the target's row, or from the row itself if nothing is left;
+    -1 if the row has no positive number.
+    """
     total = total_weight(p, q, with_draft, left_out)
     if total == 0:
         with_draft = False
