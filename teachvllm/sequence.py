@@ -105,7 +105,7 @@ class Sequence:
 
     @property
     def is_full(self) -> bool:
-        "Whether its last token is known or in flight: there is nothing more to compute."
+        "Whether token number `max_len` is known or in flight: the last one need not be computed."
         return self.max_len is not None and self.num_tokens >= self.max_len
 
     @property

@@ -144,7 +144,7 @@ class BlockAllocator:
         self._block_of = {}
 
     def check_integrity(self) -> None:
-        """Every block is empty, cached or in use, exactly one of them: raises `AssertionError` if
+        """Every block that was ever handed out is empty, cached or in use, exactly one of them: raises `AssertionError` if
         not. O(num_blocks).
         """
         used = self.get_used_blocks()

@@ -41,7 +41,7 @@ def hash_block_tokens(
 
 def block_extra_keys(seq: Sequence, begin: int, end: int) -> tuple[Any, ...]:
     """What the keys and values of the tokens begin to end of `seq` depend on beside the tokens.
-    Each is a pair (kind, value), so a salt never equals an adapter. vLLM V1:
+    Each begins with its kind, so a salt never equals an adapter. vLLM V1:
     `generate_block_hash_extra_keys` in `v1/core/kv_cache_utils.py`.
 
     What holds for a whole sequence stands in its first block: the others are chained to it.
@@ -168,7 +168,7 @@ class BlockSpaceManager:
     """The block tables of all sequences, over an allocator for the GPU's blocks and one for the
     CPU's. Knows ids, never tensors.
 
-    A table changes in four ways only: it grows at its end, loses there what only wrong drafts
+    While a sequence runs, its table changes in four ways only: it grows at its end, loses there what only wrong drafts
     needed, gets a copy of a block that others share before it is written, and blocks behind a
     sliding `window` are freed.
     `watermark` is the fraction of the pool that admitting a request leaves free, so that running
