@@ -144,8 +144,8 @@ class BlockAllocator:
         self._block_of = {}
 
     def check_integrity(self) -> None:
-        """Every block that was ever handed out is empty, cached or in use, exactly one of them: raises `AssertionError` if
-        not. O(num_blocks).
+        """Every block that was ever handed out is empty, cached or in use, exactly one of them:
+        raises `AssertionError` if not. O(num_blocks).
         """
         used = self.get_used_blocks()
         assert min(used.values(), default=1) > 0, "a reference count is negative"

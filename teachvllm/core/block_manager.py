@@ -168,9 +168,9 @@ class BlockSpaceManager:
     """The block tables of all sequences, over an allocator for the GPU's blocks and one for the
     CPU's. Knows ids, never tensors.
 
-    While a sequence runs, its table changes in four ways only: it grows at its end, loses there what only wrong drafts
-    needed, gets a copy of a block that others share before it is written, and blocks behind a
-    sliding `window` are freed.
+    While a sequence runs, its table changes in four ways only: it grows at its end, loses there
+    what only wrong drafts needed, gets a copy of a block that others share before it is written,
+    and blocks behind a sliding `window` are freed.
     `watermark` is the fraction of the pool that admitting a request leaves free, so that running
     sequences can grow before one is preempted. With `enable_caching` full blocks are found again.
     vLLM: `core/block_manager.py`, and `KVCacheManager` in V1.

@@ -178,9 +178,10 @@ class PartialPrefills:
     """How many prompts a step works on at once, and on how many tokens of each. vLLM:
     `PartialPrefillMetadata` in `core/scheduler.py`, and `long_prefill_token_threshold` in V1.
 
-    With `max_num_partial_prefills` 1, the default, there is no limit: one prompt takes all that is
-    left of the step, the next what it leaves. With more, so many share what is left, and of those
-    that are long only `max_long_partial_prefills`: shorter prompts overtake the other long ones.
+    With `max_num_partial_prefills` 1, the default, any number of prompts may share a
+    step: one takes all that is left of it (at most the threshold, if there is one), the next what
+    it leaves. With more, so many share what is left, and of those that are long only
+    `max_long_partial_prefills`: shorter prompts overtake the other long ones.
     """
 
     def __init__(self, config: SchedulerConfig):

@@ -27,7 +27,7 @@ class FCFSPolicy:
         return (group.arrival,)
 
     def may_preempt(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
-        "Whether `running` may be preempted to make room for `waiting`, if that does not fit otherwise."
+        "Whether `running` may be preempted to make room for `waiting`, if there is none."
         return False
 
 # %% ../../nbs/12_request_queue.ipynb #c16a9e82
