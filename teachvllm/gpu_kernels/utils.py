@@ -244,9 +244,9 @@ if interpreted():
 def find_sequence(query_start_loc, q_block, num_seqs, BLOCK_Q: tl.constexpr):
     """The sequence that `q_block` belongs to, by binary search, and its first token in that block.
 
-    Sequence i has room for blocks from `(query_start_loc[i] - query_start_loc[0]) // BLOCK_Q + i` on:
-    enough for its tokens, and known without looking at lengths. The first entry is not 0 where the
-    sequences are the later ones of a batch. vLLM: `find_seq_idx` in
+    Sequence i has room for blocks from `(query_start_loc[i] - query_start_loc[0]) // BLOCK_Q + i`
+    on: enough for its tokens, and known without looking at lengths. The first entry is not 0 where
+    the sequences are the later ones of a batch. vLLM: `find_seq_idx` in
     `triton_unified_attention.py`.
     """
     base = tl.load(query_start_loc)
