@@ -357,7 +357,7 @@ def launch_attention(
     soft_cap: float | None = None,
     group: int,  # query heads a program
     decode: bool,  # each of these sequences brings one token, and they are the first of the batch
-    select: bool = False,  # or it is not known which, and the others' programs return; without `decode` only those run
+    select: bool = False,  # it is not known which: the others' programs return
     splits: int = 1,  # only for decodes; a power of two
 ) -> None:
     """Attend for some sequences of a batch. The grid depends on their number and that of their
